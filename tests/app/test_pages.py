@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,8 +201,21 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
         assert list(rows.loc[task, "by layer"]) == curve
         assert rows.loc[task, "relative drift"] == pytest.approx(100 * curve[-1], abs=0.051)
     assert "Where merged's final drift comes from" in said(app)
-    origins = [line for line in said(app).splitlines() if line.startswith("- ") and "final drift:" in line]
-    assert [line[:9] for line in origins] == ["- mnist: "] and not app.metric
+    (cells,) = [
+        chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0]["type"] == "heatmap"
+    ]
+    assert cells["layout"]["yaxis"]["ticktext"] == ["mnist"] and "- mnist: " not in said(app)
+    (strip,) = [chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0].get("base")]
+    rows = run.layers("mnist", "merged").sort_values("layer")
+    assert strip["data"][0]["x"] == pytest.approx(rows["drift_l2_mean"].tolist())
+    assert strip["data"][0]["marker"]["color"] == pytest.approx(rows["final_share"].tolist())
+    for text, swapped in zip(strip["data"][0]["text"], rows["prefix_share"], strict=True):
+        assert f"takes away {100 * swapped:.1f}" in text
+
+
+def figure_of(chart: Any) -> dict[str, Any]:
+    figure: dict[str, Any] = json.loads(chart.proto.spec)
+    return figure
 
 
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:

@@ -19,10 +19,21 @@ from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import pictures
-from driftlens_app.selection import FLIPPED, MEASURE, OUTCOME, RUN, TASK, VARIANTS, Selection, selection
+from driftlens_app.selection import (
+    FLIPPED,
+    LAYER,
+    MEASURE,
+    OUTCOME,
+    RUN,
+    TASK,
+    VARIANTS,
+    Selection,
+    selection,
+)
 from driftlens_app.show import (
     AXIS,
     caption,
+    component,
     is_narrow,
     note,
     page_title,
@@ -38,7 +49,8 @@ from driftlens_app.show import (
     with_dots,
 )
 from driftlens_reports import facts
-from driftlens_reports.charts.page_curves import mean_curves
+from driftlens_reports.charts.chart import SECTIONS, charts
+from driftlens_reports.charts.page_curves import layer_strip, mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _STEPS = {"merge": "Compare merges", "calibrate": "Repair", "advise": "Repair", "report": "Write a report"}
@@ -48,6 +60,7 @@ _PAGES = {
     "Repair": ("build", "repair"),
     "Write a report": ("description", "export"),
 }
+_CELLS = "contributions-heatmap"
 _MOST_STAMPS = 3
 """Warnings that stand above all else; more would push the numbers off the screen."""
 
@@ -170,13 +183,44 @@ def _origins(chosen: Selection) -> None:
     st.subheader(
         plain(f"Where {of} final drift comes from"),
         anchor=False,
-        help="The three layers with the largest share of each task's final drift, by attribution.",
+        help="Each layer's share of each task's final drift, by attribution; beside it the model as a column.",
     )
     offer_attribution(chosen.run)
     if all(text.endswith(NOT_MEASURED) for text in origins.values()):
         note("Neither shares nor local mismatch were measured in this run.")
         return
-    st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
+    options = chosen.options(variants=(facts.origin_variant(chosen.run),))
+    cells, strip = (st.container(), st.container()) if is_narrow() else st.columns([5, 2])
+    with cells, shown_errors():
+        if charts[_CELLS].missing(chosen.run, options) is None:
+            drawn = charts[_CELLS].draw(chosen.run, options)
+            show_drawn(_CELLS, chosen.run.id, drawn, "A click on a cell opens its layer and task.")
+            _open_cell(chosen)
+        else:  # of local mismatch alone there are sentences
+            st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
+    with strip, shown_errors():
+        show_drawn(
+            "layer-strip", chosen.run.id, layer_strip(chosen.run, chosen.options(), options.variants[0])
+        )
+
+
+def _open_cell(chosen: Selection) -> None:
+    """Lead to the layer and the task whose cell was clicked."""
+    listen = component("cell_click", "<i></i>")
+    clicked = listen(
+        data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
+    )
+    if clicked.cell:
+        row, layer = (int(at) for at in clicked.cell)
+        tasks = chosen.tasks
+        if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
+            query = {
+                RUN: chosen.run.id,
+                TASK: tasks[row],
+                LAYER: str(layer),
+                "layers": SECTIONS["contributions"].part,
+            }
+            st.switch_page(path_of("layers"), query_params=query)
 
 
 def _self_checks(run: DriftRun) -> None:

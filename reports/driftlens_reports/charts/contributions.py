@@ -64,7 +64,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     grid = panels.panel_grid(
         [words.label(task) for task in tasks],
         x_title="share of final drift (%)",
-        y_titles=["variant (name)"],
+        y_titles=["variant"],
         height=max(_BAR * len(variants) + 12, _LEAST),
         dark=options.dark,
     )

@@ -96,7 +96,7 @@ def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
             "hovertemplate": f"%{{y}}<br>{outcome} %{{x:{theme.SHARE}}}",
         }
 
-    titles, height = ("share of samples (%)", "task (name)"), 60 + 26 * len(tasks)
+    titles, height = ("share of samples (%)", "task"), 60 + 26 * len(tasks)
     outcomes = (_CERTIFIED, _KEPT_ONLY, _FLIPPED)
     figure = _stacks(rows, outcomes, bars, titles, height, dark=options.dark)
     figure.update_layout(bargap=0.3, legend_traceorder="normal")

@@ -141,7 +141,7 @@ def _task_cells(
         if beyond:
             values[layers[-1] + 1] = part.groupby("task")[beyond].max()
         cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
-    return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark)
+    return draw_cells(run, cells, [shades], y_title="task", beyond=beyond, dark=dark)
 
 
 @chart(
@@ -244,7 +244,7 @@ def group_contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     shades, peak = _shares(cells[[CONTRIBUTED]], options.dark), words.peak_share(cells, CONTRIBUTED)
     figure = _task_cells(run, cells, CONTRIBUTED, shades, dark=options.dark)
     return Drawn(
-        figure.update_yaxes(title_text="module group (name)"),
+        figure.update_yaxes(title_text="module group"),
         alt=f"Heatmap of signed shares of the final drift by module group and layer. {peak}",
         data=cells.rename(columns={"task": "module group"}),
         notes=(f"Mean over {words.counted(rows['task'].nunique(), 'task')}.", *words.overlap_notes(run)),
@@ -315,7 +315,7 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
         if (info := run.manifest.calibrations.get(name)) and info.samples
     }
     return Drawn(
-        draw_cells(run, cells, scales, y_title="site (name)", dark=options.dark),
+        draw_cells(run, cells, scales, y_title="site", dark=options.dark),
         alt=f"Calibration log. {_in_words(rows)}.",
         data=rows[[name for name in kept if name in rows]],
         notes=(

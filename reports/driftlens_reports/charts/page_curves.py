@@ -20,7 +20,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 
 _MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"
-_SHARE, _CHANGE = "share of final drift", "change of mean drift"
+_SHARE, _CHANGE, _SWAPPED = "share of final drift", "change of mean drift", "swapped share"
 
 
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
@@ -40,7 +40,7 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
     """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each."""
-    options = ChartOptions(variants=compared_variants(run, name)[:-1], dark=dark)
+    options = ChartOptions(variants=("merged", compared_variants(run, name)[-2]), dark=dark)
     rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
     there = pd.MultiIndex.from_frame(rows[["task", "layer"]])
@@ -59,6 +59,71 @@ def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
         alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *said]),
         data=means[["variant", "layer", "role", "path", _LEFT]],
         notes=("100 % is as merged. Thick: mean over tasks; thin: each task.",),
+    )
+
+
+def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
+    """The model as a column, first layer on top: as wide as its mean drift is, coloured by its share of the final one.
+
+    Hovering tells the share that swapping the layer, behind all before it, for the expert's would take away.
+    """
+    names = {"drift_l2_mean": _DRIFT, "final_share": _SHARE, "prefix_share": _SWAPPED}
+    rows = picking.layer_rows(run, replace(options, variants=(variant,))).rename(columns=names)
+    means = rows.groupby("layer", sort=True)[[*names.values()]].mean().reset_index()
+    means = picking.named_layers(run, means[means[_DRIFT].notna()])
+    if means.empty:
+        raise DataError(
+            "no drift was measured in this run", hint=f"`{LAYERS.filled_by(['drift_l2_mean'])}` adds it."
+        )
+    shown = theme.palette(options.dark)
+    highest = float(means[_SHARE].abs().max())
+    told = [
+        "<br>".join(
+            [words.literal(row["where"]), f"mean drift {number(row[_DRIFT])}"]
+            + [f"share of the final drift {words.literal(percent(row[_SHARE]))}"]
+            * (row[_SHARE] == row[_SHARE])
+            + [f"swapping it for the expert's takes away {words.literal(percent(row[_SWAPPED]))}"]
+            * (row[_SWAPPED] == row[_SWAPPED])
+        )
+        for row in means.to_dict("records")
+    ]
+    scale = (
+        {"cmin": -highest, "cmax": highest, "colorscale": [*shown.diverging]} if highest == highest else {}
+    )
+    colour = means[_SHARE].tolist() if scale else shown.roles["merged"][0]
+    figure = go.Figure(
+        go.Bar(
+            orientation="h",
+            x=means[_DRIFT],
+            base=-means[_DRIFT] / 2,
+            y=means["layer"],
+            marker={"color": colour, **scale, "line": {"width": 1, "color": shown.quiet}},
+            text=told,
+            textposition="none",
+            hovertemplate="%{text}<extra></extra>",
+        )
+    )
+    theme.lay_out(figure, theme.theme_layout(options.dark))
+    axis = {"autorange": "reversed", "tickvals": means["layer"].tolist(), "title": "layer", "showgrid": False}
+    figure.update_layout(
+        height=max(180, 26 * len(means) + 70),
+        bargap=0.12,
+        margin={"l": 48, "r": 12, "t": 12, "b": 40},
+        showlegend=False,
+        yaxis=axis,
+        xaxis={
+            "title": "mean L2 drift (width)",
+            "showticklabels": False,
+            "showgrid": False,
+            "zeroline": False,
+        },
+    )
+    widest = means.loc[means[_DRIFT].idxmax()]
+    return Drawn(
+        figure,
+        alt=f"The layers of {words.title(variant)} as a column. Widest: {widest['where']}, {number(widest[_DRIFT])}.",
+        data=means[["layer", "where", *names.values()]],
+        notes=("Wide: much drift behind this layer. Orange makes the final drift, blue works against it.",),
     )
 
 

@@ -70,7 +70,7 @@ def task_figure(
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
     theme.apply_theme(figure, dark=dark, height=400)
     tasks = [str(task) for task in rows["task"].unique()]
-    figure.update_xaxes(title_text="task (name)", **theme.category_axis(tasks))
+    figure.update_xaxes(title_text="task", **theme.category_axis(tasks))
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
     figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
@@ -338,7 +338,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
     grid = panels.panel_grid(
         ["", ""],
-        x_title=[panels.layer_title(run), "group of modules (name)"],
+        x_title=[panels.layer_title(run), "group of modules"],
         y_titles=["cosine of task vectors (1: same direction)"],
         columns=2,
         height=310,

@@ -301,7 +301,7 @@ def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun)
     ]
     rows = full.group_contributions(variant=CALIBRATED).query("group == 'o' and layer == 3")
     assert cell == pytest.approx(rows["final_share"].mean()) and cell < 0
-    assert drawn.figure.layout.yaxis.title.text == "module group (name)"
+    assert drawn.figure.layout.yaxis.title.text == "module group"
 
 
 def test_adjoint_parts_and_remainder_add_up_to_the_change(full: DriftRun) -> None:

@@ -149,13 +149,17 @@ def test_a_number_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_every_choice_is_said_once(measured: list[list[int]], caplog: pytest.LogCaptureFixture):
+def test_every_choice_is_said_once_to_who_wants_to_know(
+    measured: list[list[int]], caplog: pytest.LogCaptureFixture
+):
     threads._tell.cache_clear()
-    with caplog.at_level("INFO", logger="driftlens"):
+    with caplog.at_level("DEBUG", logger="driftlens"):
         for task in ("cars", "digits"):
             with settled_threads(34, 16, phase=f"analyze:{task}"):
                 pass
-    (message,) = [record.getMessage() for record in caplog.records]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelname == "DEBUG"
     assert "analyze" in message and "2 of 4 threads" in message and "--threads" in message
 
 

@@ -128,7 +128,7 @@ def _allowed(wanted: int | str, what: str) -> int:
 
 @functools.cache
 def _tell(kind: str, number: int, available: int) -> None:
-    log.info("%s: computes with %d of %d threads; --threads N decides instead", kind, number, available)
+    log.debug("%s: computes with %d of %d threads; --threads N decides instead", kind, number, available)
 
 
 @contextmanager

@@ -421,7 +421,7 @@ class ViewRequest(Request, title="view"):
         "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.",
         "pca",
     )
-    samples: Count = asked("Most samples, all tasks together.", 20_000)
+    samples: Annotated[Count, Field(le=32_000)] = asked("Most samples, all tasks together.", 20_000)
 
 
 class ExhibitRequest(Request, title="export"):

@@ -172,6 +172,24 @@ def test_chips_search_and_histograms_filter_and_all_pages_are_reached(opened: Op
     assert sorted(selected(page)) == sorted(drifts.index[drifts >= drifts.median()])
 
 
+def test_a_range_means_the_model_that_is_shown(opened: Open, saved: DriftRun) -> None:
+    page, task = opened("task=1&stage=1").page, saved.tasks[1]
+    drifts = {
+        name: saved.samples(task, variant, "final").set_index("sample_id")["drift_l2"]
+        for name, variant in (("merged", "merged"), ("featcal", "calibrated:featcal"))
+    }
+    least = 0.999 * drifts["merged"].min()
+    page.get_by_label("drift from").fill(str(least))
+    page.get_by_label("drift from").press("Tab")
+    for name, stage in (("featcal", 2), ("merged", 1)):
+        page.locator("#stops").get_by_role("button", name=name, exact=True).click()
+        eventually(page, f"explorer.state.stage === {stage}")
+        wanted = drifts[name].index[drifts[name] >= least]
+        assert (len(wanted) == len(drifts[name])) == (name == "merged")
+        eventually(page, f"explorer.selected().length === {len(wanted)}")
+        assert sorted(selected(page)) == sorted(wanted)
+
+
 def test_the_keyboard_alone_reaches_a_sample_its_neighbours_and_the_table(opened: Open) -> None:
     page = opened().page
     page.locator("canvas").focus()

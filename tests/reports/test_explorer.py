@@ -18,12 +18,12 @@ from driftlens.base.errors import DataError
 from driftlens.base.variants import is_control
 from driftlens.cli import main
 from driftlens.findings.outcomes import OUTCOMES, outcomes
-from driftlens.findings.projection import project
+from driftlens.findings.projection import project, stored_projection
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
 from driftlens_reports.explorer.page import Explorer
-from tests.records.full_run import write_run
+from tests.records.full_run import Size, write_full_run, write_run
 
 EVIL = (
     "</script><script>alert(1)</script>",
@@ -103,6 +103,22 @@ def test_places_are_the_joint_layout_turned_and_neighbours_the_nearest_by_cosine
                 others = np.sort(np.delete(cosines[sample], sample))[::-1]
                 assert sample not in listed and len({*listed}) == len(listed) == min(NEIGHBOURS, n - 1)
                 np.testing.assert_allclose(cosines[sample, listed], others[: len(listed)], atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_layout_of_another_method_is_kept_and_shown(tmp_path: Path) -> None:
+    size = Size(blocks=1, samples=20, width=5, classes=3, tests=20)
+    run = open_run(write_full_run(tmp_path / "run", tasks=("cars",), variants=("base", "merged"), size=size))
+    plane = gathered(run, ViewRequest(method="tsne"))["planes"][0][-1]
+    frame = stored_projection(
+        run, "cars", ProjectionRequest(method="tsne", variants=("base", "merged"), max_points=60)
+    )
+    assert plane["method"] == "tsne" and frame is not None
+    found = unpacked(plane["places"], "<i2", -1, 2).astype(float)
+    by_model = frame.frame.set_index("variant")[["x", "y"]]
+    wanted = np.concatenate([by_model.loc[name].to_numpy() for name in ("base", "merged", "expert")])
+    lengths = [np.linalg.norm(each[:, None] - each[None], axis=-1) for each in (wanted, found)]
+    np.testing.assert_allclose(lengths[1] / lengths[1].max(), lengths[0] / lengths[0].max(), atol=1e-3)
 
 
 def test_names_end_no_element_and_the_page_allows_no_connection(tmp_path: Path) -> None:

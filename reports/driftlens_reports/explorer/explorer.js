@@ -273,11 +273,13 @@
         for (let at = step; at < G * G - step; at++) grid[at] = (old[at - step] + 2 * old[at] + old[at + step]) / 4;
       }
       const top = grid.reduce((a, b) => Math.max(a, b), 0);
-      pen.strokeStyle = css(ink.ink); pen.lineWidth = this.dpr;
-      for (const [level, alpha] of [[0.08, 0.25], [0.25, 0.4], [0.5, 0.55], [0.75, 0.7]]) {
-        pen.globalAlpha = alpha; pen.beginPath();
+      for (const [level, alpha] of [[0.08, 0.5], [0.25, 0.65], [0.5, 0.8], [0.75, 1]]) {
+        pen.beginPath();
         for (let r = 0; r < G - 1; r++) for (let c = 0; c < G - 1; c++) edges(grid, G, r, c, level * top, (x, y, first) => (first ? pen.moveTo(x / sx, y / sy) : pen.lineTo(x / sx, y / sy)));
-        pen.stroke();
+        for (const [colour, width, opacity] of [[ink.surface, 3.5, 0.6 * alpha], [ink.ink, 1.3, alpha]]) { // seen on points and beside them
+          pen.strokeStyle = css(colour); pen.lineWidth = width * this.dpr; pen.globalAlpha = opacity;
+          pen.stroke();
+        }
       }
       pen.globalAlpha = 1;
     }
@@ -327,7 +329,7 @@
     isWaiting = false;
     const isTravelling = !!playing;
     if (playing) travel(now);
-    if (colouredStage !== stageAt()) { recolour(); isTravelling ? showCaptions() : refresh(); }
+    if (colouredStage !== stageAt()) { recolour(); if (isTravelling) showCaptions(); else { refilter(); refresh(); } }
     let isMoving = false;
     for (const panel of panels) { if (isTravelling) panel.place(); isMoving = panel.draw(now) || isMoving; }
     explorer.frames++;
@@ -338,7 +340,7 @@
     const legs = Math.abs(playing.to - playing.from), time = (now - playing.since) / (LEG + REST), leg = Math.min(Math.floor(time), legs);
     const within = Math.min(1, ((time - leg) * (LEG + REST)) / LEG), eased = leg >= legs ? 0 : within * within * (3 - 2 * within);
     state.stage = playing.from + Math.sign(playing.to - playing.from) * Math.min(legs, leg + eased);
-    if (time >= legs || calm.matches) { state.stage = playing.to; playing = null; showStage(); refresh(); return; }
+    if (time >= legs || calm.matches) { state.stage = playing.to; playing = null; showStage(); refilter(); refresh(); return; }
     showStage();
   };
   const goTo = (stage) => { playing = { from: state.stage, to: stage }; if (state.stage === stage) playing = null; showStage(); redraw(); };
@@ -517,18 +519,24 @@
     box.ontoggle = () => { if (state.isExplained !== box.open) { state.isExplained = box.open; refresh(); } };
     if (!state.isExplained) return box;
     const stage = changed(), inside = new Set(list), others = inTasks().filter((i) => !inside.has(i));
-    const meanOf = (values, l, of) => {
-      let sum = 0, n = 0;
-      for (const i of of) { const x = at3(values, stage, l, i); if (Number.isFinite(x)) { sum += x; n++; } }
-      return n ? sum / n : NaN;
+    const told = (values, l, of) => { // mean, and the squared standard error of it
+      let n = 0, sum = 0, squares = 0;
+      for (const i of of) { const x = at3(values, stage, l, i); if (Number.isFinite(x)) { n++; sum += x; squares += x * x; } }
+      return { mean: n ? sum / n : NaN, error: n > 1 ? Math.max(0, squares - (sum * sum) / n) / (n - 1) / n : NaN };
     };
-    const rows = data.layers.map((_, l) => ({ l, adds: meanOf(column.mismatch, l, list), passes: meanOf(column.propagation, l, list), drift: meanOf(column.drift, l, list), share: meanOf(column.share, l, list), rest: meanOf(column.mismatch, l, others) }));
+    const rows = data.layers.map((_, l) => {
+      const [adds, passes, drift, share] = [column.mismatch, column.propagation, column.drift, column.share].map((values) => told(values, l, list));
+      const rest = told(column.mismatch, l, others), more = adds.mean / rest.mean;
+      // Clearly more than elsewhere: by two standard errors of the difference, and by a twentieth.
+      return { l, more, isMore: more >= 1.05 && adds.mean - rest.mean > 2 * Math.sqrt(adds.error + rest.error), adds: adds.mean, passes: passes.mean, drift: drift.mean, share: share.mean };
+    });
     const traced = list.filter((i) => data.layers.some((_, l) => Number.isFinite(at3(column.share, stage, l, i)))).length, model = data.stages[stage].title;
-    const unusual = others.length ? rows.filter((row) => row.adds / row.rest > 1).sort((a, b) => b.adds / b.rest - a.adds / a.rest).slice(0, 2) : [];
+    const unusual = rows.filter((row) => row.isMore).sort((a, b) => b.more - a.more).slice(0, 2);
     const carried = rows.filter((row) => row.share > 0).sort((a, b) => b.share - a.share).slice(0, 2), lines = [];
     if (carried.length) lines.push(`Of ${model}'s final drift here, ${carried.map((row) => `${data.layers[row.l]} carries ${percent(row.share)}`).join(", ")} (mean of the ${traced} samples that were traced back).`);
     else lines.push("None of these samples was traced back to layers; what each layer adds is below.");
-    if (unusual.length) lines.push(`Against the other samples shown, ${unusual.map((row) => `${data.layers[row.l]} adds ${digits(row.adds / row.rest)} times as much`).join(", ")}.`);
+    if (others.length && !unusual.length) lines.push("No layer adds clearly more here than for the other samples shown.");
+    if (unusual.length) lines.push(`Against the other samples shown, ${unusual.map((row) => `${data.layers[row.l]} adds ${digits(row.more)} times as much`).join(", ")}.`);
     box.append(...lines.map((line) => made("p", "", line)), tabled(["layer", "adds", "passes on", "drift", "share"], rows.map((row) => [short(row.l), digits(row.adds), digits(row.passes), digits(row.drift), percent(row.share)]), "numbers", `${model}: mean norms, by layer`));
     return box;
   };

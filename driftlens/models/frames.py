@@ -177,6 +177,12 @@ def side_inputs(
         )
         for path, frame in zip(paths, frames, strict=True)
     )
+    # What float64 masks away is no number to a library whose softmax is float32, where a window sees padding alone.
+    lowest = torch.finfo(torch.float32).min
+    tensors = {
+        name: tensor.clamp(min=lowest) if tensor.dtype == torch.float64 else tensor
+        for name, tensor in tensors.items()
+    }
     return SideInputs(tensors, kept_frames, kept_inputs)
 
 

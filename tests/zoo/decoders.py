@@ -177,6 +177,19 @@ MORE = {
         **_MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 24},
         layer_types=["mamba", "attention", "mamba"],
     ),
+    "MiniCPM3": of(
+        "minicpm3",
+        "head_dim",
+        "num_key_value_heads",
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    ),
+    "NanoChat": of("nanochat", "head_dim"),
+    "GPT": of("openai-gpt", *_GPT_WITHOUT, **_GPT),
+    "ModernBERT-decoder": of("modernbert-decoder", "num_key_value_heads", "head_dim", **SLIDING),
     "Mamba": of("mamba", *_GPT_WITHOUT, hidden_size=16, num_hidden_layers=3, state_size=4),
     "Mamba 2": of(
         *("mamba2", *_GPT_WITHOUT),
@@ -237,6 +250,11 @@ MIXTURES = {
     "MiniMax": of("minimax", **_LOCAL),
     "MiniMax-M2": of("minimax_m2", **_LOCAL),
     "dots.llm1": of("dots1", "head_dim", **_GROUPED | {"n_group": 1}),
+    "ERNIE 4.5 MoE": of(
+        *("ernie4_5_moe", "head_dim"),
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
+        **{"moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    ),
     "Jamba": of(
         *("jamba", "head_dim"),
         **TWO_OF_FOUR | {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2},

@@ -83,4 +83,4 @@ def assert_every_tensor(
             )
         elif solved[key] == "linear" and key.endswith("weight") and torch.allclose(after[key], wanted):
             kept.append(key)
-    assert not kept and alike == shared
+    assert not kept and alike == shared, (kept, alike, shared)

@@ -17,6 +17,7 @@ from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
+from driftlens.engine.calibrating import ClosedForm
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.routers import require_trained
 from driftlens.engine.sites import select_sites, updated_sites
@@ -266,7 +267,8 @@ def plan_calibration(
     chain = study.pool.chain
     update = calibrator.kinds
     sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
-    require_trained(study.pool, sites, samples, [calibrator])
+    if isinstance(calibrator, ClosedForm):
+        require_trained(study.pool, sites, samples, [calibrator])
     control = control_of(request.name)
     if control in study.variants:
         raise SpecError(

@@ -1,8 +1,9 @@
 """Causal language models of transformers, taken apart by what runs in them: no family is known by its name.
 
 The stem is all before the first block; the head is the one module between the last block and the language-model head,
-which belongs to no layer: what it reads is the final feature, and what it does to that is `LmScores`. All three are
-found by running the library's own forward pass once, hollow where the model has shapes only.
+which belongs to no layer: what it reads is the final feature, and what it does to that is `LmScores`. Where no one
+module makes that feature (a factor behind the last norm, none at all, several) the head is all behind the blocks. All
+three are found by running the library's own forward pass once, hollow where the model has shapes only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import IncompatibleModelsError, SpecError
+from driftlens.base.errors import DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.models.chain import TEXT, LayerChain, Parameters
 from driftlens.models.families.sequential import block_list, sequential_chain, with_ways_out
-from driftlens.models.frames import find_features
+from driftlens.models.frames import find_features, raw_inputs
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
 from driftlens.models.taking_apart.carried import num_streams
-from driftlens.models.taking_apart.dissection import Dissection
+from driftlens.models.taking_apart.dissection import Dissection, run
 from driftlens.models.taking_apart.interception import call, replaced_forwards
 
 _WRAPPED = (
@@ -56,22 +57,24 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     trace = _Trace(whole, head, list(of_blocks))
-    final, behind = trace.run(example)
+    with _in_words(whole, example):
+        final, behind = trace.run(example)
+        try:
+            chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
+        except (SpecError, IncompatibleModelsError) as error:
+            raise not_causal(whole, error.message) from error
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
     both = (f"{paths[id(table)]}.weight", weight)
     is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
         getattr(whole, "_tied_weights_keys", None) or ()
     )
-    try:
-        chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
-    except (SpecError, IncompatibleModelsError) as error:
-        raise not_causal(whole, error.message) from error
-    stem, *rest = chain.layers
+    stem, *middle, last = chain.layers
+    last = replace(last, path="head") if final == paths[id(head)] else last
     chain = replace(
         chain,
         architecture=f"hf_{whole.config.model_type}",
-        layers=(replace(stem, path=paths[id(table)]), *rest),
+        layers=(replace(stem, path=paths[id(table)]), *middle, last),
         tied=dict.fromkeys(both, both) if is_tied else {},
         modality=replace(TEXT, pool="last"),
         settings={**chain.settings, "model": type(whole).__name__},
@@ -83,6 +86,23 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         behind=behind,
         slope=1.0 if behind is None else slope(behind, head.out_features),
     )
+
+
+@contextlib.contextmanager
+def _in_words(whole: Any, example: Any) -> Iterator[None]:
+    """A block that runs a model in pieces: what somebody's code raises there is told in words."""
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except Exception as error:
+        if not next(whole.parameters()).is_meta:
+            run(whole, raw_inputs(example))  # a mistake of the batch's own is shown as it is
+        reads = "its blocks read numbers, such as whose token is whose, and loaders have shapes alone"
+        keeps = (
+            "its blocks need what its forward pass keeps beside features, such as a state from block to block"
+        )
+        raise not_causal(whole, reads if isinstance(error, NotImplementedError) else keeps) from error
 
 
 def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
@@ -99,7 +119,8 @@ class Behind:
 
     Attributes:
         whole: the model; none of its weights is read.
-        cores: the parts that give the head its features, which do not run, and the classes of what they return.
+        cores: the parts that give the head its features, which do not run, and the classes of what they return; None
+            for features alone.
         head: does not run either.
         asked: what the model is given tokens as.
     """
@@ -118,7 +139,10 @@ class Behind:
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
         """Scores of features that leave the cores, by another head; `weights` stand for some of the model's."""
-        answers = [(core, answer(last_hidden_state=features)) for core, answer in self.cores]
+        answers = [
+            (core, features if answer is None else answer(last_hidden_state=features))
+            for core, answer in self.cores
+        ]
         forwards = [(core, lambda *_, answer=answer, **__: answer) for core, answer in answers]
         ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
         given = {**dict.fromkeys(self.asked, ids), "use_cache": False, "return_dict": True}
@@ -158,11 +182,12 @@ class _Trace:
 
         with replaced_forwards([(self.head, score)]), self._watching():
             made: Tensor = Dissection(self.whole, blocks).whole(example).logits
-        behind = Behind(self.whole, (self.answers[-1],), self.head)
+        behind = Behind(self.whole, tuple(self.answers), self.head)
         return self._final(read[-1]), self._checked(behind, given[-1][:, -1], made[:, -1])
 
     def _final(self, read: Tensor) -> str:
-        """The first module outside the blocks whose output this is, which runs once, behind the last block.
+        """The first module outside the blocks whose output this is, which runs once, behind the last block, or else the
+        head itself.
 
         What it is given may leave that block or, where that gives several streams, be what the model makes of them.
         """
@@ -176,9 +201,8 @@ class _Trace:
             is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
             if order.count(path) == 1 and (self.reads_last or is_made):
                 return path
-        raise not_causal(
-            self.whole, "what its head reads is not what one module makes, once, of its last block's features"
-        )
+        self.reads_last = False
+        return next(path for path, module in self.whole.named_modules() if module is self.head)
 
     def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind | None:
         """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""
@@ -194,8 +218,10 @@ class _Trace:
 
         def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if path and self.paths[0].startswith(f"{path}."):
-                self.answers.append((module, type(output)))
+                self.answers = [(module, type(output))]
             elif any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+                if self.answers and path and module is not self.head:
+                    self.answers.append((module, None))
                 output = output[0] if isinstance(output, tuple | list) else output
                 if isinstance(output, Tensor):
                     self.left.append((path, find_features(path, args, kwargs)[1], output))

@@ -368,7 +368,7 @@ class Sighted(Dissection):
     ) -> Recording:
         """See `Dissection`; what the model adds to features behind the first blocks of the decoder is part of them."""
 
-        forward = forward_pass(module, inputs, past, outer)
+        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         tower = dict(list(blocks.items())[: self.count])
         decoder = dict(list(blocks.items())[self.count :])

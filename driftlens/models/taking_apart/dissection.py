@@ -22,6 +22,7 @@ from driftlens.models.frames import (
     Inputs,
     Mask,
     features_of,
+    find_features,
     frame_at,
     inputs_in,
     mapped,
@@ -114,9 +115,9 @@ class Dissection:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
     `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
-    feature leaves, "" what the model returns; `reads_last` whether it is given what leaves the last block, and not what
-    the model makes of that. `beside` is raw input -> the stream that it is, of features of other
-    tokens that blocks read.
+    feature leaves, or reaches where that makes the scores of a language model, "" what the model returns; `reads_last`
+    whether it is given what leaves the last block, and not what the model makes of that. `beside` is raw input -> the
+    stream that it is, of features of other tokens that blocks read.
     """
 
     def __init__(
@@ -131,6 +132,8 @@ class Dissection:
         self.module = module
         self.mask = mask
         self.final, self.reads_last = final, reads_last
+        scores = getattr(module, "get_output_embeddings", lambda: None)()
+        self.is_past = not final or module.get_submodule(final) is not scores
         self.beside = beside
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
@@ -220,7 +223,8 @@ class Dissection:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
         return replaced_forwards(
-            (module, lambda features, *_, **__: torch.empty_like(features)) for module in modules
+            (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
+            for module in modules
         )
 
     def stand_ins(
@@ -372,7 +376,7 @@ class Dissection:
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call, self.module, parameters, args, kwargs)
         with bypassed(self.blocks, frames, hidden):
-            output = whole() if past is None else run_until(past, whole, past=True)
+            output = whole() if past is None else run_until(past, whole, past=self.is_past)
         return {"hidden": self._output(output, side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
@@ -453,7 +457,8 @@ class Dissection:
         With `past` it ends behind that module, whose output it returns; `outer` stands for weights of its own.
         """
 
-        forward = forward_pass(module, inputs, past, outer)
+        is_final = bool(self.final) and past is module.get_submodule(self.final)
+        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
         with watch as read:
@@ -485,11 +490,16 @@ def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> boo
 
 
 def forward_pass(
-    module: nn.Module, inputs: Inputs, past: nn.Module | None, outer: Parameters | None
+    module: nn.Module,
+    inputs: Inputs,
+    past: nn.Module | None,
+    outer: Parameters | None,
+    *,
+    is_past: bool = True,
 ) -> Callable[[], Any]:
-    """What runs a module, up to what leaves `past` where that is one; `outer` stands for weights of its own."""
+    """What runs a module, up to what leaves `past`, or reaches it; `outer` stands for weights of its own."""
     whole = partial(run, module, inputs, outer)
-    return whole if past is None else partial(run_until, past, whole, past=True)
+    return whole if past is None else partial(run_until, past, whole, past=is_past)
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

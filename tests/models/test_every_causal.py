@@ -1,0 +1,63 @@
+"""Whatever causal language model the installed transformers registers is followed, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from driftlens.base.errors import DriftLensError
+from driftlens.models.architecture import weightless
+from driftlens.models.families.causal import causal_chain
+from driftlens.models.families.hf_auto import built
+from driftlens.models.frames import raw_inputs
+from driftlens.models.taking_apart.dissection import run
+from tests.zoo.every_causal import BATCH, KINDS, in_turn, tiny
+from tests.zoo.walking import chain_states, largest_difference
+
+FROM_WEIGHTS = "computed from weights; expected the same for all models"
+REFUSED = {
+    **dict.fromkeys(("cpmant", "glm_moe_dsa", "hy_v4", "zamba", "zamba2", "zaya"), FROM_WEIGHTS),
+    **dict.fromkeys(("deepseek_v4", "xlnet"), "expected one mask entry per token"),
+    **dict.fromkeys(("hrm_text", "longcat_flash"), "several lists that could be its blocks"),
+    **dict.fromkeys(
+        ("inkling2_text", "inkling2_loop_text"), "its scores are not made of its head's output, one by one"
+    ),
+    **dict.fromkeys(("jetmoe", "qwen4_exp_text"), "its blocks read numbers"),
+    "dory": "its head is a DoryLMHead; expected a linear map",
+    "rwkv": "its blocks need what its forward pass keeps beside features",
+}
+"""What files of these model types are told; live models of some work."""
+NAMES_OF_PYTHON = re.compile(r"Error\b|Exception|object has no|NoneType|Traceback|positional argument")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_followed_from_files_or_refused_in_words(kind: str) -> None:
+    model = tiny(kind)
+    shell = weightless(partial(built, type(model), copy.deepcopy(model.config)), kind)
+    in_turn(shell)
+    try:
+        chain, _ = causal_chain(shell, BATCH)
+    except DriftLensError as error:
+        assert kind in REFUSED and REFUSED[kind] in error.message, error.message
+        assert kind in error.message or type(model).__name__ in error.message
+        assert error.hint and not NAMES_OF_PYTHON.search(f"{error.message} {error.hint}"), error
+        return
+    assert kind not in REFUSED, "it works"
+    with torch.no_grad():
+        wanted = chain.library_states(model, BATCH)
+        gap = largest_difference(chain_states(chain, model, BATCH), wanted)
+        # What the library's head makes of the last features is what the library says.
+        head = model.get_output_embeddings()
+        read: list[torch.Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        with hook:
+            run(model, raw_inputs(BATCH))
+    assert gap <= 1e-9 * max(float(leaf.abs().max()) for leaf in wanted[-1].values())
+    real = BATCH["attention_mask"].bool()
+    final = wanted[-1]["hidden"]
+    torch.testing.assert_close(final[real], read[0][real], rtol=1e-6, atol=1e-9)

@@ -32,7 +32,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start": ("demo", "init", "validate", "convert", "ui", "methods", "doctor"),
     "Measure": ("analyze", "explain", "evaluate", "attach", "advise", "project", "compare", "check"),
     "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
-    "Report": ("show", "view", "report", "export", "ls", "verify"),
+    "Report": ("show", "view", "card", "report", "export", "ls", "verify"),
 }
 """All commands, as `--help` and the documentation list them."""
 

@@ -61,6 +61,10 @@ def calibrate(
             on_measured=None if is_watched else show_first,
         )
         finished = control(run, name, context) if request.control else finished
+    if request.save_weights is not None and request.save_weights.is_dir():
+        from driftlens_reports.card import put_beside
+
+        put_beside(request.save_weights, finished, name)
     if as_json:
         for text in finished.manifest.calibrations[name].notices:  # the text has them
             note(f"notice: {text}")

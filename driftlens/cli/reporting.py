@@ -10,7 +10,7 @@ import typer
 
 from driftlens.base.errors import DataError, SpecError
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, note, say, say_json
-from driftlens.spec.requests import ExportRequest, ProjectionRequest, ViewRequest
+from driftlens.spec.requests import CardRequest, ExportRequest, ProjectionRequest, ViewRequest
 from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
@@ -137,6 +137,15 @@ def view(run: RunFolder, request: ViewRequest) -> None:
     from driftlens_reports.explorer.page import Explorer
 
     say(f"wrote {Explorer(run, request).save(request.out)}")
+
+
+@app.command()
+@flagged
+def card(run: RunFolder, request: CardRequest) -> None:
+    """Write a picture to share, 1200 x 630 pixels with the headline and its numbers, and a badge beside it."""
+    from driftlens_reports.card import save_card
+
+    say("\n".join(f"wrote {file}" for file in save_card(run, request)))
 
 
 @app.command()

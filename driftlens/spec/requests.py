@@ -424,6 +424,18 @@ class ViewRequest(Request, title="view"):
     samples: Annotated[Count, Field(le=32_000)] = asked("Most samples, all tasks together.", 20_000)
 
 
+class CardRequest(Request, title="card"):
+    """A picture to share, and a badge."""
+
+    out: Path | None = asked(
+        "The picture to write; the badge lies beside it.",
+        name="--out -o",
+        metavar="FILE",
+        unset="card.png in the run's `reports`",
+    )
+    name: str = asked("The calibration to tell of; the newest if left out.", "")
+
+
 class ExhibitRequest(Request, title="export"):
     """What a writer may choose of figures and tables for a paper.
 

@@ -208,6 +208,18 @@ def test_the_keyboard_alone_reaches_a_sample_its_neighbours_and_the_table(opened
     assert page.locator("#cards table tbody tr").count() == 24
 
 
+def test_a_model_without_stored_features_is_named(opened: Open, page: Any, tmp_path: Path) -> None:
+    run = open_run(
+        write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=6, width=4, tests=8))
+    )
+    for file in (run.path / "features" / "cars" / "base").glob("*.npy"):
+        file.unlink()
+        del run.manifest.files[str(file.relative_to(run.path))]
+    opened("stage=0", Explorer(run).save(tmp_path / "page.html"))
+    expect(page.locator("figcaption")).to_contain_text("not stored here, drawn is merged")
+    assert len(places(page)) == 6
+
+
 def test_a_selection_is_handed_out(opened: Open, saved: DriftRun) -> None:
     page = opened("task=1").page
     inside = box_left_half(page)

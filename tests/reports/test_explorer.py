@@ -19,6 +19,7 @@ from driftlens.base.variants import is_control
 from driftlens.cli import main
 from driftlens.findings.outcomes import OUTCOMES, outcomes
 from driftlens.findings.projection import project, stored_projection
+from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
@@ -179,6 +180,17 @@ def test_too_many_samples_are_thinned_evenly_and_said(tmp_path: Path) -> None:
     assert [task["n"] for task in told["tasks"]] == [3, 3]
     labels = unpacked(told["columns"]["label"], "<i4", -1)
     assert sorted(labels[:3]) == [0, 1, 2] and "6 of 12" in " ".join(told["notes"])
+
+
+@pytest.mark.parametrize("variants", [("base", "merged"), ("merged",)])
+def test_the_verdict_stands_above_without_the_command_that_follows(
+    tmp_path: Path, variants: tuple[str, ...]
+) -> None:
+    run = open_run(write_run(tmp_path / "run", variants=variants))
+    told, judged = gathered(run)["sentences"], verdict(run)
+    assert len(told) == len(judged.sentences) - bool(judged.command) and not any(
+        "Next:" in text for text in told
+    )
 
 
 def test_an_unknown_task_is_refused_by_name(full: DriftRun) -> None:

@@ -477,7 +477,8 @@
       const task = data.tasks[panel.task], title = data.stages[stage].title, model = title === "expert" ? "expert" : title;
       let right = 0, n = 0;
       for (let i = task.start; i < task.start + task.n; i++) if (isRight(stage, i) >= 0) { n++; right += isRight(stage, i); }
-      const said = n ? `, ${right} of ${n} right` : "";
+      const plane = panel.plane, drawn = plane && !plane.stages.includes(stage) ? data.stages[plane.stages.find((at) => at >= stage) ?? plane.stages.at(-1)].title : "";
+      const said = (n ? `, ${right} of ${n} right` : "") + (drawn ? `; its features are not stored here, drawn is ${drawn}` : "");
       const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", ` ${data.layers[panel.layer]} · ${model}${said}`)];
       panel.caption.replaceChildren(strong, rest);
       panel.canvas.setAttribute("aria-label", `Samples of ${task.name} at ${data.layers[panel.layer]}, ${model}${said}. Arrow keys go from sample to sample, Enter opens one, Space selects it.`);
@@ -631,6 +632,7 @@
     if (outcomeOf(i)) card.append(badge(outcomeOf(i)));
     if (column.label[i] >= 0) says.append(made("span", "who", "class"), made("span", "", word(column.label[i])));
     for (const [who, what, sign] of saysOf(i)) says.append(made("span", "who", who), made("span", { "✓": "good", "✗": "bad" }[sign] ?? "", `${what}\u00a0${sign}`));
+    if (Number.isFinite(COLUMNS.drift.of(i))) says.append(made("span", "who", "drift"), made("span", "", digits(COLUMNS.drift.of(i))));
     card.append(says, made("span", "id", data.ids[i]));
     return card;
   };
@@ -824,10 +826,10 @@
 
   const start = () => {
     readTheme(); read();
-    if ($("verdict")) $("verdict").textContent = data.sentences.slice(0, -1).join(" ");
+    if ($("verdict")) $("verdict").textContent = data.sentences.join(" ");
     filled($("task"), data.tasks.map((task, at) => [at, task.name]), state.task, (value) => { choose([]); state.picked = -1; setTask(Number(value)); refresh(); });
     const colours = Object.keys(COLUMNS).filter(hasAny);
-    if (!colours.includes(state.colour)) state.colour = colours.includes("class") ? "class" : colours[0];
+    if (!colours.includes(state.colour)) state.colour = ["class", "drift"].find((key) => colours.includes(key)) ?? colours[0];
     filled($("colour"), colours.map((key) => [key, COLUMNS[key].title]), state.colour, setColour);
     filled($("repair"), repairs.map((name, at) => [at, data.stages.find((stage) => stage.name === name)?.title ?? name]), state.repair, (value) => { state.repair = Number(value); refilter(); recolour(); refresh(); });
     $("repair-label").hidden = repairs.length < 2;

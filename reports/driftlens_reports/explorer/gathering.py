@@ -82,10 +82,13 @@ def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, A
         )
     layers = [entry.index for entry in run.manifest.layers]
     planes = [_planes(run, each, layers, stages, request) for each in shown]
+    judged = verdict(run)
     columns, words = _columns(run, shown, stages, layers)
     return {
         "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
-        "sentences": [signs(sentence) for sentence in verdict(run).sentences],
+        "sentences": [
+            signs(text) for text in judged.sentences if not judged.command or judged.command not in text
+        ],
         "stages": [_stage(run, name) for name in stages],
         "layers": [run.layer_name(layer) for layer in layers],
         "tasks": [{"name": printable(each.task), "start": each.start, "n": len(each.ids)} for each in shown],

@@ -41,6 +41,8 @@ def main() -> None:
         size="large",
         icon_image=_ICON,
     )
+    # Streamlit's running man says that a page is drawn, which pages show themselves.
+    st.html('<style>[data-testid="stStatusWidget"] {display: none}</style>')
     listed = pages()
     entries = {
         path: st.Page(

@@ -40,12 +40,15 @@ _EXPLORER_HEIGHT = 1000
 
 MOST_CARDS = 60
 """Cards of a wall; a selection brings others to its front."""
+MOST_OF_A_GROUP = 12
+"""The same of walls that stand beside one another."""
 
 _WALL = """
 .walls { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr)); gap: 20px; }
 .wall { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; font-size: 13px;
         align-content: start; }
 .wall.texts { grid-template-columns: repeat(auto-fill, minmax(min(280px, 100%), 1fr)); }
+.walls:has(.wall + .wall) .wall:not(.texts) { grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); }
 .wall h4 { grid-column: 1 / -1; margin: 0; font-size: 15px; font-weight: 600; }
 .card { display: flex; flex-direction: column; gap: 6px; padding: 10px; text-align: left; cursor: pointer; min-width: 0;
         font: inherit; color: inherit; background: var(--st-secondary-background-color);
@@ -148,7 +151,7 @@ def show_wall(
 ) -> None:
     """Cards of samples of one task, by the heading of their group, and the story of the only or the clicked one."""
     ids = [sample for group in groups.values() for sample in group]
-    most, story = max(1, MOST_CARDS // len(groups)), st.container()
+    most, story = MOST_CARDS if len(groups) == 1 else MOST_OF_A_GROUP, st.container()
     walls = [
         {"title": head, "cards": wall_cards(run, task, group[:most], options)}
         for head, group in groups.items()

@@ -92,7 +92,7 @@ def export(
         options=exhibit_options(request),
     )
     _tell(written, request.out, as_json)
-    if request.strict and any(entry.missing for entry in written):
+    if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
 
 
@@ -124,6 +124,9 @@ def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
         )
         return
     for entry in written:
+        if not entry.files:
+            note(f"{entry.name} is not written: {entry.missing[0].missing}")
+            continue
         say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
         for panel in entry.missing:
             note(f"  {entry.name} lacks {panel.name}: {panel.missing}")

@@ -17,6 +17,7 @@ from driftlens.base.diagnostic import Column
 from driftlens.base.errors import DataError, LayerNotFoundError, RunError, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.variants import calibrated
+from driftlens.base.words import some_of
 from driftlens.runs import layout, schema
 from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.status import Status, read_status
@@ -325,7 +326,8 @@ class DriftRun:
         return found
 
     def __repr__(self) -> str:
-        return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
+        tasks, variants = (some_of([*map(repr, names)]) for names in (self.tasks, self.variants))
+        return f"<DriftRun {str(self.path)!r}: tasks {tasks}; variants {variants}>"
 
     def columns(self, table: str) -> tuple[Column, ...]:
         """What the columns of a table are: those of the schema, then what diagnostics added to this run's file."""

@@ -294,3 +294,10 @@ def test_a_run_opens_where_torch_does_not_import(saved: Path) -> None:
 
 def test_sample_rows_keep_the_declared_order_of_columns(run: DriftRun) -> None:
     assert tuple(run.samples().columns) == SAMPLES.names
+
+
+def test_what_a_run_is_called_in_a_notebook_is_one_short_line_whatever_it_holds(tmp_path: Path) -> None:
+    tasks = [f"task {at}\n" for at in range(30)]
+    run = dl.open_run(write_run(tmp_path / "run", tasks=tasks))
+    assert "and 27 more" in repr(run) and "\n" not in repr(run)
+    assert len(repr(run)) < len(str(run.path)) + 140

@@ -14,6 +14,7 @@ from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.base.variants import calibrated, part_of
 from driftlens.base.variants import title as plain_title
+from driftlens.findings.measures import RELATIVE, SCORE, change
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import ExhibitRequest
@@ -65,6 +66,18 @@ class ExhibitOptions(ExhibitRequest):
         if not tasks:
             raise DataError(f"run {run.id} has no task to show")
         return worst_task(run, tasks, "merged")
+
+    def typical_task_of(self, run: DriftRun) -> str:
+        """The task asked for, or that with the median change by the calibration shown; as `task_of` without any."""
+        tasks, shown = self.tasks_of(run), self.calibrated_of(run)
+        if self.task is not None or not shown or "merged" not in run.variants:
+            return self.task_of(run)
+        for about in (SCORE, RELATIVE):
+            rows = {task: change(run, about, task, ("merged", shown[-1])) for task in tasks}
+            ranked = sorted((at.value, task) for task, at in rows.items() if at.is_measured)
+            if ranked and (about is RELATIVE or len({rows[task].about for _, task in ranked}) == 1):
+                return ranked[len(ranked) // 2][1]
+        return self.task_of(run)
 
     def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
         """The variants called "calibrated": those asked for, or the run's last one; empty where there is none."""

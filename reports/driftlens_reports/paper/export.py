@@ -104,7 +104,7 @@ def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifa
 
 @dataclass(frozen=True)
 class Exported:
-    """One exhibit that was written: its id, its files, and the parts that the runs can't fill."""
+    """One exhibit: its id, its files, none where nothing of it is measured, and the parts that the runs can't fill."""
 
     name: str
     files: tuple[pathlib.Path, ...]
@@ -119,7 +119,10 @@ def export(
     formats: Sequence[str] = FORMATS,
     options: ExhibitOptions | None = None,
 ) -> tuple[Exported, ...]:
-    """Write exhibits, by default all with a measured number, as `<id>.<format>`, in the formats that each can have."""
+    """Write exhibits, by default all with a measured number, as `<id>.<format>`, in the formats that each can have.
+
+    Those without one have no files, and `missing` says which command fills them.
+    """
     for name in formats:
         if name not in FORMATS:
             raise SpecError(f"no format called {name!r}", hint=f"There are {', '.join(FORMATS)}.")
@@ -130,6 +133,9 @@ def export(
     for name, exhibit in chosen.items():
         drawn = draw(name, runs, options or ExhibitOptions())
         if names is None and (drawn.data["source"] == "paper").all():
+            written.append(
+                Exported(name, (), drawn.missing or (Gap.of(name, name, "nothing of it is measured"),))
+            )
             continue
         wanted = _possible(exhibit, [*formats, *SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)

@@ -37,7 +37,8 @@ _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 )
 def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """One task's matched features and its drift by layer, every task's accuracy; merged against calibrated."""
-    run, task = runs[0], options.task_of(runs[0])
+    run, task = runs[0], options.typical_task_of(runs[0])
+    options = options.changed(task=task)
     calibrated = options.calibrated_of(run)
     drift = Picture(View("layer-drift", DRIFT, is_about_one=True, options={"apart": True}), run, options)
     scored = [name for name in run.variants if name in ("base", *options.compared(run))]

@@ -13,10 +13,11 @@ import pytest
 
 import driftlens as dl
 from driftlens.base.errors import DataError, SpecError
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.export import FORMATS, draw, export
-from tests.reports.paper.drawn import code_of
+from tests.records.full_run import Size, write_full_run, write_run
+from tests.reports.paper.drawn import code_of, words
 from tests.reports.paper.saved_runs import table_run
 
 
@@ -116,7 +117,8 @@ def test_what_shows_no_measured_number_is_not_among_all(run: DriftRun, tmp_path:
         {name: exhibits[name] for name in ("accuracy", "accuracy-text")},
     )
     options = ExhibitOptions(paper=True)
-    assert [entry.name for entry in export([run], tmp_path, formats=["tex"], options=options)] == ["accuracy"]
+    made = export([run], tmp_path, formats=["tex"], options=options)
+    assert [entry.name for entry in made if entry.files] == ["accuracy"]
     (asked,) = export([run], tmp_path, names=["accuracy-text"], formats=["tex"], options=options)
     assert asked.missing, "asked for by name it is written, and says what is missing"
 
@@ -206,3 +208,29 @@ def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp
     with pytest.raises(SpecError, match="figure heatmap can't be saved as 'tex'"):
         dl.paper.figure("heatmap", run).to_latex()
     assert not list(tmp_path.iterdir())
+
+
+def test_all_says_what_is_not_written_and_which_command_fills_it(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "run"))
+    made = {entry.name: entry for entry in export([run], tmp_path / "out", formats=["csv"])}
+    assert {*made} == {*exhibits}
+    empty = [entry for entry in made.values() if not entry.files]
+    assert empty and all("`driftlens " in gap.missing for entry in empty for gap in entry.missing)
+    assert {path.name.partition(".")[0] for path in (tmp_path / "out").iterdir()} == {
+        entry.name for entry in made.values() if entry.files
+    }
+
+
+def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) -> None:
+    """Neither the task without an effect nor the best one speaks for a run."""
+    run = open_run(write_full_run(tmp_path / "run", size=Size(blocks=1, samples=6, width=4, tests=60)))
+    after, rows = run.variants[-1], run.accuracy()
+    score = rows.pivot(index="task", columns="variant", values="value")
+    gains = (score[after] - score["merged"]).loc[list(run.tasks)]
+    median = gains[(gains.rank(method="first") == len(gains) // 2 + 1)]
+    options = ExhibitOptions()
+    assert gains[options.typical_task_of(run)] == median.iloc[0]
+    assert ExhibitOptions(task=run.tasks[0]).typical_task_of(run) == run.tasks[0]
+    assert f"(a) final features, {options.typical_task_of(run)}" in words(
+        draw("intro", [run], options).figure
+    )

@@ -248,9 +248,9 @@ def mean_of_task_vectors_for_their_sum(patch: Patch) -> None:
 
 
 def expert_of_the_next_layer(original: Any) -> Any:
-    def shifted(self, model, layer):  # type: ignore[no-untyped-def]
+    def shifted(self, model, layer, *names):  # type: ignore[no-untyped-def]
         is_moved = model.startswith("expert:") and layer in self.chain.blocks[:-1]
-        return original(self, model, self.chain.layers[layer.index] if is_moved else layer)
+        return original(self, model, self.chain.layers[layer.index] if is_moved else layer, *names)
 
     return shifted
 

@@ -390,16 +390,21 @@ _FILLING = frozenset(
     {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
 )
 _DRAWING = frozenset(
-    {nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, torch.Tensor.normal_, torch.Tensor.uniform_}
+    {"normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_"}
+    | {"xavier_uniform_", "orthogonal_"}
 )
+"""By name: while a model of transformers is built, functions of its own stand in the place of torch's."""
 
 
 class _WithinReason(TorchFunctionMode):
     """Refuses to fill a tensor that no model has: a configuration may ask for any. What has no numbers isn't drawn."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DRAWING and args and args[0].is_meta:
-            return args[0]
+        if (
+            getattr(func, "__name__", "") in _DRAWING
+            and (drawn := args[0] if args else kwargs["tensor"]).is_meta
+        ):
+            return drawn
         if func in _FILLING:
             asked = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
             if asked > MOST_FILLED:

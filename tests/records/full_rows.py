@@ -204,7 +204,7 @@ def calibration_rows(name: str, layers: Sequence[LayerInfo]) -> pd.DataFrame:
 def joined(parts: Sequence[Columns | pd.DataFrame]) -> pd.DataFrame:
     """All rows in one frame: making a frame of each part would take most of a run's time."""
     if isinstance(parts[0], pd.DataFrame):
-        return pd.concat(parts, ignore_index=True)  # type: ignore[arg-type]
+        return pd.concat(parts, ignore_index=True)
     rows: dict[str, list[object]] = {name: [] for part in parts for name in part}
     for part in parts:
         count = max((len(at) for at in part.values() if isinstance(at, list | np.ndarray)), default=1)

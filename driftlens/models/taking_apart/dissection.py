@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from driftlens.models.frames import (
 from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.interception import (
     Recording,
+    ShapesAlone,
     bypassed,
     call,
     evaluating,
@@ -219,13 +220,16 @@ class Dissection:
         name = "" if mixture is None else mixture.router
         return Site(name, "router", name) if name else None
 
-    def shapes_only(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
-        return replaced_forwards(
+        forwards = [
             (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
             for module in modules
-        )
+        ]
+        with replaced_forwards(forwards), ShapesAlone():
+            yield
 
     def stand_ins(
         self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None

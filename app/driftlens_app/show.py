@@ -35,7 +35,7 @@ from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import lay_out, palette
-from driftlens_reports.formats.headline import as_images, block, style
+from driftlens_reports.formats.headline import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
@@ -103,9 +103,8 @@ def with_command(run: DriftRun, text: str, command: str) -> str:
 
 def show_headline(run: DriftRun, name: str = "") -> None:
     """The run's headline, or that of its calibration `name`: the sentence, tiles and bar that reports have."""
-    dark = is_dark()
     found = content.Headline.model_validate(headline(run, name))
-    st.html(f"<style>{style(palette(dark))}</style>{as_images(block(found, dark=dark))}")
+    st.html(shown_alone(found, dark=is_dark()))
 
 
 def when(moment: str) -> str:

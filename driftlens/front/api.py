@@ -141,8 +141,13 @@ class Run(DriftRun):
         return made
 
     def _repr_html_(self) -> str:
-        """The summary, for notebooks."""
-        return self.summary()._repr_html_()
+        """Headline and summary as wide as a notebook's cell, in which a wide table scrolls."""
+        from driftlens.findings.headline import headline
+        from driftlens_reports.content import Headline
+        from driftlens_reports.formats.headline import shown_alone
+
+        first = shown_alone(Headline.model_validate(headline(self)))
+        return f'{first}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
 
     def before_after(self, name: str) -> pd.DataFrame:
         """Final drift and accuracy before and after a calibration, with intervals: one row per task and model.

@@ -59,6 +59,11 @@ def as_images(html: Markup) -> str:
     return re.sub(r"<svg .*?</svg>", image, str(html))
 
 
+def shown_alone(found: Headline, *, dark: bool = False) -> str:
+    """The block with its rules, for a host that has none of its own."""
+    return f"<style>{style(palette(dark))}</style>{as_images(block(found, dark=dark))}"
+
+
 def called(variant: str) -> str:
     """What a tile calls a model."""
     return "experts" if variant == "expert" else title(variant)

@@ -87,6 +87,7 @@ def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[Path, Path])
     assert parts == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
+@pytest.mark.slow
 def test_an_sdist_holds_what_builds_that_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     sdist, wheel = built
     with tarfile.open(sdist) as archive:

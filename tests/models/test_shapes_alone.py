@@ -25,6 +25,10 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "product with a tensor of one number": lambda: X * torch.tensor(2.0, dtype=torch.float64),
     "power": lambda: X.pow(2),
     "power of powers": lambda: X.pow(W),
+    "linear map": lambda: F.linear(X, LONG[0, 0], LONG[0, 0, :, 0].contiguous()),
+    "linear map without bias": lambda: F.linear(X.transpose(1, 2), weight=LONG[0, 0]),
+    "linear map of one vector": lambda: F.linear(W, LONG[0, 0]),
+    "linear map to one number": lambda: F.linear(X, W),
     "norm": lambda: F.layer_norm(X, (8,), W, W),
     "norm of what lies otherwise": lambda: F.layer_norm(X.transpose(1, 2), (8,), weight=W),
     "gelu": lambda: F.gelu(X, approximate="tanh"),
@@ -45,7 +49,14 @@ def test_shape_type_and_order_are_those_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: X + LONG, lambda: F.layer_norm(X, (7,)), lambda: F.scaled_dot_product_attention(X, W, W)]
+    "call",
+    [
+        lambda: X + LONG,
+        lambda: F.linear(X, HALF[0, 0]),
+        lambda: F.linear(X, LONG[0, 0, :, :7]),
+        lambda: F.layer_norm(X, (7,)),
+        lambda: F.scaled_dot_product_attention(X, W, W),
+    ],
 )
 def test_what_torch_refuses_is_refused_in_its_words(call: Callable[[], Tensor]) -> None:
     with pytest.raises(Exception) as wanted:

@@ -113,6 +113,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return query.new_empty((*query.shape[:-1], value.shape[-1])) if is_plain else None
 
 
+def _linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    parts = [weight] if bias is None else [weight, bias]
+    is_plain = weight.dim() == 2 and features.shape[-1] == weight.shape[1]
+    is_plain &= all(part.is_meta and part.dtype == features.dtype for part in parts)
+    is_plain &= bias is None or bias.shape == weight.shape[:1]
+    return features.new_empty((*features.shape[:-1], weight.shape[0])) if is_plain else None
+
+
 def _elementwise(one: Tensor, other: Any) -> Tensor | None:
     if not (one.is_floating_point() and one.is_contiguous()):
         return None
@@ -126,6 +134,7 @@ def _elementwise(one: Tensor, other: Any) -> Tensor | None:
 
 
 _SHAPED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    F.linear: _linear,
     F.layer_norm: _norm,
     F.gelu: lambda features, **_: features.new_empty(features.shape),
     F.scaled_dot_product_attention: _attention,
@@ -135,7 +144,7 @@ _SHAPED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
 
 
 class ShapesAlone(TorchFunctionMode):
-    """Inside this context what has shapes only passes sums, products, norms, GELU and attention at once.
+    """Inside this context what has shapes only passes linear maps, sums, products, norms, GELU and attention at once.
 
     Torch takes these apart, and follows every part in Python, for most of the time that opening a model takes.
     """

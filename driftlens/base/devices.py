@@ -7,7 +7,7 @@ device's own module. Where an answer can't be had (Apple's GPUs count no peak, f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -83,6 +83,31 @@ def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
     return device if dtype != torch.float64 or has_float64(device) else HOST
 
 
+_FACTORS: Mapping[str, Callable[[Tensor], object]] = {
+    "cholesky": torch.linalg.cholesky_ex,
+    "eigh": torch.ops.aten._linalg_eigh,
+    "svd": torch.ops.aten._linalg_svd,
+    "triangular solve": lambda one: torch.linalg.solve_triangular(one, one, upper=False),
+}
+
+
+@functools.cache
+def lacking(device: torch.device) -> tuple[str, ...]:
+    """Factorisations that a device doesn't know, tried out on one number; nobody waits for that."""
+    one, lacks = torch.ones(1, 1, device=device), []
+    for name, factor in _FACTORS.items():
+        try:
+            factor(one)
+        except NotImplementedError:
+            lacks.append(name)
+    return tuple(lacks)
+
+
+def near_factors(tensor: Tensor) -> Tensor:
+    """The tensor where it can be factored: on its own device, or on the host."""
+    return tensor.to(HOST) if lacking(tensor.device) else tensor
+
+
 class SumsTooLarge(torch.OutOfMemoryError):
     """Moments, or what is solved from them, have no room on their device."""
 
@@ -91,8 +116,11 @@ _crowded: ContextVar[bool] = ContextVar("crowded", default=False)
 
 
 def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Where moments of this dtype are kept and solved from: as `device_of`, or on the host where they had no room."""
-    return HOST if _crowded.get() else device_of(dtype, device)
+    """Where moments of this dtype are kept and solved from: as `device_of`, or on the host.
+
+    On the host where they had no room, or where the device doesn't know what solves take.
+    """
+    return HOST if _crowded.get() or lacking(device) else device_of(dtype, device)
 
 
 def room_for_sums(device: torch.device, budget: int) -> int:
@@ -124,6 +152,17 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
         yield move
     finally:
         _crowded.reset(token)
+
+
+def host_work(device: torch.device) -> list[str]:
+    """What is computed on the host for want of the device, in sentences."""
+    name, lacks = device_name(device), lacking(device)
+    said = (
+        [] if has_float64(device) else [f"{name} knows no float64: such sums and solves are made on the host"]
+    )
+    return said + (
+        [f"{name} knows no {', '.join(lacks)}: moments and solves are the host's"] if lacks else []
+    )
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import near_factors, wide
 from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
@@ -63,7 +63,8 @@ class SVC(Calibrator, Weightwise):
 
 def stretched(merged: Tensor, experts: Iterable[Tensor], alpha: float) -> Tensor:
     """The change of the merged model [o, k], each singular direction brought to the length that experts have there."""
-    left, sizes, right = torch.linalg.svd(merged, full_matrices=False)
+    factors = torch.linalg.svd(near_factors(merged), full_matrices=False)
+    left, sizes, right = (factor.to(merged.device) for factor in factors)
     rows = sizes[:, None] * right
     total, count = torch.zeros_like(sizes), 0
     for change in experts:

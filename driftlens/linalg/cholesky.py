@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import near_factors, wide
 from driftlens.base.errors import NumericsError, SingularGramError
 
 _PANEL = 384
@@ -205,7 +205,7 @@ def singular_parts(matrix: Tensor, whole: Tensor | None = None) -> tuple[Tensor,
     Computed in float64. None are left of a matrix of zeros, nor of one that is rounding beside the `whole` that it was
     taken from.
     """
-    left, values, right = torch.linalg.svd(wide(matrix), full_matrices=False)
+    left, values, right = torch.linalg.svd(near_factors(wide(matrix)), full_matrices=False)
     size = values[:1] if whole is None else torch.linalg.matrix_norm(wide(whole))
     rank = int((values > max(matrix.shape) * SINGLE * size).sum())
     return left[:, :rank], values[:rank], right[:rank]

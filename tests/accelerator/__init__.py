@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from driftlens.base.devices import has_float64
+from driftlens.base.devices import has_float64, lacking
 
 NAME = "sim"
 
@@ -34,12 +34,19 @@ class Switches:
             stream is refused to another that `record_stream` hasn't told it of.
         is_gone: whatever is asked of the devices fails, as after a driver's crash.
         limit: bytes of memory of each, -1 without a limit.
+        lacks: operations that are not implemented, by their names in ATen, with blanks between.
     """
 
     no_double: bool = False
     is_lazy: bool = False
     is_gone: bool = False
     limit: int = -1
+    lacks: str = ""
+
+
+# What torch's pages and its error messages say of Apple's GPUs, now or before.
+LACKED = "_linalg_eigh _linalg_svd linalg_qr linalg_lstsq linalg_cholesky_ex linalg_solve_triangular histc bincount"
+"""Operations that a backend may not know."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ def turn(**switches: Any) -> None:
     """Set all switches; those not named go to how they were at first."""
     torch.ops.driftlens_sim.turn(*vars(Switches(**switches)).values())
     has_float64.cache_clear()
+    lacking.cache_clear()
 
 
 def counted() -> Counts:

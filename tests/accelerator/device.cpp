@@ -30,11 +30,13 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -52,6 +54,7 @@ std::mutex of_memory, of_pinned, of_queues;
 struct Switches {
   std::atomic<bool> no_double{false}, is_lazy{false}, is_gone{false};
   std::atomic<int64_t> limit{std::numeric_limits<int64_t>::max()};
+  std::set<std::string> lacks;  // turned while nothing runs
 } switches;
 
 struct Counts {
@@ -509,6 +512,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain_current();
   Call call{op};
   const auto& schema = op.schema();
+  TORCH_CHECK_NOT_IMPLEMENTED(!switches.lacks.count(schema.name().substr(schema.name().find("::") + 2)), "The operator '",
+                              schema.name(), "' is not currently implemented for the sim device.");
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   std::vector<at::Tensor> written;
   const bool may_mix = schema.name().find("index") != std::string::npos;  // by indices of the host
@@ -585,7 +590,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // What tests turn and read.
 
-void turn(bool no_double, bool is_lazy, bool is_gone, int64_t limit) {
+void turn(bool no_double, bool is_lazy, bool is_gone, int64_t limit, const std::string& lacks) {
+  std::istringstream names(lacks);
+  switches.lacks = {std::istream_iterator<std::string>(names), std::istream_iterator<std::string>()};
   switches.no_double = no_double;
   switches.is_lazy = is_lazy;
   switches.is_gone = is_gone;
@@ -595,7 +602,7 @@ void turn(bool no_double, bool is_lazy, bool is_gone, int64_t limit) {
 std::vector<int64_t> counted() { return {counts.read, counts.to_host, counts.to_device, counts.waits}; }
 
 TORCH_LIBRARY(driftlens_sim, m) {
-  m.def("turn(bool no_double, bool is_lazy, bool is_gone, int limit) -> ()", &turn);
+  m.def("turn(bool no_double, bool is_lazy, bool is_gone, int limit, str lacks) -> ()", &turn);
   m.def("counted() -> int[]", &counted);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

@@ -1,10 +1,13 @@
-"""The models that calibrations are tried on."""
+"""The models that calibrations are tried on, and what of two runs is to be equal."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
+import pandas as pd
 import torch
+from torch import Tensor
 
 from driftlens.engine.pool import ModelPool
 from tests.calibration.helpers import Subject, subject
@@ -19,3 +22,15 @@ def pool_on(models: Subject, device: torch.device) -> ModelPool:
     """The same models in float32."""
     sources = {name: models.pool.source(name) for name in models.pool.names}
     return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=torch.float32)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Of one dtype and shape, every number equal or not a number on both sides."""
+    return found.dtype == expected.dtype and torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
+
+
+def tables(run: Path) -> dict[str, pd.DataFrame]:
+    """All of a run but what was used."""
+    files = sorted((run / "tables").glob("*.parquet"))
+    tables = {file.stem: pd.read_parquet(file) for file in files if file.stem != "resources"}
+    return {name: table.drop(columns="seconds", errors="ignore") for name, table in tables.items()}

@@ -7,7 +7,7 @@ Attention is by products and softmax on both: the CPU's own kernel for it rounds
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
+from driftlens.base.diagnostic import diagnostics
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
@@ -30,8 +31,8 @@ from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.taking_apart.interception import settle
-from tests.accelerator import turn
-from tests.accelerator.subjects import models, pool_on
+from tests.accelerator import LACKED, turn
+from tests.accelerator.subjects import models, pool_on, same, tables
 from tests.calibration.helpers import ground
 from tests.zoo import decoders, live_families, mixtures
 from tests.zoo.hand_made import two_texts
@@ -40,36 +41,19 @@ from tests.zoo.world import World, build
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-BEHAVIOURS: dict[str, dict[str, bool]] = {
+BEHAVIOURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_float64": {"no_double": True},
+    "lacking": {"no_double": True, "lacks": LACKED},
     "lazy": {"is_lazy": True},
 }
 behaviours = pytest.mark.parametrize("switches", BEHAVIOURS.values(), ids=BEHAVIOURS)
 METRICS = {"jacobian": {"samples": 2, "spectral": True}, "cka": True, "groups": True, "adjoint": True}
 
 
-@pytest.fixture(autouse=True)
-def attention_by_products() -> Iterator[None]:
-    with sdpa_kernel([SDPBackend.MATH]):
-        yield
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build(tmp_path_factory.mktemp("world") / "models")
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Of one dtype and shape, every number equal or not a number on both sides."""
-    return found.dtype == expected.dtype and torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
-
-
-def tables(run: Any) -> dict[str, pd.DataFrame]:
-    """All but what was used."""
-    files = sorted((Path(run.path) / "tables").glob("*.parquet"))
-    tables = {file.stem: pd.read_parquet(file) for file in files if file.stem != "resources"}
-    return {name: table.drop(columns="seconds", errors="ignore") for name, table in tables.items()}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +62,7 @@ def on_cpu(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         run = dl.analyze(
             world.one_task(metrics=METRICS), out=tmp_path_factory.mktemp("cpu") / "run", progress="none"
         )
-    return tables(run)
+    return tables(run.path)
 
 
 @pytest.mark.parametrize("switches", [{}, {"no_double": True, "is_lazy": True}], ids=["plain", "poor"])
@@ -93,8 +77,12 @@ def test_an_analysis_with_all_there_is(
     run = dl.analyze(world.one_task(metrics=METRICS), out=tmp_path / "run", device="sim", progress="none")
     assert run.manifest.device == "pretended accelerator"
     assert any("knows no float64" in said for said in run.manifest.notices) == ("no_double" in switches)
-    found = tables(run)
+    found = tables(run.path)
     assert found.keys() == on_cpu.keys() and len(found) > 6
+    # Whatever diagnostic there is was switched on, and found some number.
+    for name, each in ((name, diagnostics[name]) for name in diagnostics):
+        numbers = [column.name for column in each.columns if column.dtype == "float"]
+        assert found[each.table][numbers].notna().any().any(), name
     for name, table in found.items():
         pd.testing.assert_frame_equal(table, on_cpu[name], check_exact=True)
     assert pd.read_parquet(tmp_path / "run/tables/resources.parquet")["peak_gpu_bytes"].max() > 0
@@ -132,7 +120,7 @@ def calibrated(request: pytest.FixtureRequest) -> tuple[str, dict[Any, Tensor]]:
 
 @behaviours
 def test_a_calibration(
-    sim: torch.device, calibrated: tuple[str, dict[Any, Tensor]], switches: dict[str, bool]
+    sim: torch.device, calibrated: tuple[str, dict[Any, Tensor]], switches: dict[str, Any]
 ) -> None:
     name, expected = calibrated
     turn(**switches)

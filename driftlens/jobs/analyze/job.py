@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import driftlens.spec
 from driftlens.base.access import Context
-from driftlens.base.devices import device_name, has_float64
+from driftlens.base.devices import device_name, host_work
 from driftlens.base.diagnostic import chosen
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, write_text_atomic
@@ -375,11 +375,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
             if samples is not None:
                 writer.write_sample_ids(task, split, samples.ids, samples.origin())
-    if not has_float64(pool.device):
-        writer.notice(
-            f"{device_name(pool.device)} knows no float64: such sums and solves are made on the host"
-        )
-    for notice in study.notices:
+    for notice in [*host_work(pool.device), *study.notices]:
         writer.notice(notice)
 
 

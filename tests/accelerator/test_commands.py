@@ -1,0 +1,202 @@
+"""Every command that computes, on the pretended accelerator and on the CPU: equal tables and weights."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import typer
+import yaml
+from safetensors.torch import load_file
+
+import driftlens as dl
+from driftlens.base.errors import RunError, SpecError
+from driftlens.cli import main
+from driftlens.cli.app import app
+from driftlens.engine.walk import Crossing
+from tests.accelerator import LACKED, NAME, turn
+from tests.accelerator.subjects import same, tables
+from tests.zoo.world import CLASSES, build, write_images
+
+pytestmark = pytest.mark.slow
+
+MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
+    "analyze": lambda spec, run: (spec, "--out", run),
+    "merge": lambda spec, run: (spec, "--method", "regmean", "--out", run),
+    "demo": lambda spec, run: ("--out", run),
+}
+"""Commands that make something, by what they are given: a spec, and the folder to make."""
+ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
+    "evaluate": lambda run: (run, "--again"),
+    "explain": lambda run: (run,),
+    "calibrate": lambda run: (run, "--name", "repaired", "--auto"),
+    "sweep": lambda run: (run, "--param", "alpha=0.3,0.6"),
+    "arena": lambda run: (run, "--methods", "featcal,surgery:steps=2"),
+    "advise": lambda run: (run, "--search"),
+}
+"""Commands that look at a run, or add to it."""
+ELSEWHERE = {
+    "doctor": "runs no model",
+    "validate": "rehearses an analysis, and keeps nothing of it",
+    "reproduce": "is analyses, calibrations and sweeps of a suite, one after the other",
+}
+
+
+def test_every_command_that_takes_a_device_is_tried() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    computing = {
+        name for name, command in commands.items() if any(each.name == "device" for each in command.params)
+    }
+    assert computing == {*MADE, *ADDED, *ELSEWHERE}
+
+
+def done(command: str, *given: object, device: str) -> None:
+    arguments = [command, *map(str, given), "--device", device]
+    quiet = [] if command in ("advise", "doctor") else ["--progress", "none"]
+    with pytest.raises(SystemExit) as leaving:
+        main([*arguments, *quiet])
+    assert leaving.value.code == 0, arguments
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    made = build(folder / "models")
+    for seed, task in enumerate(made.tasks):
+        write_images(made.data(task), CLASSES[task], seed, train=9)  # what is chosen takes eight samples
+    values = made.spec()
+    values["data"]["defaults"]["n"] = 8
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(dl.analyze(spec, out=tmp_path_factory.mktemp("run") / "run", progress="none").path)
+
+
+@pytest.mark.parametrize(
+    ("place", "switches"),
+    [(NAME, {}), (NAME, {"no_double": True, "lacks": LACKED}), (f"{NAME}:1", {"lacks": LACKED})],
+    ids=["plain", "as_apples", "second"],
+)
+@pytest.mark.parametrize("command", [*MADE, *ADDED])
+def test_a_command(
+    sim: torch.device,
+    spec: Path,
+    run: Path,
+    tmp_path: Path,
+    command: str,
+    place: str,
+    switches: dict[str, Any],
+) -> None:
+    if command == "demo" and switches:
+        pytest.skip("takes as long as all others")
+    folders = {"cpu": tmp_path / "cpu", place: tmp_path / "there"}
+    for where, folder in folders.items():
+        turn(**(switches if where == place else {}))
+        if command in ADDED:
+            shutil.copytree(run, folder)
+            done(command, *ADDED[command](folder), device=where)
+        else:
+            done(command, *MADE[command](spec, folder), device=where)
+    expected, found = (tables(folder) for folder in folders.values())
+    assert found.keys() == expected.keys()
+    for name, table in expected.items():
+        pd.testing.assert_frame_equal(found[name], table, check_exact=True)
+    weights = {file.relative_to(folders["cpu"]) for file in folders["cpu"].rglob("*.safetensors")}
+    assert expected or weights
+    if command == "analyze":
+        notices = dl.open_run(folders[place]).manifest.notices
+        assert len([text for text in notices if "knows no cholesky, eigh" in text]) == ("lacks" in switches)
+    for file in weights:
+        ours, theirs = (load_file(folder / file) for folder in (folders[place], folders["cpu"]))
+        assert ours.keys() == theirs.keys()
+        assert not [key for key in theirs if not same(ours[key], theirs[key])], file
+
+
+JOBS: dict[str, Sequence[object]] = {
+    "analyze": ("analyze",),
+    "calibrate": ("calibrate", "--name", "repaired", "--no-attribution"),
+    "auto": ("calibrate", "--name", "repaired", "--auto", "--no-attribution"),
+    "arena": ("arena", "--methods", "featcal,residual:folds=2", "--no-attribution"),
+}
+TROUBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "vanishes": ({"is_gone": True}, "sim no longer answers"),
+    "is full": ({"limit": 0}, "sim has too little memory to"),
+}
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """How a command ends, and what it says of an error."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        main([*map(str, arguments)])
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("trouble", "says"), TROUBLE.values(), ids=TROUBLE)
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_whose_device_fails_in_the_middle_goes_on(
+    sim: torch.device,
+    spec: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    trouble: dict[str, Any],
+    says: str,
+) -> None:
+    command, *options = JOBS[job]
+    take, calls = Crossing.take, itertools.count()
+
+    def failing(self: Crossing, *given: Any, **named: Any) -> Any:
+        if next(calls) == 9:
+            turn(**trouble)
+        return take(self, *given, **named)
+
+    def arguments(folder: Path, device: str) -> list[object]:
+        if command == "analyze":
+            return [command, spec, "--out", folder, "--device", device, "--progress", "none"]
+        return [command, folder, *options, "--device", device, "--progress", "none"]
+
+    folders = {device: tmp_path / device for device in ("cpu", NAME)}
+    for folder in folders.values():
+        if command != "analyze":
+            shutil.copytree(run, folder)
+    assert told(capsys, *arguments(folders["cpu"], "cpu"))[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Crossing, "take", failing)
+        code, said = told(capsys, *arguments(folders[NAME], NAME))
+    error, hint = said.rstrip("\n").rsplit("\n", 1)
+    assert code == RunError.exit_code and "\n" not in error.removeprefix("\n")
+    assert says in error and hint.startswith("hint: ")
+    turn()
+    more = [] if command == "arena" else ["--resume"]
+    assert told(capsys, *arguments(folders[NAME], NAME), *more)[0] == 0
+    expected, found = (tables(folder) for folder in folders.values())
+    assert found.keys() == expected.keys()
+    for name, table in expected.items():
+        pd.testing.assert_frame_equal(found[name], table, check_exact=True)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_done(
+    sim: torch.device, spec: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    command, *options = JOBS[job]
+    folder = shutil.copytree(run, tmp_path / "run")
+    place = [spec, "--out", tmp_path / "new"] if command == "analyze" else [folder]
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    code, said = told(capsys, command, *place, *options, "--device", f"{NAME}:7")
+    assert code == SpecError.exit_code and "there is no device 'sim:7' here" in said
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}

@@ -318,6 +318,7 @@ def test_tables_whose_keys_are_not_unique_or_not_there(
         ("sweep", run, "--param", "lam=0.1", "--progress", "none"),
         ("advise", run),
         ("project", run),
+        ("view", run, "--out", run.parent / "view.html"),
     )
 
 

@@ -29,6 +29,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "linear map without bias": lambda: F.linear(X.transpose(1, 2), weight=LONG[0, 0]),
     "linear map of one vector": lambda: F.linear(W, LONG[0, 0]),
     "linear map to one number": lambda: F.linear(X, W),
+    "linear map of another type": lambda: F.linear(X, HALF[0, 0]),
     "norm": lambda: F.layer_norm(X, (8,), W, W),
     "norm of what lies otherwise": lambda: F.layer_norm(X.transpose(1, 2), (8,), weight=W),
     "gelu": lambda: F.gelu(X, approximate="tanh"),
@@ -52,7 +53,6 @@ def test_shape_type_and_order_are_those_of_torch(name: str) -> None:
     "call",
     [
         lambda: X + LONG,
-        lambda: F.linear(X, HALF[0, 0]),
         lambda: F.linear(X, LONG[0, 0, :, :7]),
         lambda: F.layer_norm(X, (7,)),
         lambda: F.scaled_dot_product_attention(X, W, W),

@@ -227,7 +227,10 @@ def test_a_chip_filters_the_wall_by_what_became_of_samples(open_app: Open, root:
         return
     assert any(option == f"{chip} ({len(wanted)})" for option in pills.options)
     pills.set_value([chip]).run()
-    assert {card["id"] for wall in walls(app) for card in wall["cards"]} == wanted
+    again = open_app(root, "samples", task="cars", outcome=chip)  # as the link says
+    for page in (app, again):
+        assert {card["id"] for wall in walls(page) for card in wall["cards"]} == wanted
+        assert page.query_params["outcome"] in (chip, [chip])
 
 
 def test_the_repair_page_shows_what_the_merge_broke_beside_what_the_repair_did(

@@ -181,8 +181,10 @@ def _chosen_outcomes(run: DriftRun, task: str, ids: list[str], options: ChartOpt
     flips = [name for name in flipped_ids(run, task, options) if name in {*ids}]
     became = outcomes_of(run, task, options).reindex(ids)
     there = {FLIPPED: len(flips)} | {name: int((became == name).sum()) for name in OUTCOMES}
-    asked = [*st.query_params.get_all(OUTCOME), *(st.session_state.get(OUTCOME) or ())]
-    names = [name for name, count in there.items() if count or name in asked]
+    # Streamlit's own binding would put what a chip says, its count too, into the URL.
+    if OUTCOME not in st.session_state:
+        st.session_state[OUTCOME] = [name for name in st.query_params.get_all(OUTCOME) if name in there]
+    names = [name for name, count in there.items() if count or name in st.session_state[OUTCOME]]
     if not names:
         return ids
     wanted = st.pills(
@@ -191,13 +193,14 @@ def _chosen_outcomes(run: DriftRun, task: str, ids: list[str], options: ChartOpt
         selection_mode="multi",
         format_func=lambda name: f"{name} ({there[name]})",
         key=OUTCOME,
-        bind="query-params",
         help="; ".join(
             [f"{FLIPPED}: decided unlike the expert", *(f"{name}: {OUTCOMES[name]}" for name in OUTCOMES)]
         ),
     )
     if not wanted:
+        st.query_params.pop(OUTCOME, None)
         return ids
+    st.query_params[OUTCOME] = wanted
     return (
         flips
         if wanted == [FLIPPED]

@@ -300,7 +300,7 @@ def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:
 
 
 def _unpadded(inputs: Any) -> Any:
-    """One sample [1, ...] without what follows the last token that counts."""
+    """One sample [1, ...] without what stands before the first token that counts or follows the last one."""
     if not isinstance(inputs, Mapping):
         return inputs
     cut = {}
@@ -308,7 +308,10 @@ def _unpadded(inputs: Any) -> Any:
         mask = mask_beside(inputs, name)
         is_masked = mask is not None and value.shape[:2] == mask.shape
         # The first of the largest sums stands where the last token counts.
-        cut[name] = value[:, : int((mask[0] != 0).cumsum(0).argmax()) + 1] if is_masked else value
+        sums = (mask[0] != 0).cumsum(0) if is_masked else None
+        cut[name] = (
+            value if sums is None else value[:, int((sums == 0).sum()) % len(sums) : int(sums.argmax()) + 1]
+        )
     return cut
 
 

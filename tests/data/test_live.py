@@ -256,6 +256,13 @@ def test_how_far_a_sample_is_padded_does_not_change_its_digest() -> None:
     alone = live_samples("cars", padded_batches()[:1])
     assert alone.load([0])["input_ids"].shape < whole.load([0])["input_ids"].shape
     assert alone.digests == whole.digests[:3] == alone.identities and len(set(whole.digests)) == 7
+    on_the_left = padded_batches()
+    for batch in on_the_left:
+        fillers = (batch["attention_mask"] == 0).sum(dim=1).tolist()
+        for name, value in batch.items():
+            batch[name] = torch.stack([row.roll(count, 0) for row, count in zip(value, fillers, strict=True)])
+        assert batch["attention_mask"][:, -1].all()
+    assert live_samples("cars", on_the_left).digests == whole.digests
     batches = padded_batches()
     batches[0]["attention_mask"][0, 0] = 0
     batches[0]["embedded"][1, 0] += 1

@@ -41,8 +41,11 @@ def main() -> None:
         size="large",
         icon_image=_ICON,
     )
-    # Streamlit's running man says that a page is drawn, which pages show themselves.
-    st.html('<style>[data-testid="stStatusWidget"] {display: none}</style>')
+    # Streamlit's running man says that a page is drawn, which pages show themselves; its chosen chips are too faint.
+    st.html(
+        '<style>[data-testid="stStatusWidget"] {display: none} '
+        '[data-testid="stBaseButton-pillsActive"] {color: inherit}</style>'
+    )
     listed = pages()
     entries = {
         path: st.Page(

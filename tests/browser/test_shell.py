@@ -276,7 +276,7 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
         assert f"{called} {means[variant]:.1f} %" in first
     lost, won = means["expert"] - means["merged"], means["merged"] - means["base"]
     found = re.match(
-        r"merged: ([\d.]+) \+- ([\d.]+) points worse than experts.*; ([\d.]+) \+- ([\d.]+) (\w+) than base",
+        r"merged: ([\d.]+) ± ([\d.]+) points worse than experts.*; ([\d.]+) ± ([\d.]+) (\w+) than base",
         told(page, "merged: "),
     )
     # How sure: half of a 95 % interval behind each, which does not hold zero.

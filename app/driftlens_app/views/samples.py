@@ -191,6 +191,7 @@ def _chosen_outcomes(run: DriftRun, task: str, ids: list[str], options: ChartOpt
         "Only",
         names,
         selection_mode="multi",
+        wrap=True,
         format_func=lambda name: f"{name} ({there[name]})",
         key=OUTCOME,
         help="; ".join(

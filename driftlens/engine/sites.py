@@ -361,8 +361,8 @@ def row_weights(
         chain: has the rules.
         layer: of the site.
         site: reads or makes `x`.
-        x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k], or one row per sample [n, k], of
-            which none is padding.
+        x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k] or [n * t * h, k], or one row per
+            sample [n, k], of which none is padding.
         state: what enters the layer.
         side: side inputs of the batch; of an expert's rows with the routes by which they came.
         rule: by which tokens count; the site's own if left out.
@@ -375,13 +375,15 @@ def row_weights(
         return counts.to(x)
     rule, mask = rule or site.token_weights, side.mask(site.stream or layer.stream)
     weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
-    if mask is not None and (x.dim() > 2 or len(x) == mask.numel()):
+    if mask is not None and (x.dim() > 2 or len(x) % mask.numel() == 0):
         weights = mask.to(x) if weights is None else weights.to(x) * mask
     if weights is None:
         return None
     weights = weights.to(x)
     rows = x.shape[:-1]
-    if len(rows) == 3 and rows[:2] == weights.shape:
+    if len(rows) == 1 and len(x) % weights.numel() == 0:
+        weights = weights.reshape(-1).repeat_interleave(len(x) // weights.numel())
+    elif len(rows) == 3 and rows[:2] == weights.shape:
         weights = weights[:, :, None].expand(rows)
     elif len(rows) == 3 and (rows[0], rows[2]) == weights.shape:
         weights = weights[:, None, :].expand(rows)

@@ -95,7 +95,17 @@ def in_float64(whole: Any, chosen: list[int]) -> Any:
 SUBJECTS = {
     **{
         name: partial(decoder, (CONFIGS | MORE | MIXTURES)[name])
-        for name in ("Llama", "Gemma 2", "GPT-2", "NanoChat", "Mamba", "Mixtral", "gpt-oss", "DeepSeek-V3")
+        for name in (
+            "Llama",
+            "Gemma 2",
+            "GPT-2",
+            "NanoChat",
+            "Mamba",
+            "Qwen3.5",
+            "Mixtral",
+            "gpt-oss",
+            "DeepSeek-V3",
+        )
     },
     "BART": partial(encoder_decoder, "BART"),
     **{

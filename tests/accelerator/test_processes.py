@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 import driftlens as dl
@@ -15,13 +17,14 @@ from driftlens.base.team import Team
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.cli import main
 from driftlens.runs import layout
 from tests.accelerator import NAME
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import ground, updates_of
 from tests.team.processes import said, same_weights, torchrun
 from tests.team.threads import teamed
-from tests.zoo.world import build
+from tests.zoo.world import CLASSES, build, write_images
 
 pytestmark = pytest.mark.slow
 
@@ -69,15 +72,39 @@ def test_processes_with_a_device_each_find_what_one_finds(sim: torch.device, met
             assert (found[name].cpu() - value.cpu()).norm() <= 1e-4 * value.cpu().norm(), name
 
 
-def test_a_job_of_processes_with_a_device_each(sim: torch.device, tmp_path: Path) -> None:
-    spec = build(tmp_path / "models").spec(metrics={"jacobian": False})
-    run = dl.analyze(spec, out=tmp_path / "run", device=NAME, progress="none")
-    options = "--name", "shared", "--no-attribution", "--device", NAME
-    job = torchrun(2, "calibrate", str(run.path), *options, module="tests.accelerator.worker")
-    assert job.returncode == 0, said(job)
-    dl.calibrate(run, name="alone", attribution=False, device=NAME, progress="none")
-    shared, alone = (
-        next((run.path / layout.calibration_folder(name)).glob("*.safetensors"))
-        for name in ("shared", "alone")
-    )
-    same_weights(shared, alone)
+JOBS = {
+    "featcal": ("--method", "featcal"),
+    "residual": ("--method", "residual"),
+    "auto": ("--method", "featcal", "--auto"),
+}
+
+
+@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
+def test_a_job_of_processes_with_a_device_each(
+    sim: torch.device, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    world = build(tmp_path / "models")
+    for seed, task in enumerate(world.tasks):
+        write_images(world.data(task), CLASSES[task], seed, train=9)
+    spec = world.spec(metrics={"jacobian": False})
+    spec["data"]["defaults"]["n"] = 8
+    # In float32, residual calibration adds up rounded products task by task.
+    spec["compute"] = {"dtype": "float64"}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    place = "--device", NAME
+    run = tmp_path / "shared"
+    repair = "--name", "one", "--no-attribution", *options, *place
+    for words in (("analyze", str(file), "--out", str(run), *place), ("calibrate", str(run), *repair)):
+        job = torchrun(2, *words, module="tests.accelerator.worker")
+        assert job.returncode == 0, said(job)
+    alone = Path(dl.analyze(spec, out=tmp_path / "alone", device=NAME, progress="none").path)
+    with pytest.raises(SystemExit) as leaving:
+        main(["calibrate", str(alone), *repair, "--progress", "none"])
+    assert leaving.value.code == 0
+    measured = [
+        pd.read_parquet(of / "tables/layers.parquet").query("variant == 'merged'") for of in (run, alone)
+    ]
+    pd.testing.assert_frame_equal(*measured, check_exact=True)
+    weights = (next((of / layout.calibration_folder("one")).glob("*.safetensors")) for of in (run, alone))
+    same_weights(*weights)

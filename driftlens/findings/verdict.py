@@ -421,7 +421,9 @@ def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str
 
 
 def others_sheet(run: DriftRun, judgement: Verdict, *, controls: bool = True) -> Table:
-    """Means over tasks of what the verdict leaves out: other calibrations, baselines, anchors alone and controls."""
+    """Means over tasks of what the verdict leaves out: other calibrations, baselines, controls at rho 1 that were asked
+    for and, with `controls`, anchors alone.
+    """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
     others = [name for name in run.variants if name not in judgement.means]
@@ -431,8 +433,7 @@ def others_sheet(run: DriftRun, judgement: Verdict, *, controls: bool = True) ->
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
         rows.append((title(variant), *own.ends, drift.value))
-    made = run.manifest.calibrations if controls else ()
-    for control in filter(None, (rho_control(run, name) for name in made)):
+    for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
         judged = [row for row in control if row.about.role == judgement.measure.role]
         own = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
         drift = mean_over_tasks([row for row in control if row.about is RELATIVE])

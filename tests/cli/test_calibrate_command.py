@@ -38,7 +38,9 @@ from tests.zoo.world import TASKS, World, clip, write_spec
 QUIET = ("--progress", "none")
 
 
-def test_the_table_shows_before_control_after_and_expert(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
+def test_the_table_shows_before_after_and_expert_and_the_control_asked_for(
+    folder: Path, run_cli: Cli, tmp_path: Path
+) -> None:
     target = tmp_path / "model"
     result = run_cli(
         *("calibrate", folder, "--name", NAME, "--preset", "paper-clip"),
@@ -52,7 +54,7 @@ def test_the_table_shows_before_control_after_and_expert(folder: Path, run_cli: 
         assert row[-2] == f"{100 * run.value('drift_rel', task=task, variant=VARIANT):.1f}"
         values = [run.accuracy(task, name)["value"].iloc[0] for name in ("base", "expert", "merged", VARIANT)]
         assert row[1:9:2] == [f"{100 * value:.1f}" for value in values]
-    assert any(line[:3] == ["featcal,", "anchor", "only"] for line in lines)
+    assert not any(line[:3] == ["featcal,", "anchor", "only"] for line in lines)  # `-v` tells it
     control = run.sweeps()
     (row,) = [line for line in lines if line[:4] == ["featcal", "at", "rho", "1"]]
     assert set(control["sweep"]) == {"control"} and set(control["rho"]) == {1.0}

@@ -136,7 +136,8 @@ class StepWalk(CalibrationWalk):
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
         super().__init__(ground)
         self.calibrator = calibrator
-        require_trained(self.pool, self.sites, self.tasks, [calibrator])
+        if calibrator.routers != "off":
+            require_trained(self.pool, self.sites, self.tasks, [calibrator])
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}

@@ -29,28 +29,12 @@ from driftlens.models.language.texts import Text
 from driftlens.models.own_heads import OwnHead, behind_core
 from driftlens.models.saving import save_model
 from tests.zoo.cases import perturbed, samples
-from tests.zoo.decoders import CONFIGS, MIXTURES, families, in_float64, saved
+from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
 from tests.zoo.hand_made import two_texts
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
-FLOAT32 = (
-    *(
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "gpt_neo",
-        "mpt",
-        "mamba",
-        "mamba2",
-        "qwen3_5_text",
-    ),
-    *(config.model_type for config in MIXTURES.values()),
-)
-"""Of these parts compute in float32 whatever the model's dtype, and round by how many rows there are."""
 ASKED = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
 
 

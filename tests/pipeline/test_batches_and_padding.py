@@ -15,10 +15,9 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from tests.models.test_text_families import FLOAT32
 from tests.zoo import live_families, seq2seq
 from tests.zoo.cases import perturbed, samples, with_seed
-from tests.zoo.decoders import CONFIGS, MIXTURES, MORE
+from tests.zoo.decoders import CONFIGS, FLOAT32, MIXTURES, MORE
 from tests.zoo.vlms import in_double
 
 LENGTHS = (7, 3, 5, 9, 4, 6)

@@ -97,7 +97,8 @@ def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_
     assert not any("diagnosis" in text for text in run.manifest.calibrations["featcal"].notices)
     saved = dl.open_checkpoint(tmp_path / "out.safetensors")
     assert all(torch.equal(saved.read(key), value) for key, value in model.state_dict().items())
-    assert "featcal, anchor only" in before_after_text(run, "featcal")
+    for verbose in (False, True):
+        assert ("featcal, anchor only" in before_after_text(run, "featcal", verbose=verbose)) == verbose
     with pytest.raises(DataError, match="no calibration 'other'; it has featcal"):
         run.calibrated_state("other")
 

@@ -261,6 +261,22 @@ MIXTURES = {
         **{"attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     ),
 }
+FLOAT32 = (
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt_neo",
+        "mpt",
+        "mamba",
+        "mamba2",
+        "qwen3_5_text",
+    ),
+    *(config.model_type for config in MIXTURES.values()),
+)
+"""Of these parts compute in float32 whatever the model's dtype, and round by how many rows there are."""
 """A mixture of experts of each family; of 4 experts two take every token, of Llama 4 one."""
 
 

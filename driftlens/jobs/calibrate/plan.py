@@ -267,7 +267,7 @@ def plan_calibration(
     chain = study.pool.chain
     update = calibrator.kinds
     sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
-    if isinstance(calibrator, ClosedForm):
+    if isinstance(calibrator, ClosedForm) and calibrator.routers != "off":
         require_trained(study.pool, sites, samples, [calibrator])
     control = control_of(request.name)
     if control in study.variants:

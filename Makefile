@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults sbom browser families bench demo suites docs notebooks gallery screenshots lowest
+.PHONY: help install check format test test-slow fuzz faults padding sbom browser families bench demo suites docs notebooks gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ fuzz:            ## 250,000 spoiled inputs of ten kinds; about two hours
 
 faults:          ## 240 commands killed, stopped or starved at random moments; about 20 minutes
 	DRIFTLENS_FAULTS=5 $(PYTHON) -m pytest tests/faults -n0 -o timeout=0
+
+padding:         ## batches, padding and order of samples against every family, not one of each kind; half an hour
+	DRIFTLENS_FAMILIES=all $(PYTHON) -m pytest tests/pipeline/test_batches_and_padding.py --slow -o timeout=0
 
 sbom:            ## what is installed, as CycloneDX under build/sbom.json; needs the extra `sbom`
 	mkdir -p build

@@ -330,7 +330,8 @@ def say_saved(place: Path) -> None:
 def note(text: str) -> None:
     """A remark for a person, on stderr; silent with `--quiet`."""
     if not manner.quiet:
-        typer.echo(harmless(text), err=True)
+        with suppress(OSError):  # of a terminal that was closed a moment before its signal is heard
+            typer.echo(harmless(text), err=True)
 
 
 def say_json(value: object) -> None:

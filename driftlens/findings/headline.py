@@ -122,6 +122,8 @@ def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
 
 def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, Tone]:
     """What there is to say of a merge that nobody repaired and that isn't clearly worse than its base."""
+    if not judged.merged:
+        return "No merged model to hold against base and experts", "none"
     if behind is not None and not behind.side:
         return "Merging leaves no clear gap to the experts", "good"
     if over_base is None:

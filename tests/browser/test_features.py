@@ -93,10 +93,10 @@ _MARKED = """panels => panels.map(panel => [...document.querySelectorAll(
 
 
 def marked_in(page: Any, ids: list[str]) -> None:
-    """Wait until exactly these samples are marked in all four panels and stand on the wall."""
-    wanted = [sorted(ids)] * 4
+    """Wait until exactly these samples are marked in all panels and stand on the wall."""
+    wanted = [sorted(ids)] * 3
     page.wait_for_function(
-        f"wanted => JSON.stringify(({_MARKED})(['x', 'x2', 'x3', 'x4'])) === JSON.stringify(wanted)",
+        f"wanted => JSON.stringify(({_MARKED})(['x', 'x2', 'x3'])) === JSON.stringify(wanted)",
         arg=wanted,
         timeout=30_000,
     )
@@ -111,9 +111,9 @@ def test_brushing_marks_the_same_samples_in_all_panels_and_the_url_brings_them_b
     page: Any, app_url: str, runs_folder: Path
 ) -> None:
     features(page, app_url, runs_folder / "full", task="mnist")
-    found = places(page, panel=3)
+    found = places(page, panel=2)
     page.locator(".modebar-btn[data-val=select]").click(force=True)
-    box = page.locator(".js-plotly-plot .nsewdrag").nth(3).bounding_box()
+    box = page.locator(".js-plotly-plot .nsewdrag").nth(2).bounding_box()
     middle = box["x"] + box["width"] / 2
     page.mouse.move(box["x"] + 3, box["y"] + 3)
     page.mouse.down()
@@ -147,10 +147,10 @@ def test_a_click_on_the_legend_hides_a_class_in_every_panel(
     page.locator(".js-plotly-plot .legendtoggle").first.click()
     page.wait_for_function(
         """() => { const traces = document.querySelector('.js-plotly-plot')._fullData;
-        return traces.filter(trace => trace.customdata && trace.visible === 'legendonly').length === 4; }"""
+        return traces.filter(trace => trace.customdata && trace.visible === 'legendonly').length === 3; }"""
     )
     labels = open_run(runs_folder / "full").samples("cars", "merged", "final")["label"]
-    gone = 4 * int((labels == "class 0").sum())
+    gone = 3 * int((labels == "class 0").sum())
     assert gone
     expect(points).to_have_count(before - gone)
 

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 import driftlens as dl
+from driftlens.findings.reading import signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, drawn, open_drawer, settled
@@ -153,7 +154,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert list(calibrated.manifest.calibrations) == ["featcal"]
     *said, following = verdict(calibrated, "featcal").sentences
     for sentence in said:
-        expect(page.get_by_text(sentence)).to_be_visible()
+        expect(page.get_by_text(signs(sentence))).to_be_visible()
     assert following.startswith("Next: `driftlens report ")
     # Folders of the machine have no place on a page.
     expect(page.get_by_text("driftlens report light", exact=True)).to_be_visible()

@@ -190,7 +190,9 @@ def _origins(chosen: Selection) -> None:
         note("Neither shares nor local mismatch were measured in this run.")
         return
     options = chosen.options(variants=(facts.origin_variant(chosen.run),))
-    cells, strip = (st.container(), st.container()) if is_narrow() else st.columns([5, 2])
+    # In columns a chart would be measured, and so drawn, twice.
+    row = st.container(horizontal=not is_narrow())
+    cells, strip = row.container(), row.container(width="stretch" if is_narrow() else 320)
     with cells, shown_errors():
         if charts[_CELLS].missing(chosen.run, options) is None:
             drawn = charts[_CELLS].draw(chosen.run, options)

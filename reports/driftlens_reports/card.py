@@ -15,12 +15,12 @@ from driftlens.base.files import PathLike, atomic_path, write_text_atomic
 from driftlens.base.variants import part_of
 from driftlens.base.words import counted
 from driftlens.findings.headline import Headline, headline
-from driftlens.findings.projection import project, stored_projection
+from driftlens.findings.projection import looked_at
 from driftlens.findings.reading import estimate, is_measured, printable, signs, written
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
-from driftlens.spec.requests import CardRequest, ProjectionRequest
+from driftlens.spec.requests import CardRequest
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.formats.headline import called, reach
@@ -165,9 +165,9 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
     if not judged.merged or not run.manifest.layers:
         return []
     pair = (judged.merged, judged.after) if judged.after else ("expert", judged.merged)
-    task, request = worst_task(run, run.tasks, judged.merged), ProjectionRequest()
+    task = worst_task(run, run.tasks, judged.merged)
     try:
-        layout = stored_projection(run, task, request) or project(run, task, request, store_it=False)
+        layout = looked_at(run, task)
     except DataError:
         return []  # features are not stored
     frames = dict(iter(layout.frame.groupby("variant", sort=False)))

@@ -190,6 +190,11 @@ def stored_projection(
     return _stored(opened, digest) or _stored_like(opened, settings, features)
 
 
+def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionRequest()) -> Projection:
+    """The layout that is stored, or else one that is computed and not stored: looking never changes a run."""
+    return stored_projection(run, task, request) or project(run, task, request, store_it=False)
+
+
 def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
     """SHA-256 of the features of every role, which decide a layout."""
     found = {}

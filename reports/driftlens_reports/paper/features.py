@@ -165,11 +165,10 @@ def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
     """The run's joint layout, or one that is computed and not stored, as drawing never changes a run; or why none."""
-    from driftlens.findings.projection import project, stored_projection
+    from driftlens.findings.projection import looked_at
 
     try:
-        asked = ProjectionRequest(layer=layer, method=method)
-        projection = stored_projection(run, task, asked) or project(run, task, asked, store_it=False)
+        projection = looked_at(run, task, ProjectionRequest(layer=layer, method=method))
     except (DataError, NumericsError) as error:
         return error.message
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]

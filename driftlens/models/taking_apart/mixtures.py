@@ -198,8 +198,9 @@ class _Watch(TorchFunctionMode):
     def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the mixture runs: who goes where, and how much each counts.
 
-        A router that doesn't look for the largest scores is overruled here, where tokens are to go elsewhere: its gates
-        are those that are given.
+        A router that doesn't look for the largest scores is overruled here: experts come in the order in which they are
+        given, as rows are told apart by it, with the gates that it made of them, and where tokens are to go elsewhere
+        with those that are given.
         """
         self.is_inside = True
         if self.mixture.is_routed:
@@ -210,11 +211,10 @@ class _Watch(TorchFunctionMode):
         if self.features is None or not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
+        wanted = self.routes.chosen
+        own = gates.gather(-1, (wanted[..., None] == chosen[:, None]).long().argmax(dim=-1))
         elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
-        sent = (
-            torch.where(elsewhere, self.routes.chosen, chosen),
-            torch.where(elsewhere, self.routes.gates, gates),
-        )
+        sent = wanted, torch.where(elsewhere, self.routes.gates, own)
         self.anew = self.routes.anew(self.features)
         if self.anew is None:
             return (self.features, *sent), {}

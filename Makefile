@@ -34,7 +34,7 @@ faults:          ## 240 commands killed, stopped or starved at random moments; a
 	DRIFTLENS_FAULTS=5 $(PYTHON) -m pytest tests/faults -n0 -o timeout=0
 
 padding:         ## batches, padding and order of samples against every family, not one of each kind; half an hour
-	DRIFTLENS_FAMILIES=all $(PYTHON) -m pytest tests/pipeline/test_batches_and_padding.py --slow -o timeout=0
+	DRIFTLENS_FAMILIES=all $(PYTHON) -m pytest tests/pipeline/test_batches_and_padding.py tests/pipeline/test_vlms.py -k no_number --slow -o timeout=0
 
 sbom:            ## what is installed, as CycloneDX under build/sbom.json; needs the extra `sbom`
 	mkdir -p build

@@ -13,6 +13,7 @@ Of a batch of texts alone `vision` has no tokens, [n, 0, d]: the tower passes it
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
@@ -437,10 +438,20 @@ def is_pictured(inputs: Any) -> bool:
 
 
 def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
-    """The tower's tokens [..., d] by samples [n, m, d], with zeros where a sample has fewer."""
-    rows = native.reshape(-1, native.shape[-1])[side["vision_places"]]
+    """The tower's tokens by samples, with zeros where a sample has fewer.
+
+    Of [..., d] they are [n, m, d], of heads of every token, [..., h, d], they are [n, m, h, d].
+    """
+    count, size = len(side["vision_rows"]), native.shape[-1]
+    heads = () if native.numel() == count * size else native.shape[-2:-1]
+    if native.numel() != count * math.prod(heads) * size:
+        raise IncompatibleModelsError(
+            f"a module of the vision tower reads {list(native.shape)}, which is not one row for each of {count} tokens",
+            hint="Leave it out with a pattern of sites.",
+        )
+    rows = native.reshape(count, *heads, size)[side["vision_places"]]
     mask = side.mask("vision")
-    return rows if mask is None else rows.masked_fill(~mask[..., None], 0)
+    return rows if mask is None else rows.masked_fill(~mask.reshape(*mask.shape, *[1] * (rows.dim() - 2)), 0)
 
 
 def _packed(vision: Tensor, side: SideInputs) -> Tensor:

@@ -338,6 +338,12 @@ def broken_size(folder: Path, spec: Any) -> None:
     file.write_text(file.read_text().replace('"patch_size": 4', '"patch_size": 2'))
 
 
+def broken_crop(folder: Path, spec: Any) -> None:
+    """Images twice as large as the tower's."""
+    file = folder / "base" / "processor_config.json"
+    file.write_text(re.sub(r'"(height|width|shortest_edge)": 8', r'"\1": 16', file.read_text()))
+
+
 def broken_token(folder: Path, spec: Any) -> None:
     """Images are read where another token stands."""
     file = folder / "base" / "config.json"
@@ -378,6 +384,7 @@ def broken_length(folder: Path, spec: Any) -> None:
             4,
             "the model can't read these images and texts: Image features and image tokens",
         ),
+        (broken_crop, 4, r"Input image size (16*16) doesn't match model (8*8)"),
         (broken_token, 4, "no token 25, in whose place the model reads an image"),
         (broken_base, 4, "processor"),
         (broken_marks, 4, "says <image> 2 times and has 1 image; expected it once"),

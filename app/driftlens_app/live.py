@@ -236,7 +236,6 @@ def _what(job: Job) -> str:
         "sweep": "Sweep of",
         "arena": "Repairs by",
         "explain": "Attribution of",
-        "project": "Layout",
     }
     return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
 

@@ -20,8 +20,6 @@ from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
 """Keys of the widgets, which are the names in the URL."""
-OUTCOME, FLIPPED = "outcome", "flipped"
-"""The same of what became of the samples that the page Samples shows, and the chip of those that flip."""
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")
@@ -140,7 +138,8 @@ def _asked(name: str, known: Sequence[str]) -> list[str]:
         asked = chosen if name in st.session_state else kept.get(name, [])
     chosen = [value for value in asked if value in known]
     kept[name] = chosen
-    if chosen:
+    # A default in the address would be one more step back in the browser's history.
+    if chosen and not (name in (LAYER, MEASURE) and chosen[0] == known[0]):
         st.query_params[name] = chosen
     else:
         st.query_params.pop(name, None)

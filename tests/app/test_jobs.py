@@ -22,7 +22,7 @@ from driftlens_app.calibration import recorded
 from driftlens_app.jobs import cancel, processes, start, watch
 from driftlens_app.jobs.processes import log_text, running_drift
 from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
+from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, explain_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 from tests.app.pages import begin, finish, newest, state, step
@@ -46,10 +46,10 @@ def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> N
     calibration = begin(run, "steady")
     finish(run)
     until(lambda: state(run) == "done", "it is done")
-    layout = start(project_request(open_run(run), "cars", "final", "umap", 0))
-    until(lambda: state(run) == "done", "the layout is done")
+    traced = start(explain_request(open_run(run)))
+    until(lambda: state(run) == "done", "the samples are traced")
     newest, earlier = watch(run), watch(run, "calibrate")
-    assert newest is not None and newest.job.pid == layout.pid
+    assert newest is not None and newest.job.pid == traced.pid
     assert earlier is not None and (earlier.job.pid, earlier.state) == (calibration.pid, "done")
     assert earlier.job.settings["name"] == "steady"
     assert watch(run, "analyze") is None

@@ -7,8 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -42,18 +40,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stand_in.py"
     file.write_text(STAND_IN)
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(file)))
-
-
-def test_nothing_measured_is_not_the_same_as_no_flip(open_app: Open, root: Path) -> None:
-    file = root / "full" / "tables" / "outputs.parquet"
-    rows = pq.read_table(file)
-    at = rows.schema.get_field_index("flipped")
-    for flips, words, icon in ((False, "No decision flips.", "check"), (None, "not measured", "info")):
-        column = pa.array([flips] * len(rows), rows.schema.field(at).type)
-        pq.write_table(rows.set_column(at, rows.schema.field(at), column), file)
-        (shown,) = [box for box in open_app(root, "samples", part="Decisions").info if words in box.value]
-        assert shown.icon == f":material/{icon}:"
-    assert "No decision flips" not in said(open_app(root, "samples", part="Decisions"))
 
 
 @pytest.mark.parametrize("table", ["accuracy", "outputs", "calibration"])

@@ -256,20 +256,6 @@ def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_f
     assert shown.said == [] and not [name for name in shown.asked if name.startswith("http")]
 
 
-def test_the_dashboard_shows_the_same_page(page: Any, app_url: str, runs_folder: Path) -> None:
-    said: list[str] = []
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(f"{app_url}/samples?run={open_run(runs_folder / 'full').id}&part=Explore&task=cars")
-    inside = page.frame_locator("iframe")
-    expect(inside.locator(".card").first).to_be_visible()
-    chip = inside.locator("[data-outcome]").first
-    wanted = int(chip.inner_text().split()[-1])
-    chip.click()
-    expect(inside.locator("#wall-title")).to_have_text(f"{wanted} sample{'s' * (wanted != 1)}")
-    assert said == []
-    expect(page.get_by_role("button", name="Download this page")).to_be_visible()
-
-
 @pytest.mark.parametrize("width", [420, 1440])
 def test_the_page_is_never_wider_than_the_window(opened: Open, page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 900})

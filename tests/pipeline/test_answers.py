@@ -28,7 +28,6 @@ from driftlens.runs.layout import LONGEST_TEXT
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, PreflightRequest, SweepRequest
-from driftlens_app.samples import texts_of
 from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
@@ -312,9 +311,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_what_its_samples_ask(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRIFTLENS_APP_ROOT", str(run.path))
-    texts = texts_of(run, "pick")
+def test_a_run_keeps_what_its_samples_ask(run: DriftRun) -> None:
+    texts = run.texts("pick")
     assert [texts[name] for name in run.sample_ids("pick")] == [WORDS[int(name) - 1][0] for name in texts]
     assert all(len(text) <= LONGEST_TEXT + 3 for text in run.texts("free").values())
     drawn = charts["scatter"].draw(run, ChartOptions(tasks=("pick",)))

@@ -13,7 +13,6 @@ from typing import Any
 
 from driftlens.base.errors import SpecError
 from driftlens.base.words import listed
-from driftlens.findings.projection import METHODS
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
@@ -146,16 +145,6 @@ def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
 def explain_request(run: DriftRun) -> Request:
     """The attribution that the run's variants lack."""
     return _on_run("explain", run.manifest.name, run)
-
-
-def project_request(run: DriftRun, task: str, layer: int | str, method: str, seed: int) -> Request:
-    """The layout of one task's features on a plane, by a method too slow for a page."""
-    run.layers(task=task, layer=layer)  # refuses what the run does not have
-    if method not in METHODS:
-        raise SpecError(f"no method {method!r}", hint=f"There are {', '.join(METHODS)}.")
-    where = ("--task", task, "--layer", str(layer), "--method", method, "--seed", str(int(seed)))
-    asked = {"task": task, "layer": layer, "method": method, "seed": int(seed)}
-    return _on_run("project", f"{method} of {task}", run, *where, **asked)
 
 
 def _is_run(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import pandas as pd
 import streamlit as st
@@ -18,18 +19,8 @@ from driftlens.findings.verdict import Verdict, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
-from driftlens_app.samples import pictures
-from driftlens_app.selection import (
-    FLIPPED,
-    LAYER,
-    MEASURE,
-    OUTCOME,
-    RUN,
-    TASK,
-    VARIANTS,
-    Selection,
-    selection,
-)
+from driftlens_app.samples import explore, pictures, show_explorer
+from driftlens_app.selection import LAYER, MEASURE, RUN, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import (
     AXIS,
     caption,
@@ -61,6 +52,8 @@ _PAGES = {
     "Write a report": ("description", "export"),
 }
 _CELLS = "contributions-heatmap"
+_MOST_PANELS = 8
+"""Tasks whose samples move side by side; of more, one is shown."""
 _MOST_STAMPS = 3
 """Warnings that stand above all else; more would push the numbers off the screen."""
 
@@ -77,6 +70,9 @@ def show() -> None:
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
         _show_verdict(chosen.run)
+    if chosen.run.tasks and chosen.run.manifest.layers:
+        st.subheader("Samples on the move", anchor=False, help="At the last layer; a click leads to Samples.")
+        show_explorer(chosen.run, "points", "panels=tasks" * (1 < len(chosen.run.tasks) <= _MOST_PANELS))
     chosen = selection(TASK, VARIANTS, MEASURE)
     with shown_errors():
         # No chart of reports: those of single tasks are on Layers.
@@ -125,7 +121,8 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     if st.button(
         said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):
-        st.switch_page(path_of("samples"), query_params={RUN: run.id, TASK: task, OUTCOME: FLIPPED})
+        wanted = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
+        explore(run, urlencode(wanted))
 
 
 def _task_table(run: DriftRun, judged: Verdict) -> None:

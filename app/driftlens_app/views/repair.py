@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from urllib.parse import urlencode
 
 import streamlit as st
 
@@ -24,7 +25,7 @@ from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import opened
-from driftlens_app.samples import show_before_after
+from driftlens_app.samples import show_explorer
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
@@ -185,7 +186,8 @@ def _show_result(run: DriftRun, name: str) -> None:
         )
         show_drawn("drift-left", run.id, drawn)
     with shown_errors():
-        show_before_after(run, name, selection().options(variants=("merged", calibrated(name))))
+        st.subheader("What the merge broke, and what the repair did", anchor=False)
+        show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")

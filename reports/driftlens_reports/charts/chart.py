@@ -37,7 +37,7 @@ SECTIONS: Mapping[str, Place] = MappingProxyType(
         "amplification": Place("decomposition", "layers", "Amplification"),
         "similarity": Place("layers", "layers", "Similarity"),
         "loss": Place("origins", "layers", "Loss and margin"),
-        "plane": Place("cosine", "samples", "Features"),
+        "plane": Place("cosine", "samples", "Explore"),
         "decisions": Place("outputs", "samples", "Decisions"),
         "probabilities": Place("outputs", "samples", "Probabilities"),
         "accuracy": Place("outputs", "samples", "Accuracy"),

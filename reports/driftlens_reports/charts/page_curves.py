@@ -14,7 +14,7 @@ from driftlens.findings.before_after import compared_variants
 from driftlens.findings.compare import Comparison
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import LAYERS, SAMPLES
+from driftlens.runs.schema import LAYERS
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
@@ -195,42 +195,6 @@ def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
     return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
-
-
-def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:
-    """Drift of one sample by layer, and beside it the layers' shares of its final drift, one line per variant."""
-    samples = picking.ordered(run.samples(task), [task], picking.chosen_variants(run, options))
-    rows = samples[samples["sample_id"] == sample_id]
-    if rows.empty:
-        said = f"task {task!r} has no diagnosis sample {sample_id!r}"
-        raise DataError(said, hint="Choose one of the table.")
-    rows = _placed(run, rows).rename(columns={"drift_l2": _DRIFT, "final_share": _SHARE})
-    rows = rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]]
-    values = {"tickformat": theme.TICK_NUMBER}
-    drift = Curves(_DRIFT, "L2 drift (feature units)", {**values, "rangemode": "tozero"}, "Drift by layer")
-    share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
-    measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
-    titles = [kind.name for kind in measured]
-    figure = draw_curves(run, rows, *measured, dark=options.dark, titles=titles, height=190, y_by="panel")
-    figure.layout.uirevision = f"{run.id} sample {task} {sample_id}"
-    shares = ", and the share of its final drift from each layer" if share in measured else ""
-    notes = [f"Drift of this sample alone, in feature units{shares}."]
-    explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
-    if not shares and explained:
-        of_all = f"{explained} of {words.counted(samples['sample_id'].nunique(), 'sample')}"
-        more = "metrics.jacobian.samples in the spec raises it"
-        notes.append(f"Contributions were measured on {of_all}; {more}.")
-    elif not shares:
-        command = SAMPLES.filled_by(["final_share"])
-        notes.append(f"Contributions were not measured here; `{command}` adds them.")
-    last = rows[rows["layer"] == rows["layer"].max()]
-    said = words.by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
-    return Drawn(
-        figure,
-        alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
-        data=rows,
-        notes=tuple(notes),
-    )
 
 
 def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:

@@ -5,11 +5,21 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const N = data.ids.length, S = data.stages.length, L = data.layers.length, K = data.neighbours;
-  const PER_PAGE = 24, BINS = 24, MOST_NAMED = 12, FAINT = 0.16, LEG = 1100, REST = 500, TWEEN = 350;
+  const PER_PAGE = 24, PER_GROUP = 12, BINS = 24, MOST_NAMED = 12, FAINT = 0.16, LEG = 1100, REST = 500, TWEEN = 350;
   const GLYPHS = "●■◆▲✚✖▼★";
   const GOOD = ["right", "repaired"];
+  const CHANGED = ["wrong", "repaired", "still wrong", "broken"]; // by the merge, and by the repair: what stands side by side
   const OUTCOME_LOOKS = { right: [0, 0], repaired: [2, 3], "still wrong": [1, 5], wrong: [1, 5], broken: [3, 6], "expert wrong": [5, 2] };
   const calm = matchMedia("(prefers-reduced-motion: reduce)"), scheme = matchMedia("(prefers-color-scheme: dark)");
+  const root = document.documentElement;
+
+  // ---- a host, if there is one: it names the frame by what is to be shown, since a frame without an origin has no address
+  const HOSTED = "driftlens ";
+  const hosted = parent !== window && window.name.startsWith(HOSTED) ? JSON.parse(window.name.slice(HOSTED.length)) : null;
+  const tell = (message) => { if (hosted) parent.postMessage(message, "*"); };
+  const setTheme = (dark) => { root.dataset.theme = dark ? "dark" : "light"; };
+  const isCompact = hosted?.show === "points";
+  if (hosted) { root.dataset.show = hosted.show; setTheme(hosted.dark); }
 
   // ---- what was packed -------------------------------------------------------------------------------------------
   const unpacked = (text, Kind) => {
@@ -255,6 +265,11 @@
         pen.globalAlpha = 1;
         pen.beginPath(); pen.arc(x, y, this.radius + 4 * this.dpr, 0, 7); pen.stroke();
       }
+      if (this.rod) {
+        const [x, y] = this.rod.at;
+        pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, this.H); pen.moveTo(0, y); pen.lineTo(this.W, y);
+        pen.globalAlpha = 0.5; pen.stroke(); pen.globalAlpha = 1;
+      }
       if (this.path) {
         pen.setLineDash([4, 3]);
         pen.beginPath(); this.path.forEach((p, at) => (at ? pen.lineTo(...p) : pen.moveTo(...p))); pen.closePath(); pen.stroke();
@@ -461,12 +476,14 @@
   };
   const showChips = () => {
     const found = counts("outcome", inTasks());
-    const chips = data.outcomes.map(([name, meaning], at) => {
-      if (!found.get(at)) return null;
-      const chip = button(`${name} ${found.get(at)}`, `chip ${GOOD.includes(name) ? "good" : "bad"}`, () => toggled("outcome", at), !!state.only.outcome?.has(at));
+    const chipOf = (key, at, name, count, meaning) => {
+      if (!count && !state.only[key]?.has(at)) return null;
+      const chip = button(`${name} ${count ?? 0}`, `chip ${GOOD.includes(name) ? "good" : "bad"}`, () => toggled(key, at), !!state.only[key]?.has(at));
       chip.title = meaning; chip.dataset.outcome = name;
       return chip;
-    }).filter(Boolean);
+    };
+    const flips = chipOf("flip", 1, "flipped", counts("flip", inTasks()).get(1), `${data.stages[stageAt()].title} decides unlike the expert`);
+    const chips = [...data.outcomes.map(([name, meaning], at) => chipOf("outcome", at, name, found.get(at), meaning)), flips].filter(Boolean);
     const isFiltered = state.search || Object.values(state.only).some((set) => set.size) || Object.keys(state.ranges).length;
     if (isFiltered) chips.push(button("Show all", "chip", () => { state.search = $("search").value = ""; state.only = {}; state.ranges = {}; refilter(); refresh(); }));
     $("chips").replaceChildren(...chips);
@@ -481,7 +498,7 @@
       const said = (n ? `, ${right} of ${n} right` : "") + (drawn ? `; its features are not stored here, drawn is ${drawn}` : "");
       const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", ` ${data.layers[panel.layer]} · ${model}${said}`)];
       panel.caption.replaceChildren(strong, rest);
-      panel.canvas.setAttribute("aria-label", `Samples of ${task.name} at ${data.layers[panel.layer]}, ${model}${said}. Arrow keys go from sample to sample, Enter opens one, Space selects it.`);
+      panel.canvas.setAttribute("aria-label", `Samples of ${task.name} at ${data.layers[panel.layer]}, ${model}${said}. Arrow keys go from sample to sample, Enter opens one, Space selects it, B begins a box.`);
     }
     $("layer-name").textContent = data.layers[state.layer];
   };
@@ -588,7 +605,9 @@
     const inputs = ["from", "to"].map((name, at) => { const input = made("input"); input.type = "number"; input.step = "any"; input.setAttribute("aria-label", `${title} ${name}`); input.value = range && Number.isFinite(range[at]) ? Number(range[at].toPrecision(4)) : ""; input.placeholder = digits(at ? high : low); return input; });
     for (const input of inputs) input.onchange = () => { const [a, b] = inputs.map((each) => (each.value === "" ? NaN : Number(each.value))); setRange(key, Number.isNaN(a) && Number.isNaN(b) ? null : [Number.isNaN(a) ? -Infinity : a, Number.isNaN(b) ? Infinity : b]); };
     ends.append(inputs[0], made("span", "", "to"), inputs[1]);
-    box.append(plot, ends);
+    const numbers = folded(`${key} table`, "As table");
+    if (numbers.open) numbers.append(tabled(["from", "to", "here", "of all"], back.map((count, at) => [digits(low + at * width), digits(low + (at + 1) * width), front[at], count]), "numbers"));
+    box.append(plot, ends, numbers);
     return box;
   };
   const setRange = (key, range) => { if (range) state.ranges[key] = range; else delete state.ranges[key]; refilter(); refresh(); };
@@ -609,16 +628,26 @@
     for (const i of list) wanted[i] = 1;
     return order.places.filter((i) => wanted[i]);
   };
+  const groupsOf = (ordered) => CHANGED.map((name) => { const at = outcomeNames.indexOf(name); return { name, meaning: data.outcomes[at][1], list: ordered.filter((i) => outcomes[state.repair][i] === at) }; }).filter(({ list }) => list.length);
   const showWall = (list) => {
-    const ordered = Array.from(inOrder(list)), pages = Math.max(1, Math.ceil(ordered.length / PER_PAGE));
+    const ordered = Array.from(inOrder(list)), groups = state.as === "groups" ? groupsOf(ordered) : [];
+    const longest = groups.length ? Math.max(...groups.map((group) => group.list.length)) : ordered.length, each = groups.length ? PER_GROUP : PER_PAGE;
+    const pages = Math.max(1, Math.ceil(longest / each)), onPage = (all) => all.slice(state.page * each, (state.page + 1) * each);
     state.page = Math.min(state.page, pages - 1);
-    const shown = ordered.slice(state.page * PER_PAGE, (state.page + 1) * PER_PAGE);
+    const shown = onPage(ordered);
     $("wall-title").textContent = `${list.length} ${list.length === 1 ? "sample" : "samples"}`;
     $("page").textContent = `page ${state.page + 1} of ${pages}`;
     $("back").disabled = state.page === 0; $("on").disabled = state.page === pages - 1;
-    const box = $("cards");
-    box.className = state.as === "cards" ? (shown.some((i) => data.texts[i]) ? "cards texts" : "cards") : "scroll";
-    box.replaceChildren(...(state.as === "cards" ? shown.map(cardOf) : [tableOf(shown)]));
+    const box = $("cards"), look = shown.some((i) => data.texts[i]) ? "cards texts" : "cards";
+    box.className = { cards: look, groups: "groups", table: "scroll" }[state.as];
+    if (state.as === "groups") {
+      box.replaceChildren(...groups.map(({ name, meaning, list: all }) => {
+        const group = made("section", ""), cards = made("div", look);
+        cards.append(...onPage(all).map(cardOf));
+        group.append(made("h3", "", `${name} (${all.length}): ${meaning}`), cards);
+        return group;
+      }), ...(groups.length ? [] : [made("p", "quiet", "The merge broke none of these samples, nor did the repair.")]));
+    } else box.replaceChildren(...(state.as === "cards" ? shown.map(cardOf) : [tableOf(shown)]));
   };
   const outcomeOf = (i) => outcomeNames[outcomes[state.repair][i]] ?? "";
   const badge = (name) => made("span", `outcome ${GOOD.includes(name) ? "good" : "bad"}`, name);
@@ -644,7 +673,8 @@
     state.picked = i;
     if (i >= 0 && !isShownTask(taskOf[i])) setTask(taskOf[i]);
     refresh();
-    if (i >= 0) $("detail").scrollIntoView({ block: "nearest", behavior: calm.matches ? "auto" : "smooth" });
+    if (i < 0) return;
+    $("detail").scrollIntoView({ block: "nearest", behavior: calm.matches ? "auto" : "smooth" });
   };
   const showDetail = () => {
     const i = state.picked, box = $("detail");
@@ -707,26 +737,35 @@
     } catch { /* an address that somebody has cut selects nothing */ }
     numChosen = chosen.reduce((a, b) => a + b, 0);
   };
+  const NAMES = { task: data.tasks.map((task) => task.name), stage: data.stages.map((stage) => stage.name), repair: repairs };
   const PLAIN = { task: "number", layer: "number", stage: "number", repair: "number", picked: "number", panels: "string", colour: "string", sort: "string", as: "string", search: "string", name: "string" };
   const first = Object.fromEntries(Object.keys(PLAIN).map((key) => [key, state[key]]));
+  const open = (task) => { Object.assign(state, { task, panels: "one" }); tell({ open: stateText() }); };
   let keeping = 0;
   const keep = () => { clearTimeout(keeping); keeping = setTimeout(write, 250); };
-  const write = () => {
+  const stateText = () => {
     const said = new URLSearchParams();
-    for (const key of Object.keys(PLAIN)) if (state[key] !== first[key]) said.set(key, key === "stage" ? String(Math.round(state.stage)) : state[key]);
+    for (const key of Object.keys(PLAIN)) {
+      const value = key === "stage" ? stageAt() : state[key];
+      if (value !== first[key] || (hosted && key === "task")) said.set(key, NAMES[key]?.[value] ?? value);
+    }
     for (const [key, set] of Object.entries(state.only)) if (set.size) said.set(`only.${key}`, [...set].join());
     for (const [key, range] of Object.entries(state.ranges)) said.set(`range.${key}`, range.join());
     if (numChosen) said.set("selected", bitsOf());
     for (const each of saved) said.append("kept", `${each.bits}:${each.name}`);
-    try { history.replaceState(null, "", `#${said}`); } catch { /* a frame of a notebook has no address of its own */ }
+    return String(said);
+  };
+  const write = () => {
+    if (hosted) tell({ state: stateText() });
+    else try { history.replaceState(null, "", `#${stateText()}`); } catch { /* a frame of a notebook has no address of its own */ }
   };
   const LIMITS = { task: data.tasks.length, layer: L, stage: S, repair: repairs.length, picked: N };
-  const LISTS = { panels: ["one", "layers", "tasks"], colour: Object.keys(COLUMNS), sort: Object.keys(SORTS), as: ["cards", "table"] };
+  const LISTS = { panels: ["one", "layers", "tasks"], colour: Object.keys(COLUMNS), sort: Object.keys(SORTS), as: ["cards", "groups", "table"] };
   const read = () => {
-    const said = new URLSearchParams(location.hash.slice(1));
+    const said = new URLSearchParams(hosted ? hosted.state : location.hash.slice(1));
     for (const [key, kind] of Object.entries(PLAIN)) {
       if (!said.has(key)) continue;
-      const value = kind === "number" ? Number(said.get(key)) : said.get(key);
+      const text = said.get(key), named = NAMES[key]?.indexOf(text) ?? -1, value = kind === "number" ? (named < 0 ? Number(text) : named) : text;
       if (key in LIMITS ? Number.isInteger(value) && value >= 0 && value < LIMITS[key] : !(key in LISTS) || LISTS[key].includes(value)) state[key] = value;
     }
     for (const key of Object.keys(COLUMNS)) {
@@ -751,7 +790,7 @@
     canvas.onpointermove = (event) => {
       const [x, y] = placed(event);
       if (!start) { hover(panel, x, y, event); return; }
-      if (state.drag === "pan") { view.x -= (x - start[0]) / panel.zoom; view.y += (y - start[1]) / panel.zoom; start = [x, y]; } else if (state.drag === "box") panel.path = [start, [x, start[1]], [x, y], [start[0], y]];
+      if (state.drag === "pan") { view.x -= (x - start[0]) / panel.zoom; view.y += (y - start[1]) / panel.zoom; start = [x, y]; } else if (state.drag === "box") panel.path = cornersOf(start, [x, y]);
       else panel.path.push([x, y]);
       redraw();
     };
@@ -759,6 +798,7 @@
       const [x, y] = placed(event), path = panel.path, moved = start && Math.hypot(x - start[0], y - start[1]) > 4 * panel.dpr;
       start = null; panel.path = null;
       if (path && (moved || path.length > 8)) choose(inside(panel, path), event.shiftKey ? "more" : event.altKey ? "less" : "new");
+      else if (isCompact) open(panel.task);
       else if (state.drag !== "pan" || !moved) { const i = panel.nearest(x, y, 14 * panel.dpr); i < 0 && numChosen ? choose([]) : pick(i); }
       redraw();
     };
@@ -782,7 +822,22 @@
   };
   const spoken = (i) => [data.ids[i], ...(column.label[i] >= 0 ? [`class ${word(column.label[i])}`] : []), ...saysOf(i).map(([who, what, sign]) => `${who} says ${what} ${{ "✓": "(right)", "✗": "(wrong)", "≠": "(unlike the expert)" }[sign] ?? ""}`), ...(outcomeOf(i) ? [outcomeOf(i)] : [])].join(", ");
   const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  const cornersOf = ([x0, y0], [x1, y1]) => [[x0, y0], [x1, y0], [x1, y1], [x0, y1]];
+  const boxed = (panel, event) => { // a box by keys: arrows move a cross, Enter sets a corner and then selects what lies in the box
+    const { rod, W, H } = panel, way = ARROWS[event.key], by = (event.shiftKey ? 0.1 : 0.02) * Math.min(W, H);
+    if (way) rod.at = [Math.min(W, Math.max(0, rod.at[0] + way[0] * by)), Math.min(H, Math.max(0, rod.at[1] + way[1] * by))];
+    else if (event.key === "Enter" && !rod.from) rod.from = rod.at;
+    else if (event.key === "Enter") choose(inside(panel, panel.path), event.shiftKey ? "more" : event.altKey ? "less" : "new");
+    else if (event.key !== "Escape") return;
+    if (!way && (event.key === "Escape" || panel.path)) panel.rod = panel.path = null;
+    else if (rod.from) panel.path = cornersOf(rod.from, rod.at);
+    const n = panel.path ? inside(panel, panel.path).length : 0;
+    $("live").textContent = panel.path ? `${n} samples in the box; Enter selects them` : panel.rod ? `corner at ${percent(rod.at[0] / W)} from the left, ${percent(rod.at[1] / H)} from the top` : numChosen ? `${numChosen} selected` : "no box";
+    event.preventDefault();
+    redraw();
+  };
   const steps = (panel, event) => {
+    if (panel.rod) return boxed(panel, event);
     const i = state.picked - panel.start, has = i >= 0 && i < panel.n, way = ARROWS[event.key];
     if (way) {
       const [x, y] = has ? panel.screen(i) : [panel.W / 2, panel.H / 2];
@@ -795,8 +850,13 @@
         if (cost < least) [best, least] = [j, cost];
       }
       if (best >= 0) { state.picked = panel.start + best; $("live").textContent = spoken(state.picked); redraw(); keep(); }
-    } else if (event.key === "Enter" && has) pick(state.picked);
+    } else if (event.key === "Enter" && has && !isCompact) pick(state.picked);
     else if (event.key === " " && has) choose([state.picked], chosen[state.picked] ? "less" : "more");
+    else if (event.key === "b" || event.key === "B") {
+      panel.rod = { at: has ? panel.screen(i) : [panel.W / 2, panel.H / 2] };
+      $("live").textContent = "Box: arrows move its corner, Enter sets it";
+      redraw();
+    } else if (event.key === "Enter" && isCompact) open(panel.task);
     else if (event.key === "Escape") { pick(-1); choose([]); } else if (event.key === "+") zoom(1.4);
     else if (event.key === "-") zoom(1 / 1.4);
     else return;
@@ -843,6 +903,7 @@
     $("stops").replaceChildren(...data.stages.map((stage, at) => { const stop = button(stage.title, `stop role-${stage.part}`, () => goTo(at), at === stageAt()); return stop; }));
     $("play").onclick = () => { if (playing) { playing = null; showStage(); refresh(); } else { if (state.stage >= S - 1) state.stage = 0; goTo(S - 1); } };
     Object.assign($("layer"), { max: Math.max(0, L - 1), value: state.layer, oninput: () => { state.layer = Number($("layer").value); layOut(); refilter(); recolour(); refresh(); } });
+    $("layer").closest("label").hidden = L < 2;
     for (const radio of $("drag").querySelectorAll("input")) radio.onchange = () => { state.drag = radio.value; };
     $("closer").onclick = () => zoom(1.4);
     $("farther").onclick = () => zoom(1 / 1.4);
@@ -853,8 +914,13 @@
     $("back").onclick = () => { state.page--; refresh(); };
     $("on").onclick = () => { state.page++; refresh(); };
     $("notes").replaceChildren(...data.notes.map((text) => made("p", "", text)));
-    addEventListener("hashchange", () => location.reload());
-    scheme.addEventListener("change", () => { readTheme(); recolour(); refresh(); });
+    const repaint = () => { readTheme(); recolour(); refresh(); };
+    if (hosted) {
+      addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { setTheme(said.dark); repaint(); } });
+      new ResizeObserver(() => tell({ height: document.body.offsetHeight })).observe(document.body);
+      $("open").onclick = () => open(state.task);
+    } else addEventListener("hashchange", () => location.reload());
+    scheme.addEventListener("change", repaint);
     new ResizeObserver(redraw).observe($("scatters"));
     layOut(); refilter(); recolour(); showStage(); refresh();
   };

@@ -62,8 +62,10 @@ class Shown:
         return {name: self.start + at for at, name in enumerate(self.ids)}
 
 
-def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, Any]:
-    """Everything that the page shows of a run, as JSON knows it.
+def gathered(
+    run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False
+) -> dict[str, Any]:
+    """Everything that the page shows of a run, as JSON knows it; `only_points`: of the last layer, without cards.
 
     Raises:
         DataError: the run has no such task, or no samples.
@@ -81,6 +83,9 @@ def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, A
             hint="`driftlens analyze` on its spec, with --resume, measures what is missing.",
         )
     layers = [entry.index for entry in run.manifest.layers]
+    if only_points:
+        stored = [at for at in layers if any(_is_stored(run, each.task, "expert", at) for each in shown)]
+        layers = (stored or layers)[-1:]
     planes = [_planes(run, each, layers, stages, request) for each in shown]
     judged = verdict(run)
     columns, words = _columns(run, shown, stages, layers)
@@ -95,8 +100,8 @@ def gathered(run: DriftRun, request: ViewRequest = ViewRequest()) -> dict[str, A
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for each in shown for name in each.ids],
         "words": words,
-        "texts": [text for each in shown for text in _texts(run, each)],
-        "pictures": _pictures(run, shown),
+        "texts": [text for each in shown for text in _texts(run, each, only_points)],
+        "pictures": _pictures(run, () if only_points else shown, sum(len(each.ids) for each in shown)),
         "planes": planes,
         "neighbours": NEIGHBOURS,
         "columns": columns,
@@ -297,15 +302,15 @@ def _packed(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _texts(run: DriftRun, shown: Shown) -> Iterator[str]:
-    stored = run.texts(shown.task)
+def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
+    stored = {} if without else run.texts(shown.task)
     return (printable_lines(stored.get(name, "")) for name in shown.ids)
 
 
-def _pictures(run: DriftRun, shown: Sequence[Shown]) -> dict[str, Any]:
+def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
     """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
-    share = MOST_PICTURES // len(shown)
-    places = np.full(sum(len(each.ids) for each in shown), -1)
+    share = MOST_PICTURES // max(1, len(shown))
+    places = np.full(total, -1)
     kept: list[Array] = []
     for each in shown:
         stored = run.thumbs(each.task)

@@ -50,10 +50,15 @@ class Explorer:
         )
         return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
-    @functools.cached_property
-    def inside(self) -> bytes:
-        """The same without name and headline, for a host that shows them."""
-        return page(self._data)
+    def inside(self, *, only_points: bool = False) -> bytes:
+        """The same without name and headline, for a host that shows them; `only_points`: as `gathered` has them.
+
+        The host puts it into a frame without an origin, whose name is "driftlens " and, as JSON: `state`, what the
+        page's address would say behind its #; `dark`; and `show`: "" for all, "points" or "wall" for that part. The
+        page tells it its `height`, its `state`, and as `open` the state that is to be seen in full; the host tells
+        the page of another theme: `{dark: true}`.
+        """
+        return page(gathered(self.run, self._request, only_points=True) if only_points else self._data)
 
     @functools.cached_property
     def _data(self) -> dict[str, Any]:
@@ -117,8 +122,10 @@ def _read(name: str) -> str:
 def _colours() -> str:
     """The palette as properties of the page, in the light and the dark theme."""
     light, dark = (_rules(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
-    in_dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    return f":root {{ color-scheme: light dark; {light} }}\n{in_dark}\n"
+    by_system = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ {dark} }} }}"
+    by_host = f":root[data-theme=light] {{ color-scheme: light; }} :root[data-theme=dark] {{ {dark} }}"
+    forced = ":root[data-theme=dark] { color-scheme: dark; }"
+    return f":root {{ color-scheme: light dark; {light} }}\n{by_system}\n{by_host} {forced}\n"
 
 
 def _rules(theme: Palette, classes: tuple[str, ...]) -> str:

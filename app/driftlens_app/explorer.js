@@ -1,0 +1,57 @@
+// Holds the explorer's page in a frame without an origin, keeps what it shows behind the # of the window's address, where
+// neither the server nor Streamlit looks, and tells it of the theme.
+
+const MOST = 100000; // pixels, and letters of a state: a frame that says more isn't ours
+
+export default function ({ parentElement, data, setTriggerValue }) {
+  const box = parentElement.querySelector("div"), key = `driftlens ${data.run}`;
+  const read = () => { try { return JSON.parse(sessionStorage.getItem(key)) ?? {}; } catch { return {}; } };
+  box.isKept = data.show === "";
+  box.open = (state) => setTriggerValue("open", state);
+  const keep = (state) => {
+    if (!box.isKept) return;
+    sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked, task: data.task }));
+    box.state = state;
+    if (location.hash.slice(1) !== state) history.replaceState(history.state, "", `#${state}`);
+  };
+  const start = () => {
+    const kept = read(), isNew = data.asked && data.asked !== kept.asked;
+    const said = box.isKept && !isNew && (box.run ?? data.run) === data.run && location.hash.slice(1);
+    if (said) return said;
+    const state = new URLSearchParams(isNew || !box.isKept ? data.state : kept.state ?? data.state);
+    if (data.task && !(isNew && state.has("task")) && (data.task !== kept.task || !state.has("task"))) state.set("task", data.task);
+    return String(state);
+  };
+  const load = (state) => {
+    box.frame?.remove();
+    const frame = (box.frame = document.createElement("iframe"));
+    frame.setAttribute("sandbox", "allow-scripts allow-downloads");
+    frame.title = data.title;
+    frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show })}`;
+    frame.srcdoc = data.page;
+    frame.style.height = `${box.height ?? data.height}px`;
+    box.append(frame);
+    keep(state);
+  };
+  const hear = ({ source, data: said }) => {
+    if (!box.frame || source !== box.frame.contentWindow) return;
+    if (said?.height > 0 && said.height < MOST) box.frame.style.height = `${(box.height = said.height)}px`;
+    if (typeof said?.state === "string" && said.state.length < MOST) keep(said.state);
+    if (typeof said?.open === "string" && said.open.length < MOST) box.open(said.open);
+  };
+  const travel = () => { if (box.isKept && location.hash.slice(1) !== box.state) load(start()); };
+
+  if (box.page !== data.page || box.asked !== data.asked) {
+    Object.assign(box, { page: data.page, asked: data.asked });
+    load(start());
+    box.run = data.run;
+  } else if (box.dark !== data.dark) box.frame.contentWindow.postMessage({ dark: data.dark }, "*");
+  box.dark = data.dark;
+  box.leave?.();
+  addEventListener("message", hear);
+  addEventListener("hashchange", travel);
+  // Streamlit writes addresses of its own, without what is behind the #.
+  const looking = setInterval(() => { if (box.isKept && !location.hash && box.state) keep(box.state); }, 300);
+  box.leave = () => { removeEventListener("message", hear); removeEventListener("hashchange", travel); clearInterval(looking); };
+  return () => box.leave();
+}

@@ -11,11 +11,12 @@ from typing import Any
 import streamlit as st
 
 from driftlens.base.errors import SpecError
-from driftlens.base.files import write_text_atomic
+from driftlens.base.files import entries, write_text_atomic
 from driftlens.findings.reading import size
+from driftlens.spec.drafted import split_entry
 from driftlens_app.calibration import methods
 from driftlens_app.jobs.processes import ask
-from driftlens_app.jobs.requests import MOST_BYTES, entries
+from driftlens_app.jobs.requests import MOST_BYTES
 from driftlens_app.settings import is_inside
 from driftlens_app.show import plain
 
@@ -32,8 +33,6 @@ _PATHS = {"base": "base.weights", "merged model": "merged.weights", "device": "c
 MOST_PLACES = 200
 """Places of a kind that are offered."""
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
-_ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
-_SPLITS = (("train", "calibration"), ("test", "val", "validation"))
 _HEADS = """
 # Scores need heads, task by task; `suite` names a published task, which brings its class names and prompts.
 #heads:
@@ -193,32 +192,8 @@ def checkpoints(root: Path) -> list[str]:
 def data_sets(root: Path) -> dict[str, dict[str, str]]:
     """By path, relative to the root, what a spec says of the data there: files of rows, folders of splits."""
     names = {place.relative_to(root).as_posix(): place for place in _places(root)}
-    found = {name: entry for name, place in names.items() if (entry := _data_entry(place, name)) is not None}
+    found = {name: entry for name, place in names.items() if (entry := split_entry(place, name)) is not None}
     return dict(sorted(found.items())[:MOST_PLACES])
-
-
-def _data_entry(place: Path, name: str) -> dict[str, str] | None:
-    if place.suffix.lower() == ".npz":
-        return {"kind": "npz", "file": name}
-    splits = [_split(place, names) for names in _SPLITS]
-    if not place.is_dir() or None in splits:
-        return None
-    if (place / "dataset_dict.json").is_file():
-        return {"kind": "hf", "path": name, "calibration": splits[0].name, "test": splits[1].name}
-    kinds = {"imagefolder" if split.is_dir() else _ROWS.get(split.suffix.lower(), "") for split in splits}
-    kind = kinds.pop()
-    if kinds or not kind:
-        return None
-    return {
-        "kind": kind,
-        **{key: f"{name}/{at.name}" for key, at in zip(("calibration", "test"), splits, strict=True)},
-    }
-
-
-def _split(folder: Path, names: Sequence[str]) -> Path | None:
-    """The first entry of a folder that is called so, whatever its ending."""
-    there = {entry.stem.lower(): entry for entry in sorted(entries(folder), reverse=True)}
-    return next((there[name] for name in names if name in there), None)
 
 
 def _places(root: Path) -> Iterator[Path]:

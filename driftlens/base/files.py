@@ -273,6 +273,14 @@ class Guard:
         self.release()
 
 
+def entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    """What lies in a folder; nothing where it can't be looked into."""
+    try:
+        return [*folder.iterdir()]
+    except OSError:  # removed a moment ago, or not ours to look into
+        return []
+
+
 def _discard(folder: pathlib.Path) -> None:
     try:
         folder.rmdir()  # what was written in it has moved to its place

@@ -101,22 +101,33 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
-    what, loader = f"a {kind} model ({named or 'no architecture named'})", ""
-    if kind is None and ("model_cfg" in config or "vision_cfg" in config):
-        what, loader = "a model of open_clip", "open-clip"
-    elif kind is None and isinstance(config.get("architecture"), str):
-        what, loader = f"a timm model ({config['architecture']})", "timm"
-    elif kind in CONFIG_MAPPING and (is_causal(config) or not num_experts(config)):
-        other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
-        other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
-        other = "hf-seq2seq" if is_seq2seq(config) else other
-        loader = next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
+    loader = loader_of(config)
+    what = f"a {kind} model ({named or 'no architecture named'})"
+    if kind is None and loader:
+        what = {"timm": f"a timm model ({config.get('architecture')})"}.get(loader, "a model of open_clip")
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
     return IncompatibleModelsError(
         f"{source} is {what}{mixture}; expected {expected}", hint=hint, loader=loader
     )
+
+
+def loader_of(config: Mapping[str, Any]) -> str:
+    """The loader that takes the model that a configuration describes; empty where none does."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind is None:
+        if "model_cfg" in config or "vision_cfg" in config:
+            return "open-clip"
+        return "timm" if isinstance(config.get("architecture"), str) else ""
+    if kind not in CONFIG_MAPPING or not (is_causal(config) or not num_experts(config)):
+        return ""
+    other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
+    other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
+    other = "hf-seq2seq" if is_seq2seq(config) else other
+    return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
 
 
 def answers(config: Mapping[str, Any]) -> bool:

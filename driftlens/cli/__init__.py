@@ -29,7 +29,7 @@ DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Start": ("demo", "init", "validate", "convert", "ui", "methods", "doctor"),
+    "Start": ("demo", "why", "init", "validate", "convert", "ui", "methods", "doctor"),
     "Measure": ("analyze", "explain", "evaluate", "attach", "advise", "project", "compare", "check"),
     "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
     "Report": ("show", "view", "card", "report", "export", "ls", "verify"),

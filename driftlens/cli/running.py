@@ -322,3 +322,66 @@ def convert(
     place = run_conversion(source, out, tell=note)
     spec = place / "run.yaml"
     say(f"wrote {place}" + (f"; fill in the data, then: driftlens validate {spec}" if spec.exists() else ""))
+
+
+@app.command()
+@flagged
+def why(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BASE EXPERT... MERGED",
+            help="Folders, files of weights or Hub ids in this order; or a recipe of mergekit, and the folder that "
+            "it made (left out, it is made).",
+        ),
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="[TASK=]PATH",
+            help="JSON lines, a table, .npz or a folder of images, with or without labels: once for all experts, or "
+            "once for each. Left out, a few dozen built-in samples are read.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/why"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
+    *,
+    job: Job,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what is wrong with a merge: makes a spec of its models, measures the least that tells, ends with the verdict.
+
+    Without labels it tells how far the merge drifts from its experts and where from, not how accurate it is.
+    """
+    from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
+    from driftlens.runs.writer import refuse_occupied
+
+    refuse_occupied(out, force=force)
+    recipe = recipe_in(models)
+    if recipe is not None and len(models) == 1:
+        from driftlens.jobs.study.recipe import merge_recipe
+
+        made = out.with_name(f"{out.name}-merged")
+        refuse_occupied(made, force=force)
+        merge_recipe(recipe, made, job.access)
+        models = [*models, str(made)]
+    drafted = draft(
+        asked_about(models, recipe),
+        data or (),
+        overrides or (),
+        out.with_name(f"{out.name}-probe"),
+        job.access,
+    )
+    from driftlens.jobs.analyze.job import analyze as run_analysis
+
+    for text in drafted.chosen:
+        note(f"notice: {text}")
+    with job.context() as context:
+        run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
+    show_run(run, as_json=as_json)
+    note(f"The spec that was made: {out / 'spec.yaml'}")

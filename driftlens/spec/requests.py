@@ -364,7 +364,11 @@ class ComparisonRequest(Request, title="compare_merges"):
 
 
 class AnalysisRequest(Request, title="analyze"):
-    """A run to be made from a spec; `synthetic` stamps it as made of drawn data, so that it's no benchmark."""
+    """A run to be made from a spec.
+
+    `synthetic` stamps it as made of drawn data, so that it's no benchmark; `weights` compares task vectors, which reads
+    all weights once more.
+    """
 
     out: Path | None = asked("The run directory; runs/<name> if left out.")
     resume: Flag = asked("Go on with an interrupted run.", False)
@@ -373,6 +377,7 @@ class AnalysisRequest(Request, title="analyze"):
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
     synthetic: Flag = unspoken(False)
+    weights: Flag = unspoken(True)
 
     @property
     def over_spec(self) -> tuple[str, ...]:

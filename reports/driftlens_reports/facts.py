@@ -94,6 +94,18 @@ def decision_sentences(run: DriftRun) -> Iterator[str]:
         yield from decisions(run.outputs(variant=variant), title(variant))
 
 
+def agreement(run: DriftRun) -> Iterator[str]:
+    """How often base and merge decide as the experts do, which is told without labels; nothing without scores."""
+    shares = []
+    for variant in run.variants:
+        flipped = _share(run.outputs(variant=variant)["flipped"])
+        if flipped.n:
+            kept = share_of_samples(1 - flipped.value, flipped.n)
+            shares.append(f"{title(variant)} {estimate(kept, 'share')}")
+    if shares:
+        yield f"Same answer as the expert (n = {flipped.n}, without labels): {', '.join(shares)}."
+
+
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     """How many decisions flip, and how many the margins protect; nothing without scores."""
     if not outputs["flipped"].notna().any():

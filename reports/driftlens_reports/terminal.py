@@ -73,7 +73,8 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
 def _verdict_parts(run: DriftRun, name: str = "", *, verbose: bool) -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
     judgement = verdict(run, name)
-    yield [sentence(headline(run, name)), *judgement.sentences]
+    unscored = facts.agreement(run) if judgement.measure.role != SCORE.role else ()
+    yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
     for sheet in (task_sheet(run, judgement), others_sheet(run, judgement, controls=verbose)):
         if sheet.rows:
             yield _sheet_lines(sheet)

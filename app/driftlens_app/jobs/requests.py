@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from driftlens.base.errors import SpecError
+from driftlens.base.files import entries
 from driftlens.base.words import listed
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
@@ -181,11 +182,3 @@ def spec_file(root: Path, relative: str) -> Path:
     if relative not in spec_files(root) and relative not in own_specs(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
     return root / relative
-
-
-def entries(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing where it can't be looked into."""
-    try:
-        return [*folder.iterdir()]
-    except OSError:  # removed a moment ago, or not ours to look into
-        return []

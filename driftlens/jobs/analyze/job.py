@@ -105,7 +105,7 @@ def analyze(
             _merge(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
             phases = Phases(writer, study, reporter)
-            run_phases(writer, phases.analysis(attribution=request.attribution))
+            run_phases(writer, phases.analysis(attribution=request.attribution, weights=request.weights))
     return open_run(out)
 
 
@@ -195,12 +195,12 @@ class Phases:
     reporter: Reporter
     prefix: str = ""
 
-    def analysis(self, *, attribution: bool = True) -> Iterator[Phase]:
-        """Drift and accuracy of all tasks first, then, with `attribution`, their causes."""
+    def analysis(self, *, attribution: bool = True, weights: bool = True) -> Iterator[Phase]:
+        """Drift and accuracy of all tasks first, then how weights lie, then, with `attribution`, causes of drift."""
         study = self.study
         yield Phase("digests", lambda: self.digest_models(study.pool.names))
         yield from self.measuring((*study.variants, "expert"))
-        if study.has_base:
+        if study.has_base and weights:
             yield Phase("params", lambda: self._compare_parameters(study.explained_variants), study)
         if attribution:
             yield from self.explaining(study.explained_variants)

@@ -1,0 +1,88 @@
+"""What a spec would say of data that lie on disk: of which kind they are, and in which columns texts stand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from driftlens.base.errors import SpecError
+from driftlens.base.files import entries, plain_file
+from driftlens.data.images import SUFFIXES
+from driftlens.spec.drafted import ROWS, split_entry
+
+_TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "query", "content")
+_ANSWERS = ("target", "label", "answer", "output", "response", "completion")
+_LONGEST_LINE = 1 << 20
+"""Bytes of a file's first line that are looked at."""
+
+
+def data_entry(place: Path, *, reads: str) -> dict[str, str]:
+    """What a spec says of the data at a place, for a model that `reads` text or image.
+
+    One file, or one folder of images, serves all splits: drawing keeps their samples apart.
+
+    Raises:
+        SpecError: there is nothing, or nothing that is known.
+    """
+    if not place.exists():
+        raise SpecError(f"--data: there is no file or folder {place}", hint="Check the path.")
+    given = str(place.resolve())
+    found = split_entry(place, given)
+    if found is None and place.is_file() and place.suffix.lower() in ROWS:
+        found = {"kind": ROWS[place.suffix.lower()], "calibration": given, "test": given}
+    if found is None and place.is_dir() and _holds_images(place):
+        found = {"kind": "imagefolder", "calibration": given, "test": given}
+    if found is None:
+        raise SpecError(
+            f"--data: {place} is no data of a kind that is told by its name",
+            hint=f"Give a file ({', '.join(ROWS)}), a folder of images (a sub-folder a class, or none), or a folder "
+            "with train and test inside; for other kinds write a spec: `driftlens init`, then docs/data.md.",
+        )
+    is_rows = found["kind"] in ("jsonl", "table", "hf")
+    return {**found, **_columns(place, found)} if reads == "text" and is_rows else found
+
+
+def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
+    """The columns of texts and of answers, by what people call them."""
+    file = Path(entry.get("test", ""))
+    if entry["kind"] == "hf":
+        file = place / entry["test"] / "dataset_info.json"
+    names = columns_of(file)
+    text = next((name for name in _TEXTS if name in names), None)
+    if text is None:
+        raise SpecError(
+            f"--data: none of the columns of {place} has a name that texts usually have; there are {', '.join(names)}",
+            hint=f"Call the one with the texts `input`; known are {', '.join(_TEXTS)}.",
+        )
+    answer = next((name for name in _ANSWERS if name in names), None)
+    return {"input": text} | ({"target": answer} if answer else {})
+
+
+def columns_of(file: Path) -> Sequence[str]:
+    """Names of columns, or keys of the first row; none where the file can't be read, which is told when it is."""
+    with suppress(OSError, ValueError, AttributeError, StopIteration):
+        if file.suffix.lower() == ".parquet":
+            from pyarrow.parquet import read_schema
+
+            return list(read_schema(plain_file(file)).names)
+        with plain_file(file).open("rb") as opened:
+            if file.name == "dataset_info.json":
+                return [*json.loads(opened.read(_LONGEST_LINE))["features"]]
+            first = opened.readline(_LONGEST_LINE).decode("utf-8-sig")
+        if file.suffix.lower() == ".jsonl":
+            return [*json.loads(first)]
+        return next(csv.reader([first], delimiter="\t" if file.suffix.lower() == ".tsv" else ","))
+    return []
+
+
+def _holds_images(folder: Path) -> bool:
+    """Whether there are images in a folder, or in one of its folders."""
+
+    def some(places: Collection[Path]) -> bool:
+        return any(place.suffix.lower() in SUFFIXES for place in places)
+
+    inside = entries(folder)
+    return some(inside) or any(some(entries(place)) for place in inside if place.is_dir())

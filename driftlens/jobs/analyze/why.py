@@ -1,0 +1,303 @@
+"""From models on the command line to a spec: what they are, which data suits them, and how little of it tells why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from driftlens.base.access import Access
+from driftlens.base.errors import DataError, SpecError, did_you_mean
+from driftlens.base.files import atomic_path, expanded, write_text_atomic
+from driftlens.checkpoints.loading import (
+    fetched,
+    files_beside_weights,
+    is_hub_id,
+    library_folder,
+    open_checkpoint,
+    read_json,
+)
+from driftlens.checkpoints.refusals import family_of_keys, loader_of, route
+from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.data.drafted import data_entry
+from driftlens.data.sources import SplitView, data_sources
+from driftlens.spec import RunSpec, load_spec
+from driftlens.spec.mergekit import METHODS, Recipe, is_recipe, recipe_of
+from driftlens.spec.yaml_text import read_mapping
+
+CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
+"""Samples per task at most: enough for an interval, few enough for minutes."""
+FOLLOWED, NODES = 4, 2
+"""Samples per task whose drift is followed back to layers, and nodes of each integral."""
+MOST_ANSWERS = 20
+"""Different answers of a task at most, for them to be classes."""
+_PROMPT = "a photo of a {}."
+_TEXT_LOADERS = ("hf-decoder", "hf-seq2seq", "hf-t5", "hf-encoder", "hf-vlm")
+_IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
+_CLIPS = ("open-clip", "hf-clip")
+_PLAIN = re.compile(
+    r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
+)
+"""Names of files and folders that say nothing of the task."""
+_CONFIGS = ("open_clip_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Models to ask about: a base (None where a recipe has none), experts by task, and their merge."""
+
+    base: str | None
+    experts: Mapping[str, str]
+    merged: str
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A spec made of what was given, and what was chosen on the way, in sentences."""
+
+    spec: RunSpec
+    chosen: tuple[str, ...]
+
+
+def recipe_in(models: Sequence[str]) -> Recipe | None:
+    """The recipe of mergekit that stands in the place of a base and experts; None where models do.
+
+    Raises:
+        SpecError: it is a YAML file of another kind.
+    """
+    if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
+        return None
+    given = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
+    if not is_recipe(given):
+        raise SpecError(
+            f"{models[0]} is no recipe of mergekit",
+            hint=f"If it is a spec: driftlens analyze {models[0]}. Else give BASE EXPERT... MERGED.",
+        )
+    return recipe_of(given)
+
+
+def asked_about(models: Sequence[str], recipe: Recipe | None) -> Asked:
+    """The models by what they are; of a recipe its own, and the merge behind it.
+
+    Raises:
+        SpecError: they are too few, one is given twice, or one is not there.
+    """
+    base: str | None = None
+    if recipe is not None:
+        # Of methods for two models, the base that they name is one of the two.
+        is_pair = METHODS[recipe.method].models == (2, 2) and len(recipe.models) == 2
+        base = None if is_pair else recipe.base
+        merged, experts = models[-1], [name for name in recipe.models if name != base]
+    else:
+        if len(models) < 3:
+            raise SpecError(
+                f"expected a base, one expert or more, and their merge, in this order; got {len(models)} of them",
+                hint="driftlens why BASE EXPERT EXPERT MERGED, each a folder, a file of weights or a Hub id; or a "
+                "recipe of mergekit and the folder that it made.",
+            )
+        base, merged, experts = models[0], models[-1], list(models[1:-1])
+    every = [*([base] if base else []), *experts, merged]
+    twice = next((name for name, count in Counter(every).items() if count > 1), None)
+    if twice is not None:
+        raise SpecError(f"{twice} is given twice", hint="The order is BASE EXPERT... MERGED.")
+    for name in every:
+        part = name if expanded(name).exists() else name.partition("+")[0]
+        if not expanded(part).exists() and not is_hub_id(part):
+            raise SpecError(f"there is no file or folder {name}", hint="Check the path.")
+    for what, whole in (("base", base), ("merged model", merged)):
+        if whole and is_lora_folder(expanded(whole)):
+            raise SpecError(
+                f"{whole}, the {what}, holds LoRA adapters, not a whole model",
+                hint="The order is BASE EXPERT... MERGED; adapters may be experts.",
+            )
+    return Asked(base, dict(zip(_tasks(experts), experts, strict=True)), merged)
+
+
+def _tasks(experts: Sequence[str]) -> list[str]:
+    """Names of tasks after the experts' own; where these say nothing, after their folders."""
+    names = list[str]()
+    for place in experts:
+        parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
+        stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
+        stem = next((each for each in stems if not _PLAIN.fullmatch(each.lower())), stems[0])
+        names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
+    counts, numbered = Counter(names), Counter[str]()
+    for at, name in enumerate(names):
+        numbered[name] += 1
+        names[at] = f"{name}-{numbered[name]}" if counts[name] > 1 or name == "defaults" else name
+    return names
+
+
+def draft(
+    asked: Asked, data: Sequence[str], overrides: Sequence[str], probe: Path, access: Access = Access()
+) -> Draft:
+    """A spec of the smallest analysis that tells why; `probe` is where built-in samples go if there is no data.
+
+    Args:
+        asked: the models.
+        data: paths: one for all tasks, one per expert in their order, or TASK=PATH.
+        overrides: `a.b=value` each, over what is made here.
+        probe: path without its ending.
+        access: what may be used.
+
+    Raises:
+        DriftLensError: nothing says of which family the models are, or data can't be read.
+    """
+    names_loader = any(text.startswith("architecture.loader=") for text in overrides)
+    architecture = (
+        {} if names_loader else _architecture(asked.base or next(iter(asked.experts.values())), access)
+    )
+    loader = architecture.get("loader") or _override(overrides, "architecture.loader")
+    reads = "text" if loader in _TEXT_LOADERS else "image" if loader in _IMAGE_LOADERS else "text"
+    entries, chosen = _entries(asked, data, reads, probe)
+    made: dict[str, Any] = {
+        "version": 1,
+        "name": "why",
+        "architecture": architecture,
+        **({"base": {"weights": _absolute(asked.base)}} if asked.base else {}),
+        "experts": {task: {"weights": _absolute(place)} for task, place in asked.experts.items()},
+        "merged": {"weights": _absolute(asked.merged)},
+        "data": {"defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST}, **entries},
+        "metrics": {
+            "jacobian": {"nodes": NODES, "max_nodes": 4 * NODES, "samples": FOLLOWED, "tolerance": 1e-2},
+            "prefix": False,
+        },
+    }
+    spec = load_spec(made, overrides)
+    heads: dict[str, Any] = {}
+    reads_words = loader in _CLIPS and asked.base is not None and _has_text_tower(asked.base, access)
+    for task, entry in spec.data.tasks.items():
+        views = {split: data_sources[entry.kind](entry, split, access) for split in ("calibration", "test")}
+        made["data"][task] |= _counts(views["calibration"], views["test"], task)
+        words = views["test"].class_names
+        if reads == "text":
+            made["data"][task] |= _judged(views["test"], loader)
+        elif words and reads_words and not all(word.isdecimal() for word in words):
+            heads[task] = {"templates": [_PROMPT]}
+    if heads:
+        made["heads"] = heads
+        chosen.append(f"accuracy is by the prompt {_PROMPT!r}, as nothing else says how classes are named")
+    return Draft(load_spec(made, overrides), tuple(chosen))
+
+
+def _has_text_tower(place: str, access: Access) -> bool:
+    keys = open_checkpoint(fetched(place, offline=access.offline), offline=access.offline).headers
+    return any(key.endswith("token_embedding.weight") for key in keys)
+
+
+def _override(overrides: Sequence[str], key: str) -> str:
+    return next((text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")), "")
+
+
+def _absolute(place: str) -> str:
+    """A path as it means the same from everywhere; Hub ids, and models with an adapter behind a plus, likewise."""
+    parts = [place] if expanded(place).exists() else place.split("+")
+    return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
+
+
+def _architecture(place: str, access: Access) -> dict[str, str]:
+    """Which loader takes a model, by the configuration in its folder, or beside its file."""
+    whole = place if expanded(place).exists() else place.partition("+")[0]
+    folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
+    for name in _CONFIGS if folder is not None else ():
+        assert folder is not None
+        if not (folder / name).is_file():
+            continue
+        source = str(folder / name) if name != "config.json" else _absolute(whole)
+        if expanded(source).is_file() and name == "config.json":
+            source = str(folder.resolve())
+        if loader := loader_of(read_json(folder / name)):
+            return {"loader": loader, "source": source}
+    keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
+    family = family_of_keys(keys)
+    told = f" (by its keys, {family.what})" if family else ""
+    loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
+    raise SpecError(
+        f"nothing beside {place} says how the model is built{told}",
+        hint=f"Give the folder that its library saved, or say it: --set architecture.loader={loader} --set "
+        "architecture.source=SOURCE, a Hub id, a folder or a name of open_clip."
+        if loader != "LOADER" or not family
+        else route(""),
+    )
+
+
+def _entries(
+    asked: Asked, data: Sequence[str], reads: str, probe: Path
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What the spec says of every task's data, and what was chosen for want of it."""
+    tasks = [*asked.experts]
+    if not data:
+        entry, told = _probe(reads, probe)
+        return {task: dict(entry) for task in tasks}, [told]
+    named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
+    named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
+    if named and len(named) == len(data):
+        for name in named:
+            if name not in tasks:
+                raise SpecError(
+                    f"--data {name}=...: no expert is called {name!r}; they are {', '.join(tasks)}",
+                    hint=did_you_mean(name, tasks) or "Tasks are called after the experts' files or folders.",
+                )
+        if missing := [task for task in tasks if task not in named]:
+            raise SpecError(
+                f"--data is missing for {', '.join(missing)}", hint="Give TASK=PATH for each, or one PATH."
+            )
+        places = named
+    elif len(data) in (1, len(tasks)):
+        places = dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=True))
+    else:
+        raise SpecError(
+            f"--data is given {len(data)} times for {len(tasks)} experts",
+            hint=f"Give it once for all, or once each: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
+        )
+    entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}
+    return {task: dict(entry) for task, entry in entries.items()}, []
+
+
+def _probe(reads: str, probe: Path) -> tuple[dict[str, Any], str]:
+    """Built-in samples, written down where the run can read them again."""
+    from driftlens.suites.probe import PICTURES, pictures, texts
+
+    if reads == "text":
+        file = probe.with_name(f"{probe.name}.jsonl")
+        write_text_atomic(file, "".join(f"{json.dumps({'input': row})}\n" for row in texts()))
+        entry: dict[str, Any] = {"kind": "jsonl", "calibration": str(file), "test": str(file)}
+    else:
+        import numpy as np
+
+        file, images = probe.with_name(f"{probe.name}.npz"), pictures()
+        with atomic_path(file) as path:
+            np.savez_compressed(path, x=images)
+        arrays = {"file": str(file), "x": "x"}
+        entry = {"kind": "npz", "calibration": arrays, "test": arrays}
+    entry = json.loads(json.dumps(entry).replace(str(file), str(file.resolve())))
+    held = f"{len(texts())} built-in texts" if reads == "text" else f"{PICTURES} built-in drawn pictures"
+    return entry, f"no --data: {held} are read, of no task; your own samples may show more"
+
+
+def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
+    """How many samples are drawn; of one place for all, most are measured on."""
+    left = len(test)
+    is_one = calibration.origin == test.origin
+    drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
+    left -= drawn if is_one else 0
+    if drawn < 1 or left < 2:
+        raise DataError(
+            f"task {task}: {test.origin} holds {len(test)} samples, too few to measure anything on",
+            hint="Give a few dozen; a task of its own needs no labels.",
+        )
+    return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, left), "n_test": min(TEST, left)}
+
+
+def _judged(view: SplitView, loader: str) -> dict[str, Any]:
+    """How the answers of a task of texts are judged: as classes where they are few, else by how likely they are."""
+    answers = [view.read(at).target for at in range(min(len(view), 10 * TEST))]
+    if not all(answers):
+        return {}
+    if len({*answers}) <= min(MOST_ANSWERS, len(answers) // 2):
+        return {"classes": True}
+    return {"metric": "perplexity"} if loader in ("hf-decoder", "hf-seq2seq", "hf-t5", "hf-vlm") else {}

@@ -44,10 +44,9 @@ class Method:
     """A calibrator or a merge method, as `driftlens methods --json` tells it.
 
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
-    chosen on held-out samples, `swept` the factors of what is published that a sweep tries, `of_base` what of these
-    takes a base, `candidates` what the choice of the best method tries. `effort` is the processor time against
-    FeatCal's, `choosing` as how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how
-    many samples a task it needs.
+    chosen on held-out samples, `swept` the factors of what is published that a sweep tries, `candidates` what `--auto`
+    tries. `effort` is the processor time against FeatCal's, `choosing` as how many calibrations by
+    FeatCal that choice takes from here, at most, and `fewest` how many samples a task it needs.
     """
 
     title: str
@@ -58,7 +57,6 @@ class Method:
     suited: Mapping[str, str] = field(default_factory=dict)
     automatic: tuple[str, ...] = ()
     swept: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    of_base: tuple[str, ...] = ()
     candidates: tuple[Mapping[str, Any], ...] = ()
     effort: float = 1.0
     choosing: float = 0.0
@@ -301,7 +299,6 @@ def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | Non
     """What is compared, with the values that it begins with."""
     start = f" ({_preset_label(preset, first.presets)})" if preset else ""
     tried = ["the merged model and the base", first.title + start]
-    tried += [f"{first.title} with {', '.join(first.automatic)} searched from there"]
     return tried + [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
 
 

@@ -1,17 +1,14 @@
 """What to calibrate with, chosen by how candidates do on samples that they have not seen.
 
-Samples fall into folds; whole samples are held out, never tokens: those of one image are not independent. Every
-candidate is calibrated once without each fold and scored on it, so that every sample is a held-out one once. A search
-starts at the given settings (a preset) and changes one of them at a time, as the calibrator declares; what it finds is
-judged likewise: without each fold another search runs, which sees the other folds only. All candidates are compared in
-pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than; candidates
-that one calibrator declares are equally simple, and of these the one with the lowest score is taken.
+Samples fall into folds; whole samples are held out, never tokens: those of one image are not independent. All
+candidates are compared in pairs, each at Bonferroni's level for their number. The simplest stays that no other is
+clearly better than; of candidates that are equally simple the one with the lowest score is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +16,6 @@ from numpy.typing import NDArray
 
 from driftlens.base.errors import DataError
 from driftlens.base.intervals import standard_error, student
-from driftlens.calibration.calibrator import Calibrator
 
 NUM_FOLDS = 4
 LEVEL = 0.95
@@ -91,12 +87,15 @@ class Decision:
     best: str
 
 
-def decide(scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = ()) -> Decision:
+def decide(
+    scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
+) -> Decision:
     """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`.
 
-    Names `alike` are equally simple; of each such set only the one with the lowest mean can be chosen.
+    Names `alike` are equally simple; of each such set only the one with the lowest mean can be chosen. `among` so many
+    comparisons the error is shared, those with what was left behind earlier included; None takes the others' number.
     """
-    among = max(1, len(scores) - 1)
+    among = max(1, len(scores) - 1) if among is None else among
 
     def beats(one: str, other: str) -> bool:
         return scores[one].compared_with(scores[other], among=among).is_clear
@@ -129,21 +128,3 @@ def folds_of(num_samples: int, task: str, what: str = "choosing settings") -> li
             hint="Bring more samples; settings of a preset and merges by name need none held out.",
         )
     return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
-
-
-def search(
-    start: Calibrator, score: Callable[[Sequence[Calibrator]], Sequence[Scores]], *, varies: Sequence[str]
-) -> tuple[Calibrator, list[tuple[Calibrator, Scores]]]:
-    """The best settings found by changing one of `varies` at a time, and all that were tried, each once.
-
-    `score` tells how well each of several candidates does on samples that it was not calibrated on.
-    """
-    best, known = start, dict[str, tuple[Calibrator, Scores]]()
-    for name in varies:
-        around = [best, *(best.changed(**{name: value}) for value in best.steps_from(name))]
-        new = [calibrator for calibrator in around if repr(calibrator) not in known]
-        known |= {
-            repr(calibrator): (calibrator, scores) for calibrator, scores in zip(new, score(new), strict=True)
-        }
-        best = min((known[repr(calibrator)] for calibrator in around), key=lambda tried: tried[1].mean)[0]
-    return best, [*known.values()]

@@ -28,9 +28,8 @@ class Calibrator(Method):
         source: the paper.
         presets: published settings by name; what one leaves out keeps its default.
         suited: loader of models -> the preset for its kind, where that isn't the first one.
-        candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
+        candidates: settings, over those at hand, that `--auto` compares; none where it is not asked.
         with_views: defaults of settings where calibration samples have views.
-        searched: names of settings that `--auto` searches, in the order in which it does; `steps_from` has the values.
         swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
         effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
@@ -46,7 +45,6 @@ class Calibrator(Method):
     suited: ClassVar[Mapping[str, str]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
     with_views: ClassVar[Mapping[str, Any]] = {}
-    searched: ClassVar[Sequence[str]] = ()
     swept: ClassVar[Mapping[str, Sequence[float]]] = {}
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
@@ -77,10 +75,6 @@ class Calibrator(Method):
     def changed(self, **settings: Any) -> Self:
         """A calibrator like this one, some of its settings changed."""
         return type(self)(**self.get_params() | settings)
-
-    def steps_from(self, name: str, *, has_base: bool = True) -> Sequence[Any]:
-        """Values of a setting that are tried beside its own; none where it changes nothing or may not be changed."""
-        return ()
 
     def calibrate(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """What is calibrated, layer by layer in forward order, or task by task where every task has maps of its own.

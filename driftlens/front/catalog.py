@@ -20,7 +20,7 @@ def catalog() -> dict[str, dict[str, Any]]:
 
     Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and as how many
     calibrations by FeatCal the choice of the best method takes from there, at most, and the fewest samples of a task
-    that it is made on; 0 where nothing is searched.
+    that it is made on; 0 where nothing is chosen.
     """
     return {
         "calibrators": {
@@ -34,12 +34,11 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "settings": schemas_of(settings_of(kind)),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
-                "automatic": [*kind.searched],
+                "automatic": _varied(kind),
                 "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
-                "of_base": [at for at in kind.searched if not kind().steps_from(at, has_base=False)],
                 "candidates": [dict(settings) for settings in kind.candidates],
                 "choosing": _choosing(kind),
-                "fewest": 2 * NUM_FOLDS if kind.searched else 0,
+                "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
             }
             # Those with published settings first.
             for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)
@@ -60,8 +59,17 @@ def catalog() -> dict[str, dict[str, Any]]:
     }
 
 
+def _varied(kind: type[Calibrator]) -> list[str]:
+    """The settings that candidates differ in, in the order of the constructor."""
+    return [
+        name
+        for name in settings_of(kind).model_fields
+        if any(name in settings for settings in kind.candidates)
+    ]
+
+
 def _choosing(kind: type[Calibrator]) -> float:
-    starts = [kind(**values) for values in kind.presets.values()] if kind.searched else []
+    starts = [kind(**values) for values in kind.presets.values()] if kind.candidates else []
     return max((BEST.outlook(start, {}, has_base=True)[1] for start in starts), default=0.0)
 
 

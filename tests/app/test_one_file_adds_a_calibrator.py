@@ -148,7 +148,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
     fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
     assert {f"featcal.{name}" for name in entry["settings"]} <= {field.key for field in fields}
     labels = [app.number_input(key=f"featcal.{name}").label for name in entry["automatic"]]
-    assert labels == ["Ridge λ", "Target α", "Anchor ρ"]
+    assert labels == ["Anchor ρ", "Target α"]
 
 
 def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open, root: Path) -> None:
@@ -178,7 +178,7 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
     press(app, "Repair with the best method")
     parts = called(root / "full")
     assert {"--preset=llama-3b", "--auto", "--name=best"} <= {*parts}
-    assert "- FeatCal with lam, alpha, rho searched from there\n" in said(app)
+    assert "- FeatCal rho 3, alpha 0.5" in said(app)
     assert "- Residual calibration mu 0.9" in said(app)
     assert not [part for part in parts if part.startswith(("--set", "--method"))]
 

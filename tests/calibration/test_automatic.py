@@ -1,9 +1,8 @@
-"""The choice of settings: folds by sample, a search that follows scores, and no change without clear evidence."""
+"""The choice among models: folds by sample, and no change without clear evidence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,13 +11,10 @@ from scipy import stats
 from driftlens.base.errors import DataError
 from driftlens.calibration.automatic import (
     NUM_FOLDS,
-    Decision,
     Scores,
     decide,
     folds_of,
-    search,
 )
-from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 
 START = FeatCal(0.05, 2.0, 0.3)
@@ -28,44 +24,9 @@ NOISE = {
 }
 
 
-def judge(score: Callable[[FeatCal], float], noise: float = 0.0) -> Callable[..., Scores]:
-    """Scores of an imagined calibration; the noise of a sample is the same for every candidate."""
-
-    def evaluate(at: FeatCal) -> Scores:
-        return Scores({task: score(at) + noise * values for task, values in NOISE.items()})
-
-    return evaluate
-
-
-def each(evaluate: Callable[..., Scores]) -> Callable[[Sequence[Calibrator]], list[Scores]]:
-    """Of several candidates, one after the other."""
-    return lambda several: [evaluate(at) for at in several]
-
-
-def merged(score: float, noise: float = 0.0) -> Scores:
-    """Scores of the merged model as it is."""
+def scored(score: float, noise: float = 0.0) -> Scores:
+    """Scores of an imagined model; the noise of a sample is the same for all."""
     return Scores({task: score + noise * values for task, values in NOISE.items()})
-
-
-def choose(
-    start: FeatCal,
-    evaluate: Callable[..., Scores],
-    as_is: Scores,
-    *,
-    decides: Callable[..., Scores] | None = None,
-    **more: Scores,
-) -> tuple[str, FeatCal, Decision]:
-    """What stands among the merged model, others, the start and what is found, as `choose_settings` has them."""
-    best, _ = search(start, each(evaluate), varies=start.searched)
-    assert isinstance(best, FeatCal)
-    kept = {"start": start} if best is start else {"start": start, "found": best}
-    scores = {"merged": as_is} | more | {name: (decides or evaluate)(at) for name, at in kept.items()}
-    decision = decide(scores)
-    return decision.name, best, decision
-
-
-BAD = merged(1000.0)
-"""A merged model that any calibration is better than."""
 
 
 @pytest.mark.parametrize("count", [8, 9, 11, 64])
@@ -84,61 +45,6 @@ def test_folds_take_their_share_of_samples_sorted_by_class() -> None:
 def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
     with pytest.raises(DataError, match=r"task cars has 7 calibration samples; .* at least 8"):
         folds_of(7, "cars")
-
-
-def test_steps_stay_in_range() -> None:
-    assert START.steps_from("lam") == [0.01, 0.25] and START.steps_from("rho") == [1.0, 3.0]
-    assert START.steps_from("alpha") == [0.15, 0.5]
-    assert FeatCal(rho=0.5).steps_from("rho") == [1.5], "never below 0"
-    assert FeatCal(alpha=0.0).steps_from("alpha") == [0.2] and FeatCal(alpha=1.0).steps_from("alpha") == [
-        0.85
-    ]
-    assert not START.steps_from("rho", has_base=False)
-    assert [len(FeatCal(anchor="none").steps_from(name)) for name in FeatCal.searched] == [0, 2, 0]
-
-
-def test_the_search_goes_where_scores_are_lower() -> None:
-    best = FeatCal(0.01, 3.0, 0.5)
-
-    def score(at: FeatCal) -> float:
-        return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
-
-    name, found, decision = choose(START, judge(score), BAD)
-    assert name == "found" and repr(found) == repr(best) and not decision.base_stands
-    assert decision.over_merged["found"].advantage == pytest.approx(1000)
-
-
-def test_the_start_stays_where_nothing_is_better() -> None:
-    name, found, decision = choose(START, judge(lambda at: 0.0 if at is START else 1.0), BAD)
-    assert name == "start" and found is START and decision.among == 1
-
-
-def test_no_candidate_is_calibrated_twice_in_a_search() -> None:
-    asked: list[str] = []
-
-    def evaluate(at: FeatCal) -> Scores:
-        asked.append(repr(at))
-        return judge(lambda at: abs(at.alpha - 0.5))(at)
-
-    _, tried = search(START, each(evaluate), varies=START.searched)
-    assert len(asked) == len(set(asked)) == 7 and asked == [repr(at) for at, _ in tried]
-
-
-def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
-    """On the samples that decide the candidate is as good as the start, but for noise."""
-    rng = np.random.default_rng(3)
-
-    def noisy(_: FeatCal) -> Scores:
-        return Scores({"cars": rng.normal(size=40)})
-
-    as_is = Scores({"cars": np.full(40, 1000.0)})
-    name, found, _ = choose(START, judge(lambda at: at.lam), as_is, decides=noisy)
-    assert found.lam < START.lam and name == "start"
-
-
-def test_settings_that_make_no_difference_are_left_alone() -> None:
-    best, _ = search(START, each(judge(lambda at: at.lam + at.alpha - at.rho)), varies=["alpha"])
-    assert best.get_params() == START.get_params() | {"alpha": 0.15}
 
 
 def test_tasks_count_alike_however_many_samples_they_have() -> None:
@@ -188,35 +94,34 @@ def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
     assert found.freedom == pytest.approx(welch.df) and found.freedom < 8
 
 
-def test_the_merged_model_stays_where_no_calibration_is_clearly_better() -> None:
-    name, found, _ = choose(START, judge(lambda at: 1.0 + abs(at.alpha - 0.5)), merged(0.9))
-    assert name == "merged" and found is not START
-    name, found, _ = choose(START, judge(lambda at: 1.0), merged(1.0))
-    assert name == "merged" and found is START, "a tie goes to what is simpler"
-    name, _, decision = choose(START, judge(lambda at: 0.99, noise=1.0), merged(1.0))
-    assert name == "merged" and not decision.over_merged["start"].is_clear
+def test_the_merged_model_stays_where_nothing_is_clearly_better() -> None:
+    for start in (scored(1.0), scored(0.99, noise=1.0)):
+        decision = decide({"merged": scored(1.0), "start": start})
+        assert decision.name == "merged" and not decision.over_merged["start"].is_clear
     assert decision.over_merged["start"].advantage > 0
 
 
 def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_the_base() -> None:
-    name, _, decision = choose(START, judge(lambda at: 0.5), merged(1.0), base=merged(0.2))
-    assert (name, decision.base_stands, decision.among) == ("base", True, 2)
-    name, _, decision = choose(START, judge(lambda at: 0.2), merged(1.0), base=merged(0.2))
-    assert (name, decision.base_stands) == ("base", True), "a tie goes to what is simpler"
-    name, _, decision = choose(START, judge(lambda at: 2.0), merged(1.0), base=merged(1.0))
-    assert (name, decision.base_stands) == ("merged", True)
+    def found(base: Scores, start: float) -> tuple[str, bool]:
+        decision = decide({"merged": scored(1.0), "base": base, "start": scored(start)})
+        assert decision.among == 2
+        return decision.name, decision.base_stands
+
+    assert found(scored(0.2), 0.5) == ("base", True)
+    assert found(scored(0.2), 0.2) == ("base", True), "a tie goes to what is simpler"
+    assert found(scored(1.0), 2.0) == ("merged", True)
     spread = Scores({task: 3.0 + 50 * (values - values.mean()) for task, values in NOISE.items()})
-    for base, expected in ((merged(3.0), "merged"), (merged(0.9), "base"), (spread, "merged")):
-        name, _, decision = choose(START, judge(lambda at: 2.0), merged(1.0), base=base)
-        assert (name, decision.base_stands) == (expected, expected == "base")
-    name, _, decision = choose(START, judge(lambda at: 0.1), merged(1.0), base=merged(0.2))
-    assert (name, decision.base_stands) == ("start", False)
+    for base, expected in ((scored(3.0), "merged"), (scored(0.9), "base"), (spread, "merged")):
+        assert found(base, 2.0) == (expected, expected == "base")
+    assert found(scored(0.2), 0.1) == ("start", False)
 
 
-def test_what_was_found_may_beat_the_merged_model_where_the_start_does_not() -> None:
-    name, found, decision = choose(START, judge(lambda at: 1.0 if at.lam == START.lam else 0.5), merged(0.9))
-    assert name == "found" and found is not START
-    assert [at.is_clear for at in decision.over_merged.values()] == [False, True]
+def test_comparisons_with_what_was_left_behind_count() -> None:
+    gaps = np.random.default_rng(4).normal(0.8, 1, 20)
+    scores = {"merged": Scores({"cars": gaps}), "start": Scores({"cars": 0 * gaps})}
+    few, many = decide(scores), decide(scores, among=1000)
+    assert (few.name, many.name) == ("start", "merged")
+    assert many.over_merged["start"].low < few.over_merged["start"].low
 
 
 def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_the_simplest() -> None:
@@ -252,14 +157,11 @@ def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> No
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
-    def unsolved(_: FeatCal) -> Scores:
-        return Scores({"cars": np.full(9, np.inf)})
-
-    as_is = Scores({"cars": np.full(9, 5.0)})
-    name, _, decision = choose(START, judge(lambda at: 0.0), as_is, decides=unsolved)
-    assert name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
+    unsolved, as_is = Scores({"cars": np.full(9, np.inf)}), Scores({"cars": np.full(9, 5.0)})
+    decision = decide({"merged": as_is, "start": unsolved})
+    assert decision.name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
     other = Scores({"cars": np.zeros(9)})
-    assert decide({"merged": as_is, "start": unsolved(START), "other": other}).name == "other"
+    assert decide({"merged": as_is, "start": unsolved, "other": other}).name == "other"
 
 
 def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:

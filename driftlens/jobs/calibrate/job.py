@@ -295,7 +295,7 @@ class _Work:
         identity, plan = self.plan.identity(self.opened.manifest, self.study), self.plan
         begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
         self.team.once(lambda: self.scratch.go_on(begun))
-        if plan.shrink.get("asked") == "auto":
+        if plan.shrink.get("asked") == "auto" and "share" not in plan.shrink:
             assert choose is not None
             plan = self._shrink(choose)
         if replaces:

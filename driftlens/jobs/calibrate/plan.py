@@ -112,6 +112,9 @@ class CalibrationPlan(Chosen):
         plan = dataclasses.replace(self, automatic=True, selection=selection)
         if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")
+        if "share" in selection:
+            shrink = {**self.shrink, "share": selection["share"], "curve": selection["curve"]}
+            plan = dataclasses.replace(plan, shrink=shrink)
         if type(calibrator) is not type(self.calibrator):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
@@ -233,7 +236,7 @@ class CalibrationPlan(Chosen):
             "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
             **({"views": self.views} if self.views else {}),
-            **({"shrink": self.shrink["asked"]} if self.shrink else {}),
+            **({"shrink": self.shrink["asked"]} if "asked" in self.shrink else {}),
         }
 
 

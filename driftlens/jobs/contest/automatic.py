@@ -1,9 +1,12 @@
-"""The best of several ways to repair a run, chosen from its calibration samples alone, by `Judge` on held-out ones.
+"""The best of several models, chosen from calibration samples alone, by `Judge` on those that it was made without.
 
-Candidates, the simpler ones first: the merged model as it is, the base, the calibrator that was asked for, what
-calibrators declare as their `candidates`, and what a search finds, for which the most settings were tried. Where the
-merged model or the base stays, the calibration solves no module, and its variant is that very model under the name
-that was asked for.
+Candidates are the merged model and the base as they are, and models that are made: by the calibrator that was asked
+for, by what calibrators declare as their `candidates`, and by other merges; each at several shares of the way from the
+base. Samples fall into four parts. All are made without the first part and judged on it; those that the best is not
+clearly better than, at most half, are made without the second one, and so on, as long as `BUDGET` lasts. The merged
+model stays, or else the base, unless something is clearly better; among what is made the lowest score counts. Where the
+merged model or the base stays, the calibration solves no module, and its variant is that very model under the name that
+was asked for.
 """
 
 from __future__ import annotations
@@ -11,19 +14,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from driftlens.base.errors import DataError, NumericsError, SingularGramError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
-from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of, search
+from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
+from driftlens.checkpoints.sources import Between
 from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
@@ -38,24 +44,60 @@ from driftlens.jobs.contest.contest import (
     Scored,
     Trials,
     contest,
+    drift_scores,
     unlabelled,
 )
-from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, shares_of_the_way
+from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, share_entry, shares_of_the_way
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.merging.method import Merge
+from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"
-FOLDS = range(NUM_FOLDS)
-EVERY = frozenset(FOLDS)
-_EXPECTED = 1 / 3
-"""Of work that is done only where what was found wins, the part that a bar counts on.
-
-The time left is then right to a factor of two either way, as long as that work takes no more than thrice the rest.
-"""
-_NEW = (1.0, 0.5, 0.5, 0.25)
-"""What a fold's search takes, beside one on all samples: it leaves out two folds, and earlier ones did a part of it."""
+BUDGET = 3.0
+"""Of what is tried, in calibrations of all samples by the dearest candidate."""
+_REST = (NUM_FOLDS - 1) / NUM_FOLDS
+"""Of the samples, what a candidate is made on."""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
+
+
+class Entrant(NamedTuple):
+    """A model that can be made: by a calibrator, on samples with these views, or by a merge.
+
+    `cost` is in calibrations by FeatCal.
+    """
+
+    name: str
+    title: str
+    calibrator: Calibrator | None
+    cost: float
+    views: Views | None = None
+    merge: Merge | None = None
+
+
+class Trial(NamedTuple):
+    """An entrant made without a part and judged on it, or a model as it is, which is judged on all samples."""
+
+    name: str
+    part: int | None = None
+
+
+Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
+"""By task, `score` and `drift` of every sample that was judged."""
+
+
+@dataclass(frozen=True)
+class _Part(HeldOut[dict[str, NDArray[np.float64]]]):
+    """Samples at some positions of others, of which experts are run once for all."""
+
+    whole: HeldOut[Any] | None = None
+    positions: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def expert(self, task: str) -> Tensor:
+        """The expert's final features."""
+        assert self.whole is not None
+        return self.whole.expert(task)[list(self.positions[task])]
 
 
 @torch.no_grad()
@@ -67,81 +109,71 @@ def choose_settings(
     kept: Kept,
     *,
     others: bool = False,
+    share: float | None = None,
 ) -> tuple[Calibrator, dict[str, Any]]:
     """A calibrator for a study's calibration samples, and how it was found, as plain values.
 
     Where the record says `kept`, the calibrator is the start, and nothing is to be solved with it. Of the study models,
     calibration samples and heads are used; no label and no other sample is read. `others` admits candidates of other
-    calibrators. What becomes of each is kept in `kept`, where an earlier sitting may have left some.
+    calibrators, `share` fixes the share of the way from the base. What becomes of each is kept in `kept`, where an
+    earlier sitting may have left some.
     """
-    varies = _free(start, has_base=study.has_base, others=others)
-    known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
+    entrants = _entrants(start, others=others, has_base=study.has_base)
+    ways = [1.0] if not study.has_base else [at for at in SHARES if at] if share is None else [share]
     with temporary_folder() as folder:
-        fits = CrossFits(study, sites, kept, _OneBar(reporter), folder / "features")
-        decision, scores, failures = _decided(fits, start, varies, known)
-        fits.bar.finish()
-    chosen = known.get(decision.name, start)
-    record = _record(decision, scores, failures, known) | {
-        "score": fits.judge.score,
+        tries = _Tries(study, sites, entrants, ways, kept, reporter, folder)
+        left = _halved(tries, entrants)
+        record = _record(tries, left)
+        tries.bar.finish()
+    choice = tries.entrants.get(record["choice"])
+    chosen = start if choice is None or choice.calibrator is None else choice.calibrator
+    return chosen, record | {
+        "score": tries.judge.score,
         "start": plain_settings(start),
-        "chosen": None if decision.name in _PLAIN else plain_settings(chosen),
-        "candidates": fits.tried,
-        "num_held_out": {task: len(at) for task, at in fits.samples.items()},
-        "num_calibrations": len(fits.costs),
-        "cost_in_calibrations": sum(fits.costs),
-        "seconds": round(fits.seconds, 3),
+        "chosen": None if record["kept"] else plain_settings(chosen),
+        "num_held_out": {task: len(at) for task, at in tries.samples.items()},
+        "num_calibrations": tries.num_fits,
+        "cost_in_calibrations": tries.spent / _dearest(entrants),
+        "seconds": round(tries.ledger.seconds, 3),
     }
-    return chosen, record
 
 
-def _decided(
-    fits: CrossFits, start: Calibrator, varies: Sequence[str], known: dict[str, Calibrator]
-) -> tuple[Decision, dict[str, Scores], dict[str, str]]:
-    """The decision, what candidates score from the simplest on, and by name why some can't be calibrated with.
+def _dearest(entrants: Sequence[Entrant]) -> float:
+    return max(at.cost for at in entrants)
 
-    `known` gains `found` where that is decided for: it is searched for anew on all folds then.
-    """
-    has_base, each = fits.study.has_base, NUM_FOLDS - 1
-    effort = _search_effort(start, varies, has_base)
-    contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
-    # All in calibrations: what is sure to be tried, and what only if what was found wins.
-    ahead = {name: each * at.effort for name, at in known.items()}
-    perhaps = each * (effort - start.effort) * bool(varies)
-    found, failures = dict[int, Calibrator](), dict[str, str]()
-    for fold in FOLDS if varies else ():
-        fits.bar.expect(effort * sum(_NEW[fold:]) + sum(ahead.values()) + each + _EXPECTED * perhaps)
-        found[fold] = fits.searched(start, varies, fold)
-    is_open = bool({*found.values()} - {start})
-    if is_open:
-        contenders["found"], ahead["found"] = found, each * start.effort
-    given = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or has_base}
-    # What was found comes early: whether it may win decides what is left to do.
-    for name in sorted(contenders, key=lambda name: name not in ("start", "found")):
-        fits.bar.expect(sum(ahead.values()) + is_open * _EXPECTED * perhaps)
-        try:
-            given[name] = fits.scores(contenders[name])
-        except (DataError, NumericsError, SpecError) as error:
-            if name == "start":
-                raise
-            failures[name] = error.message
-        scores = {at: given[at] for at in (*_PLAIN, *contenders) if at in given}
-        # Equally simple are those of one calibrator besides the start.
-        kinds = {type(at) for name, at in known.items() if name != "start"}
-        decision = decide(scores, [[name for name in known if type(known[name]) is kind] for kind in kinds])
-        del ahead[name]
-        is_open = "found" in ahead or decision.name == "found"
-    if decision.name == "found":
-        fits.bar.expect(perhaps)
-        known["found"] = fits.searched(start, varies)
-    return decision, scores, failures
+
+def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
+    """What is left after as many parts as the budget lasts for, the best first."""
+    left, most = list(entrants), BUDGET * _dearest(entrants)
+    for part in range(NUM_FOLDS):
+
+        def takes(several: Sequence[Entrant]) -> float:
+            return sum(at.cost for at in several) * _REST
+
+        if part and takes(left) > most - tries.spent:
+            left = left[:1]
+        if not left or (part and takes(left) > most - tries.spent):
+            break
+        ahead = takes(left) + takes(left[:1]) * min(2, NUM_FOLDS - 1 - part)
+        tries.bar.expect(min(ahead, most - tries.spent))
+        tries.make(left, part)
+        parts, there = range(part + 1), [at for at in left if at.name not in tries.failures]
+        scores = {at.name: tries.best_of(at.name, parts)[1] for at in there}
+        there.sort(key=lambda at: scores[at.name].mean)
+        among = max(1, len(there) - 1)
+        left = there[:1] + [
+            at
+            for at in there[1 : (len(there) + 1) // 2]
+            if not scores[there[0].name].compared_with(scores[at.name], among=among).is_clear
+        ]
+    return left
 
 
 class _OneBar(Reporter):
     """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal.
 
-    Its total is what was done and what is expected from there on: it follows searches that go other ways than expected,
-    and is never less than what is done. A batch in which one that can't be solved for makes the others walk alone
-    counts once.
+    Its total is what was done and what is expected from there on, and is never less than what is done. A batch in
+    which one that can't be solved for makes the others walk alone counts once.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -168,242 +200,181 @@ class _OneBar(Reporter):
         self._reporter.step(PHASE, round(100 * self._at), round(100 * self._at))
 
 
-class CrossFits:
-    """Candidates calibrated without one fold after the other, and their scores on the fold that was left out.
-
-    `costs` are in calibrations of all samples.
-    """
+class _Tries:
+    """What was measured of trials so far, and where more are made; `spent` is in calibrations by FeatCal."""
 
     def __init__(
         self,
         study: Study,
         sites: Mapping[int, Sequence[str]],
+        entrants: Sequence[Entrant],
+        shares: Sequence[float],
         kept: Kept,
-        bar: _OneBar,
-        spill: Path,
+        reporter: Reporter,
+        folder: Path,
     ) -> None:
-        self.study, self.judge, self.bar = study, Judge(study), bar
-        self.samples = unlabelled(study)
-        self.tried: list[dict[str, Any]] = []
-        self.costs: list[float] = []
-        folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
-        self._held_out = [
-            HeldOut(
-                study, {task: part_of(at, folds[task][fold]) for task, at in self.samples.items()}, self.judge
-            )
-            for fold in FOLDS
-        ]
-        self._trials = Trials(
-            study,
-            self.samples,
-            folds,
-            lambda update: updated_sites(study.pool.chain, sites, update),
-            bar,
-            PHASE,
-            spill,
-            begin=lambda fits: bar.begin(sum(map(_effort_of, fits))),
-        )
-        self._ledger = KeptScores(kept, _name_of, study.team)
-        self._known: dict[str, Outcome[Scored]] = {}
+        self.study, self.shares, self.judge = study, shares, Judge(study)
+        self.entrants = {at.name: at for at in entrants}
+        self.bar, self.samples = _OneBar(reporter), unlabelled(study)
+        self.folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
+        self.ledger = KeptScores[Trial](kept, self._known_by, study.team)
+        self.failures: dict[str, str] = {}
+        self.spent, self.num_fits = 0.0, 0
+        self._sites, self._folder = sites, folder
+        self._measured: dict[Trial, dict[float, Values]] = {}
+        self._whole = HeldOut(study, self.samples, self._measure)
 
-    @property
-    def seconds(self) -> float:
-        """What it took so far, over all sittings."""
-        return self._ledger.seconds
+    def make(self, entrants: Sequence[Entrant], part: int) -> None:
+        """Make entrants without a part of the samples, and judge them on it; what can't be made is in `failures`."""
+        tried: list[Trial] = []
 
-    def as_it_is(self, model: str) -> Scores:
-        """A model's scores on all samples."""
+        def attempts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
+            tried.extend(trials)
+            by_views: dict[Views | None, list[Entrant]] = {}
+            for trial in trials:
+                at = self.entrants[trial.name]
+                by_views.setdefault(at.views, []).append(at)
+            for views, several in by_views.items():
+                yield from self._fitted(several, views, part)
 
-        def measured(models: Sequence[str]) -> Iterator[tuple[str, Outcome[Scored]]]:
-            for name in models:
-                yield name, Outcome({str(fold): self._held_out[fold].of(name) for fold in FOLDS})
-
-        ((_, outcome),) = contest([model], measured, self._ledger)
-        assert outcome.value is not None
-        return _joined([*outcome.value.values()])
-
-    def scores(self, by_fold: Mapping[int, Calibrator], unseen: frozenset[int] = frozenset()) -> Scores:
-        """On the samples of some folds, under the calibrator for each, fitted to the others but those `unseen`."""
-        fits = {fold: Fit(at, EVERY - unseen - {fold}) for fold, at in by_fold.items()}
-        self._fit([*fits.values()])
-        scored = []
-        for fold, fit in fits.items():
-            outcome = self._known[_name_of(fit)]
-            if outcome.value is None:
-                assert outcome.error is not None
+        for trial, outcome in contest([Trial(at.name, part) for at in entrants], attempts, self.ledger):
+            cost = self.entrants[trial.name].cost * _REST
+            if trial not in tried:  # what an earlier sitting has kept counts as if it was done here
+                self.bar.begin(cost)
+            self.num_fits, self.spent = self.num_fits + 1, self.spent + cost
+            if outcome.value is not None:
+                self._measured[trial] = _by_share(outcome.value)
+                continue
+            assert outcome.error is not None
+            if trial.name == "start":
                 raise outcome.error
-            scored.append(outcome.value[str(fold)])
-        return _joined(scored)
+            self.failures[trial.name] = outcome.error.message
 
-    def searched(self, start: Calibrator, varies: Sequence[str], fold: int | None = None) -> Calibrator:
-        """What a search finds that doesn't see a fold: it scores on each fold beside it what it calibrates on the rest.
+    def _fitted(
+        self, entrants: Sequence[Entrant], views: Views | None, part: int
+    ) -> Iterator[tuple[Trial, Outcome[Scored]]]:
+        """Calibrations on all parts but one, and their scores on that."""
+        rest = frozenset(range(NUM_FOLDS)) - {part}
+        of = {Fit(at.calibrator, rest): at for at in entrants if at.calibrator is not None}
+        trials = Trials(
+            self.study,
+            self.samples
+            if views is None
+            else {t: replace(at, views=views) for t, at in self.samples.items()},
+            self.folds,
+            lambda update: updated_sites(self.study.pool.chain, self._sites, update),
+            self.bar,
+            PHASE,
+            self._folder / "features",
+            begin=lambda fits: self.bar.begin(sum(of[fit].cost * _REST for fit in fits)),
+        )
+        for fit, outcome in trials.outcomes([*of], lambda _: self._judged(part)):
+            yield Trial(of[fit].name, part), outcome
 
-        A calibration without two neighbours serves the searches that don't see the one or the other. One that sees all
-        folds scores on each what it calibrates on the other three.
-        """
-        unseen = frozenset([] if fold is None else [fold])
-        deciding = FOLDS if fold is None else [(fold + step) % NUM_FOLDS for step in (1, -1)]
+    def parts_of(self, name: str) -> list[int]:
+        """Those that an entrant was judged on; none if it can't be made."""
+        found = [part for part in range(NUM_FOLDS) if Trial(name, part) in self._measured]
+        return [] if name in self.failures else found
 
-        def score(candidates: Sequence[Calibrator]) -> list[Scores]:
-            self._fit([Fit(at, EVERY - unseen - {other}) for at in candidates for other in deciding])
-            return [scored(at) for at in candidates]
+    def scores(self, name: str, parts: Sequence[int], share: float = 1.0) -> Scores:
+        """At a share of the way from the base, on these parts, each judged by a model that was made without it."""
+        return Scores({task: of["score"] for task, of in self._values(name, parts, share).items()})
 
-        def scored(at: Calibrator) -> Scores:
-            try:
-                return self.scores(dict.fromkeys(deciding, at), unseen)
-            except SingularGramError:
-                if at is start:
-                    raise
-                return Scores({task: np.array([np.inf]) for task in self.samples})
+    def best_of(self, name: str, parts: Sequence[int]) -> tuple[float, Scores]:
+        """The share with the lowest mean score on these parts, the largest of equals, and the scores there."""
+        shares = sorted(self._measured[Trial(name, parts[0])], reverse=True)
+        found = {share: self.scores(name, parts, share) for share in shares}
+        best = min(shares, key=lambda share: found[share].mean)
+        return best, found[best]
 
-        best, tried = search(start, score, varies=varies)
-        for at, scores in tried:
-            settings = {name: getattr(at, name) for name in start.searched}
-            self.tried.append(settings | {"fold": fold, "score": _finite(scores.mean)})
-        return best
+    def curve(self, name: str, parts: Sequence[int]) -> list[dict[str, Any]]:
+        """See `CalibrationInfo.shrink`."""
+        at = {share: self._values(name, parts, share) for share in self._measured[Trial(name, parts[0])]}
+        at[0.0] = self._values("base", parts, 1.0)
+        return [share_entry(share, values, self.judge.score) for share, values in sorted(at.items())]
 
-    def _fit(self, wanted: Sequence[Fit]) -> None:
-        """Calibrate on some folds each and score on the others; nothing twice."""
-        new = {name: fit for fit in wanted if (name := _name_of(fit)) not in self._known}
-        tried: list[Fit] = []
-
-        def attempts(fits: Sequence[Fit]) -> Iterator[tuple[Fit, Outcome[Scored]]]:
-            tried.extend(fits)
-            return self._trials.outcomes(fits, measured)
-
-        def measured(fit: Fit) -> Scored:
-            return {str(fold): self._held_out[fold].of(LANE) for fold in FOLDS if fold not in fit.parts}
-
-        for fit, outcome in contest(new.values(), attempts, self._ledger):
-            if fit not in tried:
-                self.bar.begin(
-                    _effort_of(fit)
-                )  # what an earlier sitting has kept counts as if it was done here
-            self._known[_name_of(fit)] = outcome
-            self.costs.append(len(fit.parts) / NUM_FOLDS)
-
-
-def _name_of(candidate: Fit | str) -> str:
-    """What is kept of a fit, or of a model as it is, goes by this."""
-    return candidate if isinstance(candidate, str) else f"{candidate.calibrator!r} {sorted(candidate.parts)}"
-
-
-def _effort_of(fit: Fit) -> float:
-    return fit.calibrator.effort * len(fit.parts) / NUM_FOLDS
-
-
-def _joined(by_fold: Sequence[Mapping[str, NDArray[np.float64]]]) -> Scores:
-    """Scores of the samples of all folds, fold after fold."""
-    return Scores({task: np.concatenate([at[task] for at in by_fold]) for task in by_fold[0]})
-
-
-def outlook(
-    start: Calibrator, counts: Mapping[str, int], *, has_base: bool, others: bool = False
-) -> tuple[list[str], float]:
-    """See `Choice.outlook`; raises at once what `choose_settings` would."""
-    varies = _free(start, has_base=has_base, others=others)
-    for task, count in counts.items():
-        folds_of(count, task)
-    known = {"start": start, **_declared(start, others=others, has_base=has_base)}
-    names = [*(name for name in _PLAIN if name == "merged" or has_base), *known]
-    efforts, searches = [at.effort for at in known.values()], 0.0
-    if varies:
-        names.append("found")
-        efforts.append(start.effort)
-        # Every step is tried without two neighbours of four and, where what was found wins, without each fold.
-        searches = _search_effort(start, varies, has_base) * (2 * NUM_FOLDS - 3)
-    effort = sum(efforts) * (NUM_FOLDS - 1) + searches + max(efforts)
-    return [_title(name, known) for name in names], effort
-
-
-def _search_effort(start: Calibrator, varies: Sequence[str], has_base: bool) -> float:
-    """What it takes to calibrate once with everything that a search tries."""
-    steps = sum(len(start.steps_from(name, has_base=has_base)) for name in varies)
-    return start.effort * (1 + steps if varies else 0)
-
-
-HELD_OUT = Chooser(choose_settings, outlook)
-"""The best settings of one calibrator, or the merged model or base as it is."""
-
-BEST = Chooser(functools.partial(choose_settings, others=True), functools.partial(outlook, others=True))
-"""The same among all calibrators that declare candidates."""
-
-
-def choice_of(request: CalibrationRequest) -> Chooser | None:
-    """How a request wants its hyperparameters chosen, or its share of the way from the base; None where nothing is."""
-    choose = (BEST if request.method is None else HELD_OUT) if request.auto else None
-    if request.shrink != "auto":
-        return choose
-    looks = _of_one if choose is None else choose.outlook
-    return dataclasses.replace(
-        choose or Chooser(), outlook=functools.partial(_with_shares, looks), shares=shares_of_the_way
-    )
-
-
-def _of_one(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> tuple[list[str], float]:
-    return [], start.effort
-
-
-def _with_shares(
-    looks: Callable[..., tuple[Sequence[str], float]],
-    start: Calibrator,
-    counts: Mapping[str, int],
-    *,
-    has_base: bool,
-) -> tuple[list[str], float]:
-    """An outlook that is followed by a choice of the share, which calibrates once more without a fold."""
-    for task, count in counts.items():
-        folds_of(count, task, SHRINKING)
-    titles, effort = looks(start, counts, has_base=has_base)
-    return [*titles, f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"], (
-        effort + start.effort * (NUM_FOLDS - 1) / NUM_FOLDS
-    )
-
-
-def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:
-    """The settings that are searched, in this order; none where the calibrator only declares candidates."""
-    known = start.get_params()
-    free = [name for name in start.searched if name in known and start.steps_from(name, has_base=has_base)]
-    if not start.takes_sites or not (free or others or start.candidates):
-        missing = "setting" if start.takes_sites else "closed form"
-        raise SpecError(f"{type(start).__name__} has no {missing} to choose", hint="Leave out --auto.")
-    return free
-
-
-def _declared(start: Calibrator, *, others: bool, has_base: bool) -> dict[str, Calibrator]:
-    """What calibrators declare as candidates, by method and settings, except the start itself."""
-    found: dict[str, Calibrator] = {}
-    for method, kind in calibrators.items():
-        for settings in kind.candidates if others or isinstance(start, kind) else ():
-            made = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
-            made.check(has_base=has_base)
-            if type(made) is not type(start) or made.get_params() != start.get_params():
-                found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
-    return found
-
-
-def _record(
-    decision: Decision,
-    scores: Mapping[str, Scores],
-    failures: Mapping[str, str],
-    known: Mapping[str, Calibrator],
-) -> dict[str, Any]:
-    """The decision and every candidate as plain values, for `config.yaml` and the manifest."""
-    compared = []
-    for name in [*scores, *failures]:
-        entry: dict[str, Any] = {"name": name, "title": _title(name, known)}
-        if name in known:
-            entry |= {"method": method_called(known[name]), "settings": plain_settings(known[name])}
-        if name in scores:
-            by_task = scores[name].by_task
-            entry |= {"score": _finite(scores[name].mean), "n": sum(map(len, by_task.values()))}
+    def _values(self, name: str, parts: Sequence[int], share: float) -> Values:
+        if name in self.entrants:
+            found = [self._measured[Trial(name, part)][share] for part in parts]
         else:
-            entry["error"] = failures[name]
-        if name in decision.over_merged:
-            over = dataclasses.asdict(decision.over_merged[name])
-            entry |= {key: _finite(value) for key, value in over.items()}
-        compared.append(entry)
-    return {
+            whole = self._as_it_is(name)
+            found = [
+                {
+                    task: {kind: of[list(self.folds[task][part])] for kind, of in at.items()}
+                    for task, at in whole.items()
+                }
+                for part in parts
+            ]
+        return {
+            task: {kind: np.concatenate([of[task][kind] for of in found]) for kind in found[0][task]}
+            for task in self.samples
+        }
+
+    def _as_it_is(self, name: str) -> Values:
+        trial = Trial(name)
+        if trial not in self._measured:
+
+            def measured(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
+                yield trial, Outcome(_flat({1.0: self._whole.of(name)}))
+
+            ((_, outcome),) = contest([trial], measured, self.ledger)
+            assert outcome.value is not None
+            self._measured[trial] = _by_share(outcome.value)
+        return self._measured[trial][1.0]
+
+    def _judged(self, part: int) -> Scored:
+        """The model at hand, at all shares of the way from the base, on a part."""
+        pool, found = self.study.pool, dict[float, Values]()
+        places = {task: folds[part] for task, folds in self.folds.items()}
+        samples = {task: part_of(at, places[task]) for task, at in self.samples.items()}
+        held_out = _Part(self.study, samples, self._measure, whole=self._whole, positions=places)
+        made = pool.source(LANE)
+        for share in self.shares:
+            pool.add(LANE, Between(pool.source("base"), made, share) if share != 1 else made)
+            found[share] = held_out.of(LANE)
+        return _flat(found)
+
+    def _measure(
+        self, model: str, task: str, found: Tensor, expert: Tensor
+    ) -> dict[str, NDArray[np.float64]]:
+        drift = drift_scores(found, expert).cpu().numpy()
+        return {"score": self.judge(model, task, found, expert), "drift": drift}
+
+    def _known_by(self, trial: Trial) -> str:
+        """What is kept of a trial goes by its settings, not by its name."""
+        at = self.entrants.get(trial.name)
+        return trial.name if at is None else f"{at.calibrator or at.merge!r} {at.views} {trial.part}"
+
+
+def _flat(measured: Mapping[float, Values]) -> Scored:
+    """By names of two levels, as a ledger keeps it."""
+    return {f"{share:g} {task}": of for share, at in measured.items() for task, of in at.items()}
+
+
+def _by_share(flat: Scored) -> dict[float, Values]:
+    found = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
+    for name, of in flat.items():
+        share, task = name.split(" ", 1)
+        found.setdefault(float(share), {})[task] = of
+    return {**found}
+
+
+def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
+    """The decision among what is left and the models as they are, and every candidate, as plain values."""
+    plain = [name for name in _PLAIN if name == "merged" or tries.study.has_base]
+    parts = tries.parts_of(left[0].name) if left else [0]
+    best = {at.name: tries.best_of(at.name, parts) for at in left}
+    scores = {name: tries.scores(name, parts) for name in plain} | {
+        name: of for name, (_, of) in best.items()
+    }
+    decision = decide(scores, [[*best]], among=len(plain) + len(tries.entrants) - 1)
+    compared = [_entry(tries, name, None, scores[name], decision) for name in plain]
+    for name in tries.entrants:
+        # What was left behind is told on the parts that it was judged on, beside the merged model on the same.
+        own = tries.parts_of(name)
+        share, found = best.get(name) or (tries.best_of(name, own) if own else (None, None))
+        compared.append(_entry(tries, name, share, found, decision))
+    record: dict[str, Any] = {
         "kept": decision.name if decision.name in _PLAIN else "",
         "choice": decision.name,
         "best": decision.best,
@@ -412,20 +383,97 @@ def _record(
         "level": LEVEL,
         "correction": f"Bonferroni, {decision.among} comparisons",
     }
+    if decision.name in best and tries.study.has_base:
+        record |= {"share": best[decision.name][0], "curve": tries.curve(decision.name, parts)}
+    return record
 
 
-def _title(name: str, known: Mapping[str, Calibrator]) -> str:
-    """What a candidate is called; `known` has calibrators by name, not that of a search that finds one per fold."""
-    if name in _PLAIN:
-        return _PLAIN[name]
-    start = known["start"]
-    if name not in known:
-        return f"{method_called(start)} with {', '.join(start.searched)} searched"
-    at = known[name]
+def _entry(
+    tries: _Tries, name: str, share: float | None, scores: Scores | None, decision: Decision
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": name, "title": _PLAIN.get(name, "")}
+    at = tries.entrants.get(name)
+    if at is not None:
+        entry |= {"title": at.title}
+    if at is not None and at.calibrator is not None:
+        entry |= {"method": method_called(at.calibrator), "settings": plain_settings(at.calibrator)}
+    if share is not None:
+        entry["share"] = share
+    if scores is None:
+        return entry | {"error": tries.failures[name]}
+    entry |= {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
+    if name == "merged":
+        return entry
+    over = decision.over_merged.get(name) or scores.compared_with(
+        tries.scores("merged", tries.parts_of(name)), among=decision.among
+    )
+    return entry | {key: _finite(value) for key, value in dataclasses.asdict(over).items()}
+
+
+def outlook(
+    start: Calibrator, counts: Mapping[str, int], *, has_base: bool, others: bool = False
+) -> tuple[list[str], float]:
+    """See `Choice.outlook`; raises at once what `choose_settings` would."""
+    entrants = _entrants(start, others=others, has_base=has_base)
+    for task, count in counts.items():
+        folds_of(count, task)
+    titles = [text for name, text in _PLAIN.items() if name == "merged" or has_base]
+    return [*titles, *(at.title for at in entrants)], (BUDGET + 1) * _dearest(entrants)
+
+
+HELD_OUT = Chooser(choose_settings, outlook)
+"""The best settings of one calibrator and its share, or the merged model or base as it is."""
+
+BEST = Chooser(functools.partial(choose_settings, others=True), functools.partial(outlook, others=True))
+"""Of all calibrators that declare candidates, other merges, and the models as they are."""
+
+
+def choice_of(request: CalibrationRequest) -> Chooser | None:
+    """How a request wants its hyperparameters chosen, or its share of the way from the base; None where nothing is."""
+    if request.auto:
+        others, share = request.method is None, request.shrink if isinstance(request.shrink, float) else None
+        return Chooser(
+            functools.partial(choose_settings, others=others, share=share),
+            functools.partial(outlook, others=others),
+        )
+    if request.shrink != "auto":
+        return None
+    return Chooser(outlook=_with_shares, shares=shares_of_the_way)
+
+
+def _with_shares(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> tuple[list[str], float]:
+    """An outlook of a choice of the share alone, which calibrates once more without a fold."""
+    for task, count in counts.items():
+        folds_of(count, task, SHRINKING)
+    title = f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"
+    return [title], start.effort * (2 * NUM_FOLDS - 1) / NUM_FOLDS
+
+
+def _entrants(start: Calibrator, *, others: bool, has_base: bool) -> list[Entrant]:
+    """The start, and what calibrators declare as candidates but the start itself."""
+    if not start.takes_sites:
+        raise SpecError(f"{type(start).__name__} has no closed form to choose", hint="Leave out --auto.")
+    found = {"start": start}
+    for method, kind in calibrators.items():
+        own = vars(kind).get("candidates", ())  # what a method inherits is the other one's
+        for settings in own if others or isinstance(start, kind) else ():
+            made = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
+            try:
+                made.check(has_base=has_base)
+            except SpecError:  # it takes a base, and there is none
+                continue
+            if all(
+                type(at) is not type(made) or at.get_params() != made.get_params() for at in found.values()
+            ):
+                found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
+    return [Entrant(name, _title(name, at, start), at, at.effort) for name, at in found.items()]
+
+
+def _title(name: str, at: Calibrator, start: Calibrator) -> str:
     method, preset = method_called(at), preset_of(at)
     if preset:
         return f"{method} ({preset})"
-    before = (start if name == "found" else type(at)()).get_params()
+    before = (start if type(at) is type(start) and name != "start" else type(at)()).get_params()
     changed = [f"{key} {value}" for key, value in at.get_params().items() if value != before[key]]
     return f"{method} with {', '.join(changed)}" if changed else method
 

@@ -93,10 +93,10 @@ def shares_of_the_way(
 
     ledger = KeptScores[float](kept, lambda share: f"{share:g}", study.team)
     by_share = {share: outcome.value for share, outcome in contest(SHARES, attempts, ledger)}
-    return [_entry(share, by_share[share] or {}, judge.score) for share in SHARES]
+    return [share_entry(share, by_share[share] or {}, judge.score) for share in SHARES]
 
 
-def _entry(
+def share_entry(
     share: float, by_task: Mapping[str, Mapping[str, NDArray[np.float64]]], what: str
 ) -> dict[str, Any]:
     """Means over tasks with their intervals, samples being strata by task."""

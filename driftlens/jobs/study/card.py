@@ -369,7 +369,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
         yield from _sites(run, name)
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
     if info.shrink:
-        how = ", chosen on held-out samples" if info.shrink["asked"] == "auto" else ""
+        how = ", chosen on held-out samples" if "curve" in info.shrink else ""
         yield "Shrunk", f"to {info.shrink['share']:g} of the way from the base{how}"
     yield from [("Views of samples", ", ".join(sorted({*info.views.values()})))] if info.views else []
     yield "Preset", info.preset or "none"

@@ -34,7 +34,7 @@ _NO_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>No suc
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
 
 
-_LIBRARIES = ("pandas", "plotly.graph_objects", "scipy.special")
+_LIBRARIES = ("pandas", "plotly.graph_objects", "scipy.special", "sklearn.neighbors", "sklearn.decomposition")
 _OWN_FILES = [file.name for file in Path(file_util.get_static_dir()).iterdir()]
 _STREAMLITS = ("_stcore", "media", "component", "app/static", *_OWN_FILES)
 """First parts of addresses that Streamlit answers itself; it shows its own page at any other."""

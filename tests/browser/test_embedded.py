@@ -29,7 +29,10 @@ def opened(page: Any, app_url: str, full: DriftRun) -> Callable[..., Any]:
     """Opens a page of the dashboard on the run, and gives the explorer's frame in it once that is drawn."""
     page.emulate_media(reduced_motion="reduce")
     page.said = []
-    page.on("console", lambda message: page.said.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: page.said.append(message.text) if message.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: page.said.append(str(error)))
 
     def open_at(
@@ -46,7 +49,7 @@ def frame_of(page: Any) -> Any:
     """The explorer's frame, once it has drawn."""
     settled(page)
     page.locator("iframe").scroll_into_view_if_needed()  # browsers let frames rest that nobody sees
-    (frame,) = [frame for frame in page.frames if frame.name.startswith("driftlens ")]
+    frame = page.locator("iframe").element_handle().content_frame()
     eventually(frame, "window.explorer && explorer.frames > 0")
     eventually(frame, "document.documentElement.scrollHeight === innerHeight")  # nothing moves any more
     return frame

@@ -66,7 +66,7 @@ def places(page: Any, panel: int = 0) -> dict[str, tuple[float, float]]:
 
 def box_left_half(page: Any) -> list[str]:
     """Drag a box over the left half of the first panel; the samples that lie there."""
-    page.get_by_label("box").check()
+    page.get_by_role("radio", name="box").check()
     page.locator("canvas").first.scroll_into_view_if_needed()
     box = page.locator("canvas").first.bounding_box()
     middle = box["x"] + box["width"] / 2
@@ -200,12 +200,57 @@ def test_the_keyboard_alone_reaches_a_sample_its_neighbours_and_the_table(opened
     page.keyboard.press("Enter")
     expect(page.locator("#detail h2")).to_contain_text("Sample")
     assert page.locator("#detail .near").count() == 4 and page.locator(".neighbour").count() == 4 * 8
+    stages = ["base", "merged", "featcal"]  # a line each through all layers, which its table has as numbers
+    assert sorted(page.locator("#detail .lines text").all_text_contents()[-3:]) == sorted(stages)
+    assert page.locator("#detail .lines path:not(.axis)").count() == len(stages)
     page.keyboard.press("Space")
     assert len(selected(page)) == 1
     page.keyboard.press("Escape")
     expect(page.locator("#detail")).to_be_hidden()
     page.locator("#as").select_option("table")
     assert page.locator("#cards table tbody tr").count() == 24
+
+
+def test_a_box_is_drawn_by_keys_and_adds_and_takes_away(opened: Open) -> None:
+    page = opened().page
+    page.locator("canvas").focus()
+    x, y = page.evaluate(
+        "(() => { const box = document.querySelector('canvas').getBoundingClientRect(); "
+        "return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+    )
+    quarter = {name for name, (left, top) in places(page).items() if left > x and top > y}
+    below = {name for name, (_, top) in places(page).items() if top > y}
+    right, down = ["Shift+ArrowRight"] * 20, ["Shift+ArrowDown"] * 8
+    for key in ("b", "Enter", *right, *down, "Enter"):
+        page.keyboard.press(key)
+    assert quarter and {*selected(page)} == quarter
+    expect(page.locator("#live")).to_have_text(f"{len(quarter)} selected")
+    for key in ("b", "Enter", *["Shift+ArrowLeft"] * 20, *down, "Shift+Enter"):
+        page.keyboard.press(key)
+    assert {*selected(page)} == below > quarter
+    for key in ("b", "Enter", *right, *down, "Alt+Enter", "b", "ArrowLeft", "Escape"):
+        page.keyboard.press(key)
+    assert {*selected(page)} == below - quarter and page.evaluate("explorer.panels()[0].rod") is None
+    page.get_by_text("Help", exact=True).click()
+    expect(page.locator("#help")).to_contain_text("begins a box")
+
+
+def test_what_merge_and_repair_changed_stands_side_by_side(opened: Open, saved: DriftRun) -> None:
+    page = opened("as=groups").page
+    task = saved.tasks[page.evaluate("explorer.state.task")]
+    became = outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
+    counts = {
+        name: count
+        for name, count in became.value_counts().items()
+        if name in ("repaired", "still wrong", "broken")
+    }
+    shown = page.locator(".groups section")
+    assert shown.count() == len(counts) > 0
+    for group in shown.all():
+        name = group.locator("h3").inner_text().partition(" (")[0]
+        cards = group.locator(".card").evaluate_all("cards => cards.map(card => card.dataset.sample)")
+        assert len(cards) == min(8, counts[name]) and {*cards} <= {*became.index[became == name]}
+    expect(page.locator("#wall-title")).to_have_text(f"{sum(counts.values())} of 40 samples")
 
 
 def test_a_model_without_stored_features_is_named(opened: Open, page: Any, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const N = data.ids.length, S = data.stages.length, L = data.layers.length, K = data.neighbours;
-  const PER_PAGE = 24, PER_GROUP = 12, BINS = 24, MOST_NAMED = 12, FAINT = 0.16, LEG = 1100, REST = 500, TWEEN = 350;
+  const PER_PAGE = 24, PER_GROUP = 8, BINS = 24, MOST_NAMED = 12, FAINT = 0.16, LEG = 1100, REST = 500, TWEEN = 350;
   const GLYPHS = "●■◆▲✚✖▼★";
   const GOOD = ["right", "repaired"];
   const CHANGED = ["wrong", "repaired", "still wrong", "broken"]; // by the merge, and by the repair: what stands side by side
@@ -17,6 +17,7 @@
   const HOSTED = "driftlens ";
   const hosted = parent !== window && window.name.startsWith(HOSTED) ? JSON.parse(window.name.slice(HOSTED.length)) : null;
   const tell = (message) => { if (hosted) parent.postMessage(message, "*"); };
+  const isDark = () => (root.dataset.theme ?? (scheme.matches ? "dark" : "light")) === "dark";
   const setTheme = (dark) => { root.dataset.theme = dark ? "dark" : "light"; };
   const isCompact = hosted?.show === "points";
   if (hosted) { root.dataset.show = hosted.show; setTheme(hosted.dark); }
@@ -496,7 +497,8 @@
       for (let i = task.start; i < task.start + task.n; i++) if (isRight(stage, i) >= 0) { n++; right += isRight(stage, i); }
       const plane = panel.plane, drawn = plane && !plane.stages.includes(stage) ? data.stages[plane.stages.find((at) => at >= stage) ?? plane.stages.at(-1)].title : "";
       const said = (n ? `, ${right} of ${n} right` : "") + (drawn ? `; its features are not stored here, drawn is ${drawn}` : "");
-      const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", ` ${data.layers[panel.layer]} · ${model}${said}`)];
+      const where = isCompact ? said.replace(",", "") : ` ${data.layers[panel.layer]} · ${model}${said}`;
+      const [strong, rest] = [made("strong", "", task.name), made("span", "quiet", where)];
       panel.caption.replaceChildren(strong, rest);
       panel.canvas.setAttribute("aria-label", `Samples of ${task.name} at ${data.layers[panel.layer]}, ${model}${said}. Arrow keys go from sample to sample, Enter opens one, Space selects it, B begins a box.`);
     }
@@ -635,7 +637,8 @@
     const pages = Math.max(1, Math.ceil(longest / each)), onPage = (all) => all.slice(state.page * each, (state.page + 1) * each);
     state.page = Math.min(state.page, pages - 1);
     const shown = onPage(ordered);
-    $("wall-title").textContent = `${list.length} ${list.length === 1 ? "sample" : "samples"}`;
+    const changes = groups.reduce((sum, group) => sum + group.list.length, 0);
+    $("wall-title").textContent = `${state.as === "groups" ? `${changes} of ` : ""}${list.length} ${list.length === 1 ? "sample" : "samples"}`;
     $("page").textContent = `page ${state.page + 1} of ${pages}`;
     $("back").disabled = state.page === 0; $("on").disabled = state.page === pages - 1;
     const box = $("cards"), look = shown.some((i) => data.texts[i]) ? "cards texts" : "cards";
@@ -683,13 +686,31 @@
     const head = made("div", "bar"), stage = changed();
     head.append(made("h2", "", `Sample ${data.ids[i]}`), ...(outcomeOf(i) ? [badge(outcomeOf(i))] : []), Object.assign(button("×", "close", () => pick(-1)), { ariaLabel: "Close this sample" }));
     const body = made("div", "columns"), left = made("div"), image = picture(i, 144);
-    if (image) left.append(image);
     if (data.texts[i]) left.append(made("p", "said", data.texts[i]));
     const models = data.stages.map((_, s) => s).map((s) => [data.stages[s].title, `${word(column.answers[s * N + i])} ${mark(s, i)}`, digits(column.confidence[s * N + i]), s === EXPERT ? "–" : digits(at3(column.drift, s, state.layer, i))]);
     left.append(tabled(["model", "says", "confidence", "drift"], models, "numbers", `${data.tasks[taskOf[i]].name}, class ${word(column.label[i])}; expert's margin ${digits(column.margin[i])}`));
     const rows = data.layers.map((_, l) => [short(l), ...[column.mismatch, column.propagation, column.drift].map((of) => digits(at3(of, stage, l, i))), percent(at3(column.share, stage, l, i))]);
-    body.append(left, tabled(["layer", "adds", "passes on", "drift", "share"], rows, "numbers", `${data.stages[stage].title}, layer by layer`));
+    if (image) left.prepend(image);
+    const ways = made("div");
+    ways.append(...(L > 1 ? [linesOf(i)] : []), tabled(["layer", "adds", "passes on", "drift", "share"], rows, "numbers", `${data.stages[stage].title}, layer by layer`));
+    body.append(left, ways);
     return box.replaceChildren(head, body, ...neighboursOf(i));
+  };
+  const linesOf = (i) => { // drift by layer, a line each model; the numbers stand in the table beside it
+    const W = 380, H = 150, [left, right, low] = [34, 80, H - 18], svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const add = (kind, given, text) => { const part = svg.appendChild(document.createElementNS(svg.namespaceURI, kind)); for (const [key, value] of Object.entries(given)) part.setAttribute(key, value); if (text) part.textContent = text; };
+    const lines = data.stages.map((_, s) => data.layers.map((_, l) => at3(column.drift, s, l, i))).map((values, s) => ({ s, values })).filter(({ s, values }) => s !== EXPERT && values.some(Number.isFinite));
+    const top = Math.max(...lines.flatMap(({ values }) => values.filter(Number.isFinite))) || 1, x = (l) => left + ((W - left - right) * l) / Math.max(1, L - 1), y = (value) => low - ((low - 8) * value) / top;
+    Object.entries({ viewBox: `0 0 ${W} ${H}`, class: "lines", role: "img", "aria-label": `Drift by layer: ${lines.map(({ s, values }) => `${data.stages[s].title} ${values.map((value) => digits(value)).join(", ")}`).join("; ")}` }).forEach(([key, value]) => svg.setAttribute(key, value));
+    add("path", { class: "axis", d: `M${left} 8V${low}H${W - right}` });
+    add("text", { x: 0, y: 12 }, digits(top)); add("text", { x: 0, y: low }, "0"); add("text", { x: left, y: H - 4 }, short(0)); add("text", { x: W - right, y: H - 4, "text-anchor": "end" }, short(L - 1));
+    let above = -Infinity; // labels that would lie on one another move down
+    for (const { s, values } of [...lines].sort((a, b) => (b.values[L - 1] || 0) - (a.values[L - 1] || 0))) {
+      const colour = data.stages[s].colours[Number(isDark())], place = (above = Math.max(above + 12, y(values[L - 1] || 0) + 4));
+      add("path", { stroke: colour, d: values.map((value, l) => (Number.isFinite(value) ? `${l && Number.isFinite(values[l - 1]) ? "L" : "M"}${x(l)} ${y(value)}` : "")).join("") });
+      add("text", { x: W - right + 6, y: place }, data.stages[s].title);
+    }
+    return svg;
   };
   const neighboursOf = (i) => {
     const plane = planeOf(taskOf[i], state.layer), start = data.tasks[taskOf[i]].start, n = data.tasks[taskOf[i]].n;

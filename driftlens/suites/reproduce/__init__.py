@@ -94,7 +94,7 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
         "main": Protocol(
             "every merge with every repair",
             (
-                *("accuracy", "accuracy-avg", "experts", *_SUITES),
+                *("accuracy", "accuracy-avg", "algorithm", "experts", *_SUITES),
                 *("hyper", "drift", "heatmap", "decomposition", "output-drift"),
             ),
             mergers=(),

@@ -74,8 +74,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     baseline = variants.title(options.baseline)
     grid = panels.panel_grid(
         [words.label(task) for task in tasks],
-        x_title=f"cosine, {words.literal(baseline)} (1: as the expert)",
-        y_titles=["cosine, others (1: as the expert)"],
+        x_title=f"cosine, {words.literal(baseline)}",
+        y_titles=["cosine, others"],
         dark=options.dark,
     )
     brush = theme.Brush(run.variants, options.dark)
@@ -97,7 +97,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         of_task = means[means["task"] == task]
         symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
         glyphs = [theme.GLYPHS.get(symbol, words.shown(variant)) for symbol, variant in symbols]
-        lines = [f"{glyph} {gain:+.3f}" for glyph, gain in zip(glyphs, of_task["mean gain"], strict=True)]
+        gained = [f"{gain:+.3f}".replace("-", "\N{MINUS SIGN}") for gain in of_task["mean gain"]]
+        lines = [f"{glyph} {gain}" for glyph, gain in zip(glyphs, gained, strict=True)]
         axis = str(at + 1) if at else ""
         grid.figure.add_annotation(
             text="<br>".join(lines),
@@ -196,9 +197,9 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     line = {"color": theme.palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below").add_vline(0, line=line, layer="below")
     baseline = words.literal(variants.title(options.baseline))
-    x_title = f"gain in mean cosine over {baseline} (cosine, -1 to 1)"
+    x_title = f"gain in mean cosine over {baseline}"
     figure.update_xaxes(title_text=x_title, tickformat=theme.TICK_NUMBER)
-    y_title = f"gain in {of} over {baseline} (percentage points)"
+    y_title = f"gain in {of} over {baseline} (points)"
     figure.update_yaxes(title_text=y_title, tickformat=theme.TICK_NUMBER)
     return Drawn(
         figure,
@@ -240,12 +241,13 @@ def _beside(made: pd.DataFrame) -> list[str]:
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
-    """1, 2 and 5 of every power of ten around the values; plotly itself writes 20 as 2."""
+    """Round numbers around the values: 1, 2 and 5 of a power of ten, all digits where values are near each other."""
     positive = seconds[seconds > 0]
     if positive.empty:
         return []
     first, last = (math.floor(math.log10(end)) for end in (positive.min(), positive.max()))
-    digits = (1, 2, 5) if last - first < 3 else (1,)
+    digits: Sequence[int] = (1, 2, 5) if last - first < 3 else (1,)
+    digits = range(1, 10) if positive.max() < 5 * positive.min() else digits
     return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
 
 
@@ -287,19 +289,25 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
         ring = "circle-open" if row["task_id"] else "circle"
         figure.add_trace(point.update(marker={"symbol": ring, "line": {"width": 2}}))
     theme.apply_theme(figure, height=420, dark=options.dark)
-    for row in rows[~is_made].to_dict("records"):
+    # In the order of their scores: names of lines that lie close stand apart.
+    levels = rows[~is_made].sort_values("score").to_dict("records")
+    for row, place in zip(levels, ("bottom right", "top left", "top right")[-len(levels) :], strict=True):
         part = "expert" if row["model"] == "experts" else str(row["model"])
         figure.add_hline(
             row["score"],
             line={"color": brush.look(part).colour, "width": 1, "dash": "dot"},
             annotation_text=words.label(str(row["model"])),
             annotation_font=theme.ink(dark=options.dark),
-            annotation_position="top right",
+            annotation_position=place,
         )
     at = _ticks(made["seconds"])
     ticks = {"tickvals": at, "ticktext": [f"{second:,.10g}" for second in at]}
     figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
-    figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
+    low, high = float(rows["score"].min()), float(rows["score"].max())
+    room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # of the names beside lines
+    figure.update_yaxes(
+        title_text="mean score over tasks", tickformat=theme.TICK_SHARE, autorangeoptions=room
+    )
     scores = "; ".join(
         f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)
     )

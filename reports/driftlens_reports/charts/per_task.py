@@ -118,7 +118,7 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
 
 @chart(
     "accuracy",
-    title="Accuracy, or another score, by task",
+    title="Score by task",
     section="accuracy",
     rank=10,
     presets=("standard", "calibration"),
@@ -139,7 +139,7 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     said = "95 % Wilson interval" if is_wilson else "95 % interval"
-    title = f"{of} ({'% of test samples' if is_wilson else 'times 100'})"
+    title = f"{of} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
         task_figure(run, rows, column, title, interval=said, as_bars=True, dark=options.dark),
         alt=f"{of[:1].upper()}{of[1:]} over {words.counted(len(tasks), 'task')}: "
@@ -223,7 +223,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     said = picking.SPREADS.get(options.band, "")
-    title = "mean cosine to the expert (1: same direction)"
+    title = "mean cosine to the expert"
     return Drawn(
         task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
@@ -273,7 +273,7 @@ def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks, column = picking.chosen_tasks(run, options), _VECTORS["cos"]
     rows = _params(run, options, scopes=["backbone"])[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
     rows = with_average(rows, column, tasks)
-    title = "cosine of task vectors (1: same direction)"
+    title = "cosine of task vectors"
     return Drawn(
         task_figure(run, rows, column, title, dark=options.dark),
         alt=f"Cosine of task vectors to the expert's over the whole backbone and {words.counted(len(tasks), 'task')}: "
@@ -339,7 +339,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     grid = panels.panel_grid(
         ["", ""],
         x_title=[panels.layer_title(run), "group of modules"],
-        y_titles=["cosine of task vectors (1: same direction)"],
+        y_titles=["cosine of task vectors"],
         columns=2,
         height=310,
         dark=options.dark,

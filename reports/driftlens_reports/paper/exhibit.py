@@ -158,19 +158,23 @@ Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One figure or table; `paper`: where the paper has its like, for example "Figure 1"; empty for ours."""
+    """One figure or table; `paper`: where the paper has its like, for example "Figure 1"; empty for ours.
+
+    `has_latex`: of a figure, whether it is there as LaTeX, too.
+    """
 
     name: str
     kind: Kind
     title: str
     paper: str
     draw: Draw
+    has_latex: bool = False
 
 
 exhibits: Registry[Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
-def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
+def figure(name: str, *, title: str, paper: str = "", latex: bool = False) -> Callable[[Draw], Draw]:
     """Decorator that files a drawing function as the figure `name`; it runs in the sheet of the width asked for."""
 
     def file(draw: Draw) -> Draw:
@@ -181,7 +185,7 @@ def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
             with sheet(venue_of(options.width)), named(options.names_of(runs)):
                 return draw(runs, options)
 
-        exhibits.register(name)(Exhibit(name, "figure", title, paper, drawn))
+        exhibits.register(name)(Exhibit(name, "figure", title, paper, drawn, latex))
         return drawn
 
     return file

@@ -60,7 +60,7 @@ class Artifact(Exhibited):
         return _write(target, self.content(target.suffix.removeprefix(".")))
 
     def to_latex(self, path: PathLike | None = None) -> str:
-        r"""The table as a fragment to \input, also written to `path` where one is given; refuses a figure."""
+        r"""The table as a fragment to \input, also written to `path` where one is given; refuses most figures."""
         content = self.content("tex")
         if path is not None:
             _write(pathlib.Path(path), content)
@@ -145,7 +145,7 @@ def export(
 
 def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     """Those of the formats that the exhibit can be saved as; refused where it is none of them."""
-    possible = (*DRAWN[exhibit.kind], *SIBLINGS)
+    possible = (*DRAWN[exhibit.kind], *(DRAWN["table"] if exhibit.has_latex else ()), *SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
         raise SpecError(

@@ -106,12 +106,16 @@ def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> e
     is_slide = venue_of(options.width) == "slide"
     calibrated = options.calibrated_of(run)
     variants, shown = ["merged", *calibrated], ["merged", *(calibrated or [None])]
+    is_many = len(tasks) > 4 and not calibrated
+    shown = shown[:1] if is_many else shown
     most = (3 if options.is_narrow else 4 if len(tasks) <= 12 else 5) * (2 if is_slide else 1)
     across = min(most, max(len(tasks), 2))
     # A cell is a square with its title or its cosine; a single task's panels stand side by side.
     across, each = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = each * max(1, math.ceil(len(tasks) / across))
     plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width), "scatter-grid")
+    if is_many:  # a frame below every task would say nothing but this
+        plate.lack("calibrated features", f"`{exhibit.CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
     for at, task in enumerate(tasks):

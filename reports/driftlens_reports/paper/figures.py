@@ -20,7 +20,7 @@ from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.words import between, called
+from driftlens_reports.charts.words import between, called, label
 from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.static import add_legend, draw_panels, finish, height_of, rough_size
@@ -115,11 +115,14 @@ def _frame(axes: Axes, gap: exhibit.Gap) -> None:
     letters = max(12, int(0.9 * rough_size(axes)[0] * 72 / (0.45 * size)))
     whole: dict[str, Any] = dict.fromkeys(("break_on_hyphens", "break_long_words"), False)
     # Backticks mark commands where the words are typeset; a figure has one font.
-    parts = (
+    parts = [
         "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, **whole))
         for part in (gap.name, gap.missing)
-    )
-    text = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)
+    ]
+    lines = "\n\n".join(parts)
+    if 1.3 * size * (lines.count("\n") + 1) > 0.9 * rough_size(axes)[1] * 72:
+        lines = parts[0]  # the caption has the rest
+    text = axes.text(0.5, 0.5, lines, ha="center", va="center", transform=axes.transAxes)
     text.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
 
 
@@ -180,6 +183,11 @@ class Picture:
             part.suptitle(title, x=0.01, ha="left", fontsize="medium")
         for key in _tidy(self.run, self.drawn.data, self.view.quantities):
             plate.record(letter or "a", self.run, **key)
+        if self.task:  # the caption says it
+            begun = label(self.task)[:8]  # longer names are cut, each as its panel asks for
+            for note in self.drawn.figure.layout.annotations:
+                if note.text and note.text.startswith(begun):
+                    note.text = note.text.split(": ", 1)[-1]
         panels = draw_panels(self.drawn.figure, part)
         plate.panels += panels
         plate.charts.append(self.drawn.figure)

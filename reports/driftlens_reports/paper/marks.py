@@ -46,6 +46,8 @@ _INK = "#1B1B1B"
 """Of what a chart gives no colour."""
 _BESIDE = 0.58
 """How far off the middle of a bar with a number whiskers stand, in parts of its width: outside, above and below it."""
+_MANY = 12
+"""Points beyond which long names are cut, which would run over others."""
 _SHADES = 64
 """Of a continuous scale: more than an eye tells apart, few enough for a colour bar of shapes."""
 _RGBA = re.compile(r"rgba?\(([^)]*)\)")
@@ -243,7 +245,9 @@ def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
         above, beside = side.split()
         away = 6 if above == "middle" else 3  # at the height of the mark, or past its corner
         offset = {"left": -away, "right": away}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
-        note = axes.annotate(plain(text), (across, along), offset, textcoords="offset points")
+        said = plain(text)
+        said = f"{said[:11]}…" if len(x) > _MANY and len(said) > 12 else said
+        note = axes.annotate(said, (across, along), offset, textcoords="offset points")
         note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"))
 
 

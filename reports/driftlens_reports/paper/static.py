@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ _WIDTH, _FONT = 960.0, 11.0
 """Pixels: width and letters of a chart on a screen, from which its height follows on paper."""
 _LETTER = 0.52
 """Width of an average letter, in parts of its height."""
+_SAID = re.compile(r" \((%|ratio|count)\)$")
+"""Units that ticks or words show anyway, which titles of axes on paper go without."""
 _SAMPLE = 8
 """Letters that would fit into the room of a legend's sample and its gaps."""
 
@@ -288,7 +291,7 @@ def _add_words(
             if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
                 panels[place.pair].axes.set_title(said)
     names = {
-        pair: [marks.plain(panel.settings[letter].title.text) for letter in "xy"]
+        pair: [_SAID.sub("", marks.plain(panel.settings[letter].title.text)) for letter in "xy"]
         for pair, panel in panels.items()
     }
     below = {x for x, _ in names.values() if x}
@@ -313,9 +316,11 @@ def _fit_words(panel: Panel) -> None:
     axes.set_title(textwrap.fill(axes.get_title(loc="left"), letters, break_long_words=False))
     names = axes.get_xticklabels() if panel.names.get("x") else []
     if sum(len(name.get_text()) + 2 for name in names) * 0.055 > rough_size(axes)[0]:
-        axes.tick_params(axis="x", rotation=30)
+        # Letters are as high as their lines are apart; steeper where names stand closer than that.
+        step = rough_size(axes)[0] * 72 / len(names) / (1.15 * rcParams["xtick.labelsize"])
+        axes.tick_params(axis="x", rotation=30 if step > 2 else 60 if step > 1.16 else 90)
         for name in names:
-            name.set(ha="right", rotation_mode="anchor")
+            name.set(ha="right", va="top" if step > 1.16 else "center", rotation_mode="anchor")
 
 
 def _add_scales(chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pair, Panel]) -> None:
@@ -333,6 +338,6 @@ def _add_scales(chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pa
         )
         form = scale.colorbar.tickformat or ".4~g"
         bar.ax.yaxis.set_major_formatter(lambda value, _, form=form: marks.number(value, form))
-        bar.set_label(marks.plain(scale.colorbar.title.text))
+        bar.set_label(_SAID.sub("", marks.plain(scale.colorbar.title.text)))
         bar.outline.set_visible(False)
         bar.solids.set_rasterized(False)  # shapes, where it would be a picture within the picture

@@ -26,15 +26,17 @@ FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
 PROMISED = {
     *("intro", "diagnostics", "scatter-grid", "data-efficiency", "corruptions", "sweeps", "decomposition"),
     *("contributions", "amplification", "output-drift", "heatmap", "self-checks", "repairs"),
+    "algorithm",
 }
-WITHOUT_LAYERS = ("corruptions", "self-checks", "sweeps", "data-efficiency", "repairs")
+WITHOUT_LAYERS = ("corruptions", "self-checks", "sweeps", "data-efficiency", "repairs", "algorithm")
 PRINTED = {
-    "cos_mean",
-    "mean gain of cos",
-    "change of final drift_l2_mean",
-    "change of final drift_l2_mean, percent",
+    "cos_mean": 2,
+    "mean gain of cos": 3,
+    "change of final drift_l2_mean": 2,
+    "change of final drift_l2_mean, percent": 0,
+    "calibration samples": 0,
 }
-"""Quantities that figures may print in digits."""
+"""Quantities that figures may print, with how many digits behind the point."""
 
 SMALL = Size(blocks=1, samples=4, tests=20)
 
@@ -81,8 +83,7 @@ def test_every_recorded_number_is_drawn_or_printed(name: str, run: DriftRun) -> 
         if "std over seeds" in quantity or quantity == "jacobian_error":
             continue  # drawn as ends of bars and bands; see test_figures_values
         if quantity in PRINTED and not shows(numbers, value):
-            digits = {"cos_mean": 2, "mean gain of cos": 3}.get(quantity, 0 if "percent" in quantity else 2)
-            assert f"{abs(value):.{digits}f}" in said, row
+            assert f"{abs(value):.{PRINTED[quantity]}f}" in said, row
         else:
             assert shows(numbers, value), row
 

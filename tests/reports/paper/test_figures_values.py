@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from pathlib import Path
 
@@ -246,3 +247,25 @@ def test_repairs_stand_where_the_arena_puts_them(tmp_path: Path) -> None:
 def test_rows_say_which_run_they_come_from(run: DriftRun) -> None:
     data: pd.DataFrame = draw("heatmap", run).data
     assert set(data["run"]) == {run.id} and set(data["source"]) == {"measured"}
+
+
+@pytest.mark.parametrize("order", ["steps", "block"])
+def test_the_algorithm_says_what_the_run_did(run: DriftRun, order: str) -> None:
+    (name, info), *_ = run.manifest.calibrations.items()
+    assert info.method == "featcal"
+    shown = draw("algorithm", run)
+    latex, said = shown.latex or "", words(shown.figure)
+    counts = {*info.samples.values()}
+    assert all(f"n = {count}" in latex and f"n = {count}" in said for count in counts)
+    assert f"$\\lambda$ = {info.settings['lam']:g}" in latex
+    assert "gain and shift of each norm" in latex
+    settings = {"order": order, "residual": 1.0, "weights": "uniform", "cv": "off", "folds": 4, "ridge": 0.03}
+    residual = dataclasses.replace(info, method="residual", settings=settings)
+    manifest = dataclasses.replace(run.manifest, calibrations={name: residual})
+    other = draw("algorithm", DriftRun(run.path, manifest)).latex or ""
+    for text in (latex, other):
+        assert (
+            text.count("\\For{") == text.count("\\EndFor") == (2 if text is latex or order == "block" else 3)
+        )
+    assert "ridge = 0.03" in other and "folds" not in other and "cross-validation" not in other
+    assert "backward" not in other  # tokens count alike

@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults padding sbom browser families bench demo suites docs notebooks gallery screenshots lowest
+.PHONY: help install check format test test-slow fuzz faults padding sbom browser families bench demo suites docs notebooks gallery screenshots dist lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +69,10 @@ gallery:         ## demo run, then pictures and a light report under reports/gal
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots
+
+dist:            ## sdist and wheel under dist/, of the version that the git tag says
+	$(PYTHON) -m pip install build
+	rm -rf dist && $(PYTHON) -m build
 
 lowest:          ## tests with the lowest supported versions, in an environment of its own
 	$(PYTHON) -m pip install uv && uv venv --clear .venv-lowest

@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "analyze": "driftlens.front.api",
     "arena": "driftlens.front.api",
@@ -56,11 +54,23 @@ __all__ = sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'driftlens' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _version() -> str:
+    """The installed one; in a clone that was not installed the one to come."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("driftlens-merge")
+    except PackageNotFoundError:
+        return "0.1.0"
 
 
 def __dir__() -> list[str]:

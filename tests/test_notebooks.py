@@ -34,7 +34,7 @@ def test_a_notebook_is_kept_with_what_came_out_of_it(name: str) -> None:
 @pytest.mark.timeout(1200)
 def test_the_notebooks_run(place: Path) -> None:
     """In one test, as the first makes the run that the others open."""
-    pytest.importorskip("nbclient", reason="executes notebooks: pip install 'driftlens[docs]'")
+    pytest.importorskip("nbclient", reason="executes notebooks: pip install 'driftlens-merge[docs]'")
     for name in ORDER:
         executed(name, place)
     assert (place / "driftlens-demo" / "manifest.json").is_file() and any((place / "exhibits").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import threading
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from streamlit import file_util, net_util
 
 from driftlens_app import views
 from driftlens_app.launch import in_url
+from driftlens_app.settings import Settings
 
 _FIRST = "runs"
 _NO_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>No such page - DriftLens</title>
@@ -82,8 +84,14 @@ def _is_own(scope: Scope) -> bool:
     return not origin_needed if origin is None else origin == f"{scheme}://{headers.get('Host')}"
 
 
+def _framed_by() -> str:
+    """Whose frames it shows in: nobody's, as a click might not be meant for it; where it can do nothing, a site's."""
+    site = os.environ.get("DRIFTLENS_FRAMED_BY", "") if Settings.from_environment().read_only else ""
+    return site if re.fullmatch(r"https://[\w.-]+", site) else "'none'"
+
+
 class _OwnAnswers:
-    """Pages of others get no answer, and none shows inside their frames, where a click might not be meant for it."""
+    """Pages of others get no answer, and none shows inside their frames, but see `_framed_by`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -96,7 +104,7 @@ class _OwnAnswers:
 
         async def alone(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Content-Security-Policy"] = "frame-ancestors 'none'"
+                MutableHeaders(scope=message)["Content-Security-Policy"] = f"frame-ancestors {_framed_by()}"
             await send(message)
 
         await self.app(scope, receive, alone)

@@ -136,7 +136,7 @@ def _load(entry: HfData, access: Access) -> Any:
         import datasets
     except ImportError as error:
         raise DataError(
-            "data sets of kind hf need the package `datasets`", hint="pip install driftlens[data]"
+            "data sets of kind hf need the package `datasets`", hint="pip install 'driftlens-merge[data]'"
         ) from error
     if Path(entry.path).is_dir():
         hint = "Write it with DatasetDict.save_to_disk."

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import driftlens
 from driftlens.base.errors import RunError
 from driftlens.base.files import from_json, plain_file, write_json_atomic
 from driftlens.base.registry import installed, origin
@@ -206,7 +207,7 @@ class Manifest:
 
 
 _PACKAGES = (
-    *("driftlens", "torch", "torchvision", "numpy", "scipy", "pandas", "pyarrow", "safetensors"),
+    *("torch", "torchvision", "numpy", "scipy", "pandas", "pyarrow", "safetensors"),
     *("scikit-learn", "transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly"),
     *("matplotlib", "umap-learn"),
 )
@@ -220,7 +221,8 @@ _VARIABLES = (
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that compute, write or add to DriftLens; nothing is imported."""
     found = {package: version for package in _PACKAGES if (version := version_of(package))}
-    return {"python": platform.python_version(), **found, **dict(map(origin, installed()))}
+    own = {"driftlens": driftlens.__version__}
+    return {"python": platform.python_version(), **own, **found, **dict(map(origin, installed()))}
 
 
 @functools.cache  # a package's metadata are read whole for it

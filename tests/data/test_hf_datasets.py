@@ -162,7 +162,7 @@ def test_a_hub_id_is_loaded_with_its_configuration(saved: Path, monkeypatch: pyt
 
 def test_without_the_library_the_remedy_is_its_extra(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refusing(DataError, match="need the package `datasets`", hint="pip install driftlens[data]"):
+    with refusing(DataError, match="need the package `datasets`", hint="driftlens-merge"):
         opened(**entry(saved))
 
 

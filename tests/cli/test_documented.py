@@ -1,0 +1,78 @@
+"""Every command of README and docs runs, page by page in the order in which a reader types them, on small models."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from driftlens.runs.run import DriftRun
+from tests.cli.conftest import Cli
+from tests.zoo.world import World, write_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ("runs/ta", "runs/ta8", "RUN", "driftlens-demo")
+"""What pages call a run that the reader has."""
+NOT_HERE = {
+    r"demo": "tests/cli/test_demo.py runs it",
+    r"ui ": "a server, which tests/browser starts",
+    r"reproduce clip-b32-8": "its models are on the Hub; tests/pipeline/test_reproduce.py runs a small suite",
+    r"doctor --measure": "times processes beside each other, for a minute",
+}
+"""Commands that can't run in a test, and why."""
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of the lines in a page's bash blocks that call driftlens."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(^|\s)#.*", "", "".join(blocks).replace("\\\n", " "), flags=re.MULTILINE)
+    lines = re.findall(
+        r"(?:^|&& )(driftlens .*?)(?= &&|$)", text, re.MULTILINE
+    )  # indented, they are of a script
+    return [shlex.split(line)[1:] for line in lines]
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if commands(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_tells_to_type_runs(
+    page: Path,
+    world: World,
+    light: DriftRun,
+    run_cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in RUNS:
+        shutil.copytree(light.path, tmp_path / run)
+    files = re.findall(
+        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    for name, text in files:
+        if "/" not in name:
+            (tmp_path / name).write_text(text)
+
+    def filled_in() -> None:
+        spec = world.one_task(metrics={"jacobian": False})
+        spec["data"]["defaults"]["n"] = 8  # the least among which --auto chooses
+        write_spec(tmp_path / "run.yaml", spec)
+
+    filled_in()
+    for words in commands(page):
+        line = " ".join(words)
+        if any(re.match(pattern, line) for pattern in NOT_HERE):
+            continue
+        if words[0] == "init":
+            (tmp_path / "run.yaml").unlink()
+        if words[0] == "analyze":
+            shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+        done = run_cli(*words)
+        assert done.code == 0, f"{page.name}: driftlens {line}\n{done.err}"
+        if words[0] == "init":
+            filled_in()  # as a reader would

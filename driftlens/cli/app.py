@@ -317,7 +317,9 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
 
 def say(text: str) -> None:
     """A result, on stdout."""
-    typer.echo(harmless(text))
+    from driftlens_reports.terminal import shows_signs
+
+    typer.echo(harmless(text).replace(" +- ", " ± ") if " +- " in text and shows_signs() else harmless(text))
 
 
 def say_saved(place: Path) -> None:

@@ -17,6 +17,7 @@ from driftlens.cli.app import (
     app,
     flagged,
     limited_threads,
+    manner,
     note,
     say,
     say_json,
@@ -123,8 +124,9 @@ def analyze(spec: SpecFile, request: AnalysisRequest, job: Job, as_json: JsonFla
     resolved = load_spec(spec, request.over_spec)
     with job.context() as context:
         run = run_analysis(resolved, request, context)
-    for text in (*run.manifest.warnings, *run.manifest.notices):
-        note(f"notice: {text}")
+    if manner.verbose:
+        for text in (*run.manifest.warnings, *run.manifest.notices):
+            note(f"notice: {text}")
     show_run(run, as_json=as_json)
 
 

@@ -190,11 +190,12 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
         return ["There is one expert, so no task vectors conflict."]
     said = []
     for row in found["conflicts"][:3]:
-        side = "less than" if row["cos"] < row["orthogonal"] else "no less than"
+        side = "less" if row["cos"] < row["orthogonal"] else "as well as or better"
+        side += " than they would if experts changed unrelated things"
         said.append(
-            f"{row['name']}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, "
-            f"{side} the {number(row['orthogonal'])} of a sum of theirs at right angles, and lowest for "
-            f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
+            f"{row['name']}: the merge's change of weights follows the experts' {side} (cosine {number(row['cos'])} on "
+            f"average, unrelated changes give {number(row['orthogonal'])}); least that of {row['worst_task']} "
+            f"({number(row['worst_cos'])}); {percent(row['sign_agreement'])} of the signs agree."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
     of = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"

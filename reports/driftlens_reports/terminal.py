@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +50,12 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
         pairs = zip(cells, gaps, strict=True)
         columns.append([f"{cell}{gap}" if at < num_names else f"{gap}{cell}" for cell, gap in pairs])
     return ["  ".join(row) for row in zip(*columns, strict=True)]
+
+
+def shows_signs() -> bool:
+    """Whether somebody looks at a terminal that has more than ASCII; what is kept or parsed stays the same anywhere."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return sys.stdout.isatty() and encoding == "utf8" and os.environ.get("TERM") != "dumb"
 
 
 def summary(run: DriftRun, *, verbose: bool = False) -> str:
@@ -121,7 +129,7 @@ def sheet_text(sheet: Table) -> str:
 def _sheet_lines(sheet: Table) -> list[str]:
     """Title, columns and notes of a table; a column of names starts at the left."""
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
-    rows = aligned(sheet.texts(ascii_only=True, gap="-"), num_names=len(names))
+    rows = aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Cli
-from tests.zoo.world import World, write_spec
+from tests.zoo.world import CLASSES, TASKS, World, write_images, write_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("runs/ta", "runs/ta8", "RUN", "driftlens-demo")
@@ -60,7 +60,12 @@ def test_what_a_page_tells_to_type_runs(
 
     def filled_in() -> None:
         spec = world.one_task(metrics={"jacobian": False})
-        spec["data"]["defaults"]["n"] = 8  # the least among which --auto chooses
+        # --auto chooses among 8 samples a task at least.
+        write_images(tmp_path / "flowers.npz", CLASSES["flowers"], train=12, test=12)
+        spec["data"] = {
+            "defaults": {"n": 8, "n_diagnosis": 4},
+            TASKS[0]: {"kind": "npz", "file": "flowers.npz"},
+        }
         write_spec(tmp_path / "run.yaml", spec)
 
     filled_in()

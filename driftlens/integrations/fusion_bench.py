@@ -1,0 +1,143 @@
+"""FeatCal, residual calibration and every other repair as a method of FusionBench, on its pool of models.
+
+    method:
+      _target_: driftlens.integrations.fusion_bench.DriftLensMethod
+      method: residual
+      merge: {_target_: fusion_bench.method.TaskArithmeticAlgorithm, scaling_factor: 0.3}
+      samples: 64
+      out: runs/fusion-bench
+
+The pool has `_pretrained_`, the experts, and a training set for each, of images or tensors; labels are not read. The
+run that is left under `out` is opened by `driftlens show` and `driftlens ui`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.base.errors import DataError, SpecError
+
+DIAGNOSIS = 64
+"""Samples per task on which drift is measured before and after, of those behind the calibration samples."""
+
+
+class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
+    """Merges a pool by another of FusionBench's methods, repairs the merge, and returns it with a run beside.
+
+    Args:
+        method: a calibrator, by `driftlens methods`.
+        merge: the method that merges, as an object or a mapping with `_target_`; Task Arithmetic at 0.3 if left out. A
+            pool with a model `_merged_` is not merged again.
+        preset: published settings of the calibrator.
+        settings: of the calibrator, over the preset.
+        samples: calibration samples per task, from the pool's training sets.
+        out: the run directory, which must not be there.
+        pool_features: how a sample's final features become one vector (cls, mean, last), where the model doesn't say.
+    """
+
+    def __init__(
+        self,
+        method: str = "residual",
+        merge: Any = None,
+        preset: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        samples: int = 64,
+        out: str = "runs/fusion-bench",
+        pool_features: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.method, self.merge, self.preset = method, merge, preset
+        self.settings, self.samples, self.out = settings, samples, out
+        self.pool_features = pool_features
+
+    def run(self, modelpool: Any) -> nn.Module:
+        """The merged and repaired model; errors name what the pool lacks."""
+        pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(modelpool)
+        if not pool.has_pretrained:
+            raise SpecError("the model pool has no _pretrained_", hint="Add the base that experts come from.")
+        base = pool.load_pretrained_model()
+        experts = {name: pool.load_model(name) for name in pool.model_names}
+        merged = self._merged(pool, base, experts)
+        rows = {name: self._rows(pool, name) for name in experts}
+        run = dl.analyze(
+            base=base,
+            merged=merged,
+            experts=experts,
+            data={name: given[self.samples :] for name, given in rows.items()},
+            out=Path(self.out),
+            jacobian=False,
+            pool=self.pool_features,
+        )
+        run = dl.calibrate(
+            run,
+            name=self.method,
+            method=self.method,
+            preset=self.preset,
+            parameters=dict(self.settings or {}),
+            samples=self.samples,
+            data={name: given[: self.samples] for name, given in rows.items()},
+        )
+        repaired = deepcopy(merged)
+        repaired.load_state_dict(run.calibrated_state(self.method), strict=False)
+        return repaired
+
+    def _merged(self, pool: Any, base: nn.Module, experts: Mapping[str, nn.Module]) -> nn.Module:
+        if getattr(pool, "has_merged", False):
+            return pool.load_model("_merged_")
+        if self.merge is not None:
+            from hydra.utils import instantiate
+
+            given = self.merge if isinstance(self.merge, BaseAlgorithm) else instantiate(self.merge)
+            return given.run(pool)
+        merged, start = deepcopy(base), base.state_dict()
+        weights = {
+            key: value + 0.3 * sum(each.state_dict()[key] - value for each in experts.values())
+            if value.is_floating_point()
+            else value
+            for key, value in start.items()
+        }
+        merged.load_state_dict(weights)
+        return merged
+
+    def _rows(self, pool: Any, name: str) -> Tensor:
+        """What the model reads of the first samples of a task's training set, [n, ...]."""
+        if name not in pool.train_dataset_names:
+            raise DataError(
+                f"the model pool has no training set for {name}",
+                hint="Add it to train_datasets; its labels are not read.",
+            )
+        data = pool.load_train_dataset(name)
+        wanted = self.samples + DIAGNOSIS
+        if len(data) <= self.samples:
+            raise DataError(
+                f"the training set of {name} holds {len(data)} samples; {self.samples} are calibrated on, "
+                "and some more are measured on",
+                hint="Lower `samples`.",
+            )
+        processor = pool.load_processor() if hasattr(pool, "load_processor") else None
+        return torch.stack([_tensor(data[at], processor, name) for at in range(min(wanted, len(data)))])
+
+
+def _tensor(sample: Any, processor: Any, name: str) -> Tensor:
+    """What a model reads of one sample: a tensor, or an image through the pool's processor."""
+    if isinstance(sample, Mapping):
+        sample = next((sample[key] for key in ("pixel_values", "image", "img") if key in sample), sample)
+    if isinstance(sample, tuple | list):
+        sample = sample[0]
+    if not isinstance(sample, Tensor) and processor is not None:
+        sample = processor(images=[sample], return_tensors="pt")["pixel_values"][0]
+    if not isinstance(sample, Tensor):
+        raise DataError(
+            f"a sample of {name} is a {type(sample).__name__}, and no tensor or image",
+            hint="Language models are repaired from their folders: driftlens why BASE EXPERT... MERGED --data ...",
+        )
+    return sample

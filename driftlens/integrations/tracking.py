@@ -1,0 +1,91 @@
+"""Curves and scores of a run for TensorBoard, Weights & Biases and trackio.
+
+from driftlens.integrations import tracking
+
+tracking.to_tensorboard("runs/ta8", "logs/ta8")
+tracking.to_run("runs/ta8", "merges")                      # Weights & Biases
+tracking.to_run("runs/ta8", "merges", library="trackio")
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftlens.base.errors import SpecError
+from driftlens.findings.frame import frame_of
+from driftlens.findings.measures import findings
+from driftlens.runs.run import DriftRun, open_run
+
+CURVES = ("drift_l2_mean", "drift_rel", "mismatch_l2_mean", "propagation_l2_mean", "cos_mean", "final_share")
+"""Columns of the layer table, drawn over layers."""
+
+
+class Scalar(NamedTuple):
+    """One point: of a curve over layers, whose step is the layer, or a number of the whole run, at step 0."""
+
+    tag: str
+    step: int
+    value: float
+
+
+def scalars(run: DriftRun) -> Iterator[Scalar]:
+    """Curves over layers (`layers/COLUMN/TASK/VARIANT`), then levels (`MEASURE/TASK/VARIANT`; means have no task)."""
+    rows = run.layers()
+    for column in (name for name in CURVES if name in rows):
+        for task, variant, layer, value in rows[["task", "variant", "layer", column]].itertuples(index=False):
+            if not math.isnan(value):
+                yield Scalar(f"layers/{column}/{task}/{variant}", int(layer), float(value))
+    found = frame_of(findings(run))
+    for row in found[found["against"] == ""].to_dict("records"):
+        if not math.isnan(row["value"]):
+            parts = [row["measure"], row["task"] or "mean", row["variant"]]
+            yield Scalar("/".join(parts), 0, float(row["value"]))
+
+
+def to_tensorboard(run: str | Path, folder: str | Path) -> int:
+    """Write all scalars as events that `tensorboard --logdir FOLDER` shows; returns how many.
+
+    Raises:
+        SpecError: TensorBoard is not installed.
+    """
+    opened = open_run(run)
+    writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+    points = [*scalars(opened)]
+    for point in points:
+        writer.add_scalar(point.tag, point.value, point.step)
+    writer.close()
+    return len(points)
+
+
+def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
+    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same calls; returns how many.
+
+    A step holds every curve's value at that layer; levels go with the last step.
+
+    Raises:
+        SpecError: the library is not installed, or is another.
+    """
+    if library not in ("wandb", "trackio"):
+        raise SpecError(f"there is no tracking by {library!r}", hint="There are wandb and trackio.")
+    opened, tracker = open_run(run), _library(library, library)
+    points = [*scalars(opened)]
+    steps: dict[int, dict[str, float]] = {}
+    last = max((point.step for point in points), default=0)
+    for point in points:
+        steps.setdefault(point.step or last, {})[point.tag] = point.value
+    tracker.init(project=project, name=opened.id, config={"run": opened.name, "tasks": [*opened.tasks]})
+    for step in sorted(steps):
+        tracker.log(steps[step], step=step)
+    tracker.finish()
+    return len(points)
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SpecError(f"{package} is not installed", hint=f"pip install {package}") from error

@@ -1,0 +1,157 @@
+"""What other tools call and are called with, by their documented interfaces, which stand-ins have here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import driftlens as dl
+from driftlens.base.errors import SpecError
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.integrations import lm_eval, tracking
+from driftlens.runs.run import DriftRun
+from driftlens.suites.conversion import convert
+from tests.pipeline.fixtures import light, world
+from tests.zoo.world import TASKS, World
+
+__all__ = ["light", "world"]
+
+
+class Logged:
+    """Wandb's and trackio's calls, and TensorBoard's writer."""
+
+    def __init__(self, *_: object) -> None:
+        self.points: dict[tuple[str, int], float] = {}
+        self.SummaryWriter = lambda _folder: self
+        self.close = self.finish = lambda: None
+        self.started: dict[str, Any] = {}
+
+    def init(self, **given: Any) -> None:
+        self.started = given
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.points |= {(tag, step): value for tag, value in values.items()}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.points[tag, step] = value
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb", "trackio"])
+def test_what_is_tracked_is_what_the_tables_hold(
+    library: str, light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: Any = Logged()
+    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(library, library), logged)
+    if library == "tensorboard":
+        count = tracking.to_tensorboard(light.path, tmp_path)
+    else:
+        count = tracking.to_run(light.path, "merges", library=library)
+        assert logged.started["project"] == "merges" and logged.started["name"] == light.id
+    rows = light.layers(TASKS[0], "merged")
+    for layer, drift in zip(rows["layer"], rows["drift_l2_mean"], strict=True):
+        assert logged.points[f"layers/drift_l2_mean/{TASKS[0]}/merged", layer] == drift
+    assert len(logged.points) == count and any(tag.startswith("accuracy/") for tag, _ in logged.points)
+
+
+def test_a_library_that_is_missing_is_named(light: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "lm_eval"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SpecError, match="wandb is not installed"):
+        tracking.to_run(light.path, "merges")
+    with pytest.raises(SpecError, match="no tracking by 'mlflow'"):
+        tracking.to_run(light.path, "merges", library="mlflow")
+    with pytest.raises(SpecError, match="the harness is not installed"):
+        lm_eval.evaluate(light.path, "base", ["arc_easy"])
+
+
+def test_the_harness_is_run_on_a_variants_folder_and_its_results_are_attached(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def simple_evaluate(**given: Any) -> dict[str, Any]:
+        asked.append(given)
+        scores = {"alias": "arc_easy", "acc,none": 0.5, "acc_stderr,none": 0.05}
+        about = {"versions": {"arc_easy": 1.0}, "config": {"model": "hf"}, "n-shot": {"arc_easy": 0}}
+        return {"results": {"arc_easy": scores}, "samples": {"arc_easy": ["a text"]}, **about}
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
+    run = dl.analyze(world.one_task("hf", metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
+    expert = f"expert:{TASKS[0]}"
+    file = lm_eval.evaluate(run.path, expert, ["arc_easy"], limit=10)
+    place = world.weights(TASKS[0], "hf")
+    assert asked == [{"model": "hf", "model_args": f"pretrained={place}", "tasks": ["arc_easy"], "limit": 10}]
+    assert "samples" not in json.loads(file.read_text())
+    rows = dl.open_run(run.path).accuracy()
+    [row] = rows[rows["task"] == "arc_easy"].to_dict("records")
+    assert (row["variant"], row["value"]) == (expert, 0.5), row
+    with pytest.raises(SpecError, match="no variant 'calibrated'"):
+        lm_eval.evaluate(run.path, "calibrated", ["arc_easy"])
+
+
+@pytest.mark.slow
+def test_fusion_bench_gets_the_merge_back_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        """The part of FusionBench's BaseModelPool that is used; the real one was tried by hand."""
+
+        has_pretrained, has_merged, model_names, train_dataset_names = True, False, ["a", "b"], ["a", "b"]
+
+        def load_pretrained_model(self) -> nn.Module:
+            return base
+
+        def load_model(self, name: str) -> nn.Module:
+            return experts[name]
+
+        def load_train_dataset(self, name: str) -> list[tuple[torch.Tensor, int]]:
+            return [(image, 0) for image in images[name]]
+
+    stub: Any = ModuleType("fusion_bench")
+    stub.BaseAlgorithm, stub.BaseModelPool = type("BaseAlgorithm", (), {}), Pool
+    monkeypatch.setitem(sys.modules, "fusion_bench", stub)
+    monkeypatch.delitem(sys.modules, "driftlens.integrations.fusion_bench", raising=False)
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    from driftlens.integrations.fusion_bench import DriftLensMethod
+
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 32}
+    base = CLIPVisionModel(CLIPVisionConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
+    experts = {name: deepcopy(base) for name in ("a", "b")}
+    images = {name: torch.randn(40, 3, 16, 16, generator=draw) for name in experts}
+    for expert in experts.values():
+        for weight in expert.parameters():
+            weight.data += 0.02 * torch.randn(weight.shape, generator=draw)
+    repaired = DriftLensMethod("featcal", samples=24, out=str(tmp_path / "run")).run(Pool())
+    run = dl.open_run(tmp_path / "run")
+    assert {*run.variants} >= {"merged", "calibrated:featcal"} and isinstance(repaired, CLIPVisionModel)
+    held = repaired.state_dict()
+    for key, value in run.calibrated_state("featcal").items():
+        assert torch.equal(held[key], value), key
+    with pytest.raises(dl.errors.DataError, match="holds 40 samples; 64 are calibrated on"):
+        DriftLensMethod(samples=64, out=str(tmp_path / "other")).run(Pool())
+
+
+def test_checkpoints_of_trainers_are_experts(tmp_path: Path) -> None:
+    """Lightning's pickles are converted without running what is in them; accelerate's folders are read as they are."""
+    from accelerate import Accelerator
+
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    weights = module.state_dict()
+    kept = {"epoch": 3, "pytorch-lightning_version": "2.5.0", "hyper_parameters": SimpleNamespace(lr=0.1)}
+    torch.save(
+        {"state_dict": {f"model.{key}": value for key, value in weights.items()}, **kept},
+        tmp_path / "last.ckpt",
+    )
+    converted = open_checkpoint(convert(tmp_path / "last.ckpt"))
+    Accelerator(cpu=True).save_model(module, str(tmp_path / "accelerated"))
+    saved = open_checkpoint(tmp_path / "accelerated")
+    for key, value in weights.items():
+        assert torch.equal(converted.read(f"model.{key}"), value) and torch.equal(saved.read(key), value)

@@ -13,6 +13,7 @@ from typing import Any
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.base.files import atomic_path, expanded, write_text_atomic
+from driftlens.base.words import counted
 from driftlens.checkpoints.loading import (
     fetched,
     files_beside_weights,
@@ -95,7 +96,8 @@ def asked_about(models: Sequence[str], recipe: Recipe | None) -> Asked:
     else:
         if len(models) < 3:
             raise SpecError(
-                f"expected a base, one expert or more, and their merge, in this order; got {len(models)} of them",
+                "expected a base, one expert or more, and their merge, in this order; got "
+                f"{counted(len(models), 'model')}",
                 hint="driftlens why BASE EXPERT EXPERT MERGED, each a folder, a file of weights or a Hub id; or a "
                 "recipe of mergekit and the folder that it made.",
             )

@@ -20,7 +20,7 @@ NOT_HERE = {
     r"demo": "tests/cli/test_demo.py runs it",
     r"ui ": "a server, which tests/browser starts",
     r"reproduce clip-b32-8": "its models are on the Hub; tests/pipeline/test_reproduce.py runs a small suite",
-    r"why recipe.yaml": "tests/cli/test_why.py runs it",
+    r"why ": "tests/cli/test_why.py runs it",
     r"doctor --measure": "times processes beside each other, for a minute",
 }
 """Commands that can't run in a test, and why."""

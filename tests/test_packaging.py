@@ -215,7 +215,7 @@ def test_workflows_call_what_anybody_can_call() -> None:
 
 def test_the_conda_recipe_needs_what_the_package_needs() -> None:
     names = {"torch": "pytorch", "open_clip_torch": "open-clip-torch", "matplotlib": "matplotlib-base"}
-    text = re.sub(r"\{%.*?%\}", "", (ROOT / "packaging/conda/meta.yaml").read_text())
+    text = re.sub(r"\{%.*?%\}", "", (ROOT / "deploy/conda/meta.yaml").read_text())
     recipe = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", text))
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {line.replace(" ", "") for line in recipe["requirements"]["run"]}
@@ -225,7 +225,7 @@ def test_the_conda_recipe_needs_what_the_package_needs() -> None:
     assert recipe["package"]["name"] == wanted["name"]
 
 
-@pytest.mark.parametrize("file", ["packaging/Dockerfile", "packaging/space/Dockerfile"])
+@pytest.mark.parametrize("file", ["deploy/Dockerfile", "deploy/space/Dockerfile"])
 def test_images_are_built_of_what_is_there_and_run_as_nobody_special(file: str) -> None:
     """What a linter would say: versions named, lists of packages removed, files there, the last user not root."""
     text = (ROOT / file).read_text()
@@ -247,15 +247,15 @@ def test_images_are_built_of_what_is_there_and_run_as_nobody_special(file: str) 
             assert "--no-cache-dir" in rest
         if step == "COPY":
             source = next(part for part in rest.split() if not part.startswith("--"))
-            home = ROOT if file == "packaging/Dockerfile" else (ROOT / file).parent
+            home = ROOT if file == "deploy/Dockerfile" else (ROOT / file).parent
             assert (home / source).exists()
 
 
 def test_a_space_is_served_under_its_own_name_to_look_at_only() -> None:
-    start = (ROOT / "packaging/space/start.py").read_text()
-    command = runpy.run_path(str(ROOT / "packaging/space/start.py"))["command"]("me-driftlens.hf.space")
-    _, front, _ = (ROOT / "packaging/space/README.md").read_text().split("---\n")
+    start = (ROOT / "deploy/space/start.py").read_text()
+    command = runpy.run_path(str(ROOT / "deploy/space/start.py"))["command"]("me-driftlens.hf.space")
+    _, front, _ = (ROOT / "deploy/space/README.md").read_text().split("---\n")
     about = yaml.safe_load(front)
     assert ("--server.allowedHosts", "me-driftlens.hf.space") in [*itertools.pairwise(command)]
     assert str(about["app_port"]) == command[command.index("--server.port") + 1] and about["sdk"] == "docker"
-    assert "read_only=True" in start and "EXPOSE 7860" in (ROOT / "packaging/space/Dockerfile").read_text()
+    assert "read_only=True" in start and "EXPOSE 7860" in (ROOT / "deploy/space/Dockerfile").read_text()

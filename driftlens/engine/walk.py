@@ -436,7 +436,7 @@ class LayerView:
         if self.variant_along is None:
             return {}
         given = self.routes[by].given(beside=self.routes["merged"])
-        is_same = not bool(self.routes["merged"].changed(given).any())
+        is_same = self.routes["merged"].is_as(given)
         other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=given)
         return subtract(self.merged_out, other)
 

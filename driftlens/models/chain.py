@@ -136,11 +136,19 @@ class Routes:
         """The same for another pass to take; from the same features as the pass `beside`, where that is told."""
         return Routes(self.chosen, self.gates, is_given=True, beside=beside)
 
+    def is_as(self, other: Routes) -> bool:
+        """Whether both send every token to the same experts; the host waits for that."""
+        return not bool(self.changed(other).any())
+
     def anew(self, features: Tensor) -> Tensor | None:
-        """Which tokens a pass that is given these must take through its experts, [T]; None for all of them."""
-        if self.beside is None or self.beside.rows is None or not torch.equal(features, self.beside.rows[0]):
+        """The tokens [m] that a pass that is given these must take through its experts; None for all of them.
+
+        They go elsewhere than in the pass beside, or are others there; the host waits for how many they are.
+        """
+        if self.beside is None or self.beside.rows is None or self.beside.rows[0].shape != features.shape:
             return None
-        return self.beside.changed(self)
+        others = (features != self.beside.rows[0]).any(dim=-1)
+        return (self.beside.changed(self) | others).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

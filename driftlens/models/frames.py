@@ -282,14 +282,16 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name, mask = "what mask= returns", chosen(inputs.batch())
     if mask is None and chosen is None:
         return None
-    is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and bool(((mask == 0) | (mask == 1)).all())
+    is_mask = is_whole = False
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # both at once, as the host waits for them
+        is_mask, is_whole = torch.stack([((mask == 0) | (mask == 1)).all(), (mask != 0).all()]).tolist()
     if not is_mask:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError(
             f"{name} is {given}; expected ones and zeros [n, t], one where a token counts",
             hint=f"{_REMEDY} The batch holds {', '.join(inputs.values)}.",
         )
-    if bool(mask.all()):
+    if is_whole:
         return None
     if chosen is None and any(entry.startswith("decoder_") for entry in inputs.values):
         raise SpecError(

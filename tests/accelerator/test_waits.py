@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +23,17 @@ from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Crossing
+from driftlens.models.chain import Routes
+from driftlens.models.taking_apart import dissection
 from driftlens.models.taking_apart.mixtures import _mixture, _Watch
 from driftlens.runs.writer import RunWriter
-from tests.accelerator import Counts, counted
+from tests.accelerator import counted
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import batched, given, ground
 from tests.zoo import mixtures
 from tests.zoo.cases import perturbed
+from tests.zoo.decoders import MIXTURES
+from tests.zoo.suite import spec_of
 from tests.zoo.world import DEPTH, World, build
 
 pytestmark = pytest.mark.slow
@@ -61,15 +66,23 @@ def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> di
     spec["data"]["defaults"] = defaults
     weights = {"weights": str(world.weights(world.tasks[0]))}
     spec["baselines"] = {f"other{number}": weights for number in range(num_baselines)}
+    return of_phases(spec, out)
+
+
+def of_phases(
+    spec: dict[str, Any], out: Path, reads: Counter[str] | None = None
+) -> dict[str, tuple[int, int]]:
+    """The same of a spec; what `reads` counts meanwhile is left out."""
     seen: dict[str, tuple[int, int]] = {}
-    phase = RunWriter.phase
+    phase, apart = RunWriter.phase, Counter[str]() if reads is None else reads
 
     @contextmanager
     def counting(self: RunWriter, name: str) -> Iterator[dict[str, Any]]:
-        before: Counts = counted()
+        before, left_out = counted(), apart.total()
         with phase(self, name) as usage:
             yield usage
-        seen[name] = (counted() - before).read, (counted() - before).to_host
+        read = (counted() - before).read - (apart.total() - left_out)
+        seen[name] = read, (counted() - before).to_host
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunWriter, "phase", counting)
@@ -136,16 +149,20 @@ def test_a_calibration_that_reads_of_every_batch_is_found(
 def reading(
     reads: Counter[str], plain: Callable[..., Any], name: str, check: Callable[..., None] = lambda *_: None
 ) -> Callable[..., Any]:
-    """The same function, whose reads are counted; `check` gets those of each call that ends, and the call once more."""
+    """The same function, whose reads are counted, each by the innermost such function.
 
+    `check` gets those of each call that ends, and the call once more.
+    """
+
+    @functools.wraps(plain)
     def counting(*given: Any, **named: Any) -> Any:
-        before = counted().read
+        before, inside = counted().read, reads.total()
         try:
             made = plain(*given, **named)
             check(counted().read - before, lambda: plain(*given, **named))
             return made
         finally:
-            reads[name] += counted().read - before
+            reads[name] += counted().read - before - (reads.total() - inside)
 
     return counting
 
@@ -201,3 +218,40 @@ def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
     monkeypatch.setattr(_Watch, "told", reading(reads, _Watch.told, "told"))
     assert rest(4, "a") == rest(1, "ab")
     assert alone["read"] or more
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Phi-3.5-MoE"])
+def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Experts wait for their tokens batch by batch; beside them one wait tells whether, and one which, go elsewhere."""
+    spec = spec_of(MIXTURES[name], tmp_path) | {"metrics": {"jacobian": False}}
+    reads, numbers = Counter[str](), Counter[str]()
+    parts = mixtures.case(name).build().modules()
+    [experts] = {type(part) for part in parts if _mixture("mixture", part) is not None}
+
+    def once(called: str) -> Callable[..., None]:
+        def check(number: int, _: Any) -> None:
+            numbers[called] += number
+            assert number <= 1
+
+        return check
+
+    for owner, called, check in (
+        (experts, "forward", None),
+        (masking_utils, "find_packed_sequence_indices", None),
+        (masking_utils, "_ignore_causal_mask_sdpa", None),
+        (dissection.Dissection, "start", None),
+        (_Watch, "told", once("told")),
+        (Routes, "is_as", once("is_as")),
+    ):
+        known = {} if check is None else {"check": check}
+        monkeypatch.setattr(owner, called, reading(reads, getattr(owner, called), called, **known))
+    seen = list[dict[str, int]]()
+    for size in (4, 1):
+        spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": size}
+        seen.append(
+            {phase: read for phase, (read, _) in of_phases(spec, tmp_path / f"run{size}", reads).items()}
+        )
+    assert seen[0] == seen[1] and reads["forward"]
+    assert all(numbers[called] for called in ("told", "is_as"))

@@ -65,7 +65,7 @@ notebooks:       ## execute the docs' notebooks and keep what comes out
 gallery:         ## demo run, then pictures and a light report under reports/gallery
 	driftlens demo --force
 	driftlens demo --suite text --out build/text --force
-	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery --opening build/text
+	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery --opening build/text --docs docs/assets
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots

@@ -1,6 +1,6 @@
 """The gallery of a run: a few figures as small pictures, and a light report; the README's pictures, of another run.
 
-python -m tests.reports.gallery RUN OUT [--opening RUN]
+python -m tests.reports.gallery RUN OUT [--opening RUN] [--docs FOLDER]
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ FIGURES = (
     "heatmap",
 )
 
+DOCS = {
+    "residual.png": ("algorithm", "residual"),
+    "featcal.png": ("algorithm", "featcal"),
+    "drift.png": ("decomposition", None),
+    "shares.png": ("contributions", None),
+    "images.png": ("intro", None),
+}
+"""Pictures of the site's pages: file -> figure, and the calibration that it is about."""
+
 
 def write_gallery(run: DriftRun, out: PathLike) -> tuple[Path, ...]:
     """The files written to the folder `out`: a picture of each figure, and `report-light.html`.
@@ -44,9 +53,9 @@ def write_gallery(run: DriftRun, out: PathLike) -> tuple[Path, ...]:
     return (*pictures, folder / "report-light.html")
 
 
-def _write_hero(run: DriftRun, path: Path) -> None:
-    """The opening figure of a run, as small as a page shows it."""
-    drawn = io.BytesIO(draw("intro", [run], ExhibitOptions()).content("png"))
+def _write_small(run: DriftRun, path: Path, name: str = "intro", calibrated: str | None = None) -> None:
+    """A figure of a run, by default the opening one, as small as a page shows it."""
+    drawn = io.BytesIO(draw(name, [run], ExhibitOptions(calibrated=calibrated)).content("png"))
     with Image.open(drawn) as picture:
         picture = picture.convert("RGB")
         picture.thumbnail((1400, 1400))
@@ -58,11 +67,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory")
     parser.add_argument("out", help="the folder to write to")
+    parser.add_argument("--docs", metavar="FOLDER", help="where the pictures of the site's pages go")
     parser.add_argument("--opening", metavar="RUN", help="the run of the README's hero.png and morph.gif")
     arguments = parser.parse_args()
     if arguments.opening:
-        _write_hero(open_run(arguments.opening), Path(arguments.out) / "hero.png")
+        _write_small(open_run(arguments.opening), Path(arguments.out) / "hero.png")
         write_morph(open_run(arguments.opening), Path(arguments.out) / "morph.gif")
+    if arguments.docs:
+        for picture, (name, calibrated) in DOCS.items():
+            _write_small(open_run(arguments.run), Path(arguments.docs) / picture, name, calibrated)
     for path in write_gallery(open_run(arguments.run), arguments.out):
         print(path)
 

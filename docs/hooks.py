@@ -25,10 +25,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """Formulas as MathML, which browsers draw by themselves."""
 
-    def drawn(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[3]), display="block" if found[2] == "[" else "inline")
+    def formula(found: re.Match[str]) -> str:
+        is_block = found[2] == "["
+        drawn = convert(html.unescape(found[3]), display="block" if is_block else "inline")
+        return f'<div class="formula">{drawn}</div>' if is_block else drawn
 
-    return FORMULA.sub(drawn, content)
+    return FORMULA.sub(formula, content)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

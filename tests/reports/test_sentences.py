@@ -215,7 +215,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     else:
         layers = "1 layer;" if len(cosines) == 1 else f"{len(cosines)} layers;"
         assert f"conflict in {len(below) or 'none'} of {layers}" in text
-        assert text.count(", less than the ") == len(below) and "without intervals" in text
+        assert text.count("follows the experts' less than they") == len(below) and "without intervals" in text
 
 
 def test_a_scale_is_better_only_where_its_gain_was_clear() -> None:

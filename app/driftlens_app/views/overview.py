@@ -70,9 +70,7 @@ def show() -> None:
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
         _show_verdict(chosen.run)
-    if chosen.run.tasks and chosen.run.manifest.layers:
-        st.subheader("Samples on the move", anchor=False, help="At the last layer; a click leads to Samples.")
-        show_explorer(chosen.run, "points", "panels=tasks" * (1 < len(chosen.run.tasks) <= _MOST_PANELS))
+    moving = st.container()  # filled last: laying samples out takes longer than all else
     chosen = selection(TASK, VARIANTS, MEASURE)
     with shown_errors():
         # No chart of reports: those of single tasks are on Layers.
@@ -82,6 +80,12 @@ def show() -> None:
     with shown_errors():
         _origins(chosen)
     _provenance(chosen.run)
+    if chosen.run.tasks and chosen.run.manifest.layers:
+        with moving:
+            about = "At the last layer; a click leads to Samples."
+            st.subheader("Samples on the move", anchor=False, help=about)
+            is_few = 1 < len(chosen.run.tasks) <= _MOST_PANELS
+            show_explorer(chosen.run, "points", "panels=tasks" if is_few else "")
 
 
 def _show_verdict(run: DriftRun) -> None:

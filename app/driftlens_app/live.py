@@ -13,6 +13,7 @@ from driftlens.base.progress import duration
 from driftlens.base.variants import title
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import ATTRIBUTED
 from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
@@ -24,12 +25,16 @@ from driftlens_app.runs import opened
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import note, page_title, plain, show_error, shown_errors
+from driftlens_reports.charts.picking import addition
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
 
 SECONDS = 1.0
 _LOG_LINES = 40
+_TRACED = (*ATTRIBUTED, "jacobian.spectral", "adjoint", "groups")
+"""What is added by following the drift, as the attribution did; all else by measuring the drift once more."""
+_BUSY = "Once the job that is under way on this run has ended."
 _WORDS = {
     "starting": "Starting: loading libraries and models",
     "running": "Running",
@@ -83,6 +88,45 @@ def offer_attribution(run: DriftRun) -> None:
     names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
     note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")
     offer(explain_request(run), "Trace the drift back to layers")
+
+
+def show_additions(run: DriftRun) -> bool:
+    """Show the live job that adds diagnostics to the run, or how the last one failed; returns whether it is live."""
+    if live_job(run.path, "explain") is not None:
+        return show_live(run.path)
+    last = watch(run.path, "explain")
+    if last is not None and last.job.settings:
+        show_bad_end(last)
+    return False
+
+
+def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
+    """In place of a chart, a button that measures what the run lacks for it, by its sentence; whether it could be."""
+    names = addition(lacking)
+    can_add = is_analyzed(run.manifest) and not is_live(run.manifest)
+    if names is None or not can_add or Settings.from_environment().read_only:
+        return False
+    is_walked = bool(names) and not {*names} & {*_TRACED}
+    took = sum(
+        phase.seconds
+        for name, phase in run.manifest.phases.items()
+        if phase.state == "done" and f":{'analyze' if is_walked else 'explain'}:" in f":{name}"
+    )
+    what = ", ".join(names) or "attribution"
+    time = f"; takes about {duration(took)}" if took else ""
+    note(
+        f"This run was made without {plain(what)}: it can be measured now, for all models of this run{time}."
+    )
+    is_busy = is_at_work(run.path)
+    if st.button(
+        f"Add {what}",
+        icon=":material/add:",
+        key=f"add-{chart}",
+        disabled=is_busy,
+        help=_BUSY if is_busy else None,
+    ):
+        begin(explain_request(run, names))
+    return True
 
 
 def show_new_runs(settings: Settings) -> bool:
@@ -237,6 +281,8 @@ def _what(job: Job) -> str:
         "arena": "Repairs by",
         "explain": "Attribution of",
     }
+    if job.kind == "explain" and (added := job.settings.get("add")):
+        return plain(f"Adding {', '.join(map(str, added))} to {job.name}")
     return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
 
 

@@ -188,7 +188,10 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         if lacking is None:
             drawn = _drawn(name, run, options, "on_select" in plotly, is_narrow())
             return show_drawn(name, run.id, drawn, chart.caption, **plotly)
-        note(coded(lacking))
+        from driftlens_app.live import offer_addition  # which shows jobs by what stands here
+
+        if not offer_addition(run, name, lacking):
+            note(coded(lacking))
     return None
 
 

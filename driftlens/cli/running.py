@@ -28,6 +28,7 @@ from driftlens.spec.requests import (
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
+    ExplainRequest,
     MergeRequest,
     PreflightRequest,
 )
@@ -132,12 +133,12 @@ def analyze(spec: SpecFile, request: AnalysisRequest, job: Job, as_json: JsonFla
 
 @app.command()
 @flagged
-def explain(run: RunFolder, job: Job, as_json: JsonFlag = False) -> None:
-    """Trace the drift of every variant of a run back to layers, where that was left out or interrupted."""
+def explain(run: RunFolder, request: ExplainRequest, job: Job, as_json: JsonFlag = False) -> None:
+    """Trace the drift of every variant of a run back to layers, and add diagnostics, where they are missing."""
     from driftlens.jobs.analyze.job import explain as run_explanation
 
     with job.context() as context:
-        explained = run_explanation(run, context)
+        explained = run_explanation(run, context, request)
     show_run(explained, as_json=as_json)
 
 

@@ -24,6 +24,7 @@ from driftlens.spec.requests import (
     ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
+    ExplainRequest,
     LiveSettings,
     MergeRequest,
     PreflightRequest,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from driftlens.findings.table import Table
     from driftlens.jobs.preflight.outcome import Preflight
     from driftlens.spec import RunSpec
+    from driftlens_reports.charts.chart import Plots
     from driftlens_reports.explorer.page import Explorer
 
     SpecLike = Path | str | Mapping[str, Any] | RunSpec
@@ -50,7 +52,7 @@ class Run(DriftRun):
     """A run that can also be added to; like every run it is read without torch."""
 
     @property
-    def plot(self) -> Any:
+    def plot(self) -> Plots:
         """Every chart by its name, as reports and the dashboard show it: `run.plot.layer_drift(tasks=["cars"])`.
 
         Names complete with the tab key. What is drawn shows itself in notebooks; its `figure` is plotly's, `data` every
@@ -168,13 +170,13 @@ class Run(DriftRun):
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 
-    @keywords()
-    def explain(self, around: Around) -> Run:
-        """Trace the drift of every variant back to layers, where that was left out or interrupted."""
+    @keywords(request=ExplainRequest)
+    def explain(self, request: ExplainRequest, around: Around) -> Run:
+        """Trace the drift of every variant back to layers, and measure what `add` names, where they are missing."""
         from driftlens.jobs.analyze.job import explain
 
         with around.context() as context:
-            explain(self.path, context)
+            explain(self.path, context, request)
         return Run.at(self.path)
 
 

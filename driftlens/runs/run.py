@@ -54,6 +54,10 @@ def open_run(path: PathLike) -> DriftRun:
     return DriftRun.at(path)
 
 
+_LONG_NAME = 22
+"""Characters of a name in a representation: three of them fit on a line of a notebook."""
+
+
 class _Units(dict[str, str]):
     """Units by column, which nobody changes: pandas copies a frame's attributes deeply with every piece it takes."""
 
@@ -326,8 +330,13 @@ class DriftRun:
         return found
 
     def __repr__(self) -> str:
-        tasks, variants = (some_of([*map(repr, names)]) for names in (self.tasks, self.variants))
-        return f"<DriftRun {str(self.path)!r}: tasks {tasks}; variants {variants}>"
+        tasks, variants = (
+            some_of(
+                [repr(name if len(name) <= _LONG_NAME else f"{name[: _LONG_NAME - 4]} ...") for name in names]
+            )
+            for names in (self.tasks, self.variants)
+        )
+        return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
     def columns(self, table: str) -> tuple[Column, ...]:
         """What the columns of a table are: those of the schema, then what diagnostics added to this run's file."""

@@ -62,16 +62,17 @@ class Table:
     def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
         """The command that fills columns of these names in a run that lacks them; others are what a diagnostic added.
 
-        Where the drift `is_explained` already, that is not done again in place.
+        What an option asks for is added to the run itself, the attribution by default; where the drift `is_explained`
+        already, a part of it that was left out has to be named.
         """
         wanted = set(names)
         options = dict.fromkeys(
             entry.option for entry in self.columns if entry.name in wanted and entry.option
         )
+        if not options or any(not self.column(name).option for name in wanted & {*self.names}):
+            return self.command
         asked = [name for name in options if is_explained or name not in ATTRIBUTED]
-        if options and not asked:
-            return EXPLAIN
-        return self.command + "".join(f" --set metrics.{name}=true" for name in asked)
+        return f"{EXPLAIN} --add {','.join(asked)}" if asked else EXPLAIN
 
     def extended(self, columns: Iterable[Column]) -> Table:
         """The table with those of `columns` behind it that it does not have."""

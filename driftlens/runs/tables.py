@@ -102,6 +102,9 @@ def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: 
     earlier = _read(path, table)
     table = table.extended(_added(earlier.schema))
     rows = _as_stored(frame, table)
+    for name in (name for name in frame.columns if name not in earlier.schema.names):
+        field = rows.schema.field(name)
+        earlier = earlier.append_column(field, pa.nulls(len(earlier), field.type))
     both = pa.concat_tables([earlier, rows])
     keys = both.group_by(list(table.key), use_threads=False).aggregate([])
     if len(keys) == len(both):

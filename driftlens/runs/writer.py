@@ -235,9 +235,13 @@ class RunWriter:
         path = self.folder / layout.table_file(table)
         self._write(table, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
-    def fill(self, table: str, frame: pd.DataFrame) -> None:
-        """Put values into columns of rows that are there, by key; everything else keeps its exact values."""
-        self._write(table, filled(self.folder / layout.table_file(table), TABLES[table], frame))
+    def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[Column] = ()) -> None:
+        """Put values into columns of rows that are there, by key; everything else keeps its exact values.
+
+        `columns` as for `append`.
+        """
+        path = self.folder / layout.table_file(table)
+        self._write(table, filled(path, TABLES[table].extended(columns), frame))
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
         """Take out the rows of a table whose text `column` holds one of `values`."""

@@ -385,6 +385,17 @@ class AnalysisRequest(Request, title="analyze"):
         return self.overrides if self.seed is None else (*self.overrides, f"data.defaults.seed={self.seed}")
 
 
+class ExplainRequest(Request, title="explain"):
+    """What a finished run lacks, to be measured in place."""
+
+    add: Annotated[tuple[Text, ...], BeforeValidator(_several)] = asked(
+        "Optional diagnostics to measure too, joined by commas: adjoint, cka, groups, jacobian.spectral.",
+        (),
+        metavar="NAME,...",
+        read=parts,
+    )
+
+
 class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 

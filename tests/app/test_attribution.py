@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,12 +22,12 @@ VIEWS = ("layers", "overview")
 COLUMNS = ("final_share", "remainder_share", "prefix_share", "jacobian_error", "jacobian_samples", "nodes")
 
 
-def leave_out(run: Path, *variants: str) -> bytes:
+def leave_out(run: Path, *variants: str, columns: Sequence[str] = COLUMNS) -> bytes:
     """Take the attribution of these variants out, as `--no-attribution` does; returns the table as it was."""
     file = run / "tables" / "layers.parquet"
     before, rows = file.read_bytes(), pq.read_table(file)
     is_left_out = pc.is_in(rows["variant"], pa.array(variants))
-    for name in COLUMNS:
+    for name in columns:
         at = rows.schema.get_field_index(name)
         empty = pa.nulls(len(rows), rows.schema.field(at).type)
         rows = rows.set_column(at, rows.schema.field(at), pc.if_else(is_left_out, empty, rows[name]))
@@ -73,6 +74,21 @@ def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> N
 def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, layers="Sources")
     assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
+
+
+def test_what_was_not_measured_is_added_to_the_very_run(open_app: Open, root: Path) -> None:
+    run = root / "full"
+    before = leave_out(run, *open_run(run).variants, columns=["cka"])
+    app = open_app(root, "layers", layers="Similarity")
+    assert "without cka" in said(app) and "driftlens" not in said(app) and "metrics" not in said(app)
+    press(app, "Add cka")
+    assert called(run) == ["explain", str(run), "--add=cka", "--progress", "jsonl"]
+    assert "Adding cka to" in said(app) and app.button(key="add-cka").disabled
+    (run / "tables" / "layers.parquet").write_bytes(before)
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    app.run()
+    assert "without cka" not in said(app) and len(app.get("plotly_chart")) > 0 and not app.error
 
 
 @pytest.mark.parametrize("view", VIEWS)

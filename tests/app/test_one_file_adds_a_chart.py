@@ -84,8 +84,8 @@ def test_where_its_column_was_not_measured_it_says_what_fills_it(
     at = rows.schema.get_field_index("cka")
     field = rows.schema.field(at)
     pq.write_table(rows.set_column(at, field, pa.nulls(len(rows), field.type)), file)
-    command = "driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true"
+    command = "driftlens explain RUN --add cka"
     app = open_app(root, "layers", layers="Similarity")
-    assert command in app.info[0].value.replace("\\", "")
+    assert "Add cka" in app.button(key=f"add-{toy}").label
     content = Report(open_run(root / "full")).content
     assert command in next(figure for figure in content.figures if figure.name == toy).missing

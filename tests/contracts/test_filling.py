@@ -37,9 +37,9 @@ def test_columns_name_the_option_that_switches_their_diagnostic_on(name: str) ->
     [
         (["final_share", "remainder_share"], EXPLAIN),
         (["jacobian_samples"], EXPLAIN),
-        (["final_share", "cka"], "driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true"),
+        (["final_share", "cka"], f"{EXPLAIN} --add cka"),
         (["drift_rel", "of a plugin"], "driftlens analyze RUN/spec.yaml --out NEW"),
     ],
 )
-def test_what_the_attribution_fills_is_filled_in_the_run_itself(names: list[str], command: str) -> None:
+def test_what_options_ask_for_is_filled_in_the_run_itself(names: list[str], command: str) -> None:
     assert LAYERS.filled_by(names) == command

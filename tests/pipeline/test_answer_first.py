@@ -236,6 +236,28 @@ def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path
     assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0
 
 
+def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_path: Path) -> None:
+    asked = {"cka": True, "adjoint": True, "groups": True, "contributions": True}
+    whole, bare = (
+        dl.analyze(
+            world.one_task(metrics={"jacobian": {"samples": 2}, **metrics}),
+            out=tmp_path / name,
+            progress="none",
+        )
+        for name, metrics in (("whole", asked), ("bare", dict.fromkeys(asked, False)))
+    )
+    assert bare.layers()["cka"].isna().all() and bare.adjoint().empty and bare.group_contributions().empty
+    told = bare.explain(add=[*asked])
+    for table in ("layers", "adjoint", "group_contributions"):
+        found, expected = (getattr(run, table)() for run in (told, whole))
+        pd.testing.assert_frame_equal(found, expected, check_exact=True, obj=table)
+    times = [phase.started for phase in told.manifest.phases.values()]
+    assert [phase.started for phase in told.explain(add=[*asked]).manifest.phases.values()] == times
+    with pytest.raises(SpecError, match="no diagnostic 'ckA' to add") as caught:
+        bare.explain(add="ckA")
+    assert "cka" in caught.value.hint
+
+
 def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:
     pixels = np.zeros((10, 20, 3), np.uint8)
     pixels[:, :, 0] = 255

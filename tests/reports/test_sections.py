@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports import sections
 from driftlens_reports.build import Report
-from driftlens_reports.charts.chart import ChartOptions, Plots, charts
+from driftlens_reports.charts.chart import ChartOptions, Drawn, Plots, charts
 from driftlens_reports.content import Change, ReportContent
 from driftlens_reports.sections import PRESETS, TITLES, outline
 from tests.records.full_run import write_full_run
@@ -269,7 +269,13 @@ def test_every_chart_is_there_by_name_and_says_what_it_is(full: DriftRun) -> Non
     for name, chart in charts.items():
         draw = getattr(plots, name.replace("-", "_"))
         assert chart.caption in draw.__doc__ and chart.hint in draw.__doc__
-        assert inspect.signature(draw) == inspect.signature(ChartOptions)
+        said = inspect.signature(draw)
+        assert {name: each.default for name, each in said.parameters.items()} == vars(ChartOptions())
+        assert said.return_annotation is Drawn and {each.kind for each in said.parameters.values()} == {
+            inspect.Parameter.KEYWORD_ONLY
+        }
+    lines = repr(plots).splitlines()
+    assert len(lines) <= 12 and max(map(len, lines)) <= 100
 
 
 def test_what_is_drawn_is_the_chart_with_the_options_given(full: DriftRun) -> None:

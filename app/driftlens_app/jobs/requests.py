@@ -17,7 +17,13 @@ from driftlens.base.words import listed
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import DEFAULT_METHOD, ArenaRequest, CalibrationRequest, ComparisonRequest
+from driftlens.spec.requests import (
+    DEFAULT_METHOD,
+    ArenaRequest,
+    CalibrationRequest,
+    ComparisonRequest,
+    ExplainRequest,
+)
 from driftlens_app.calibration import checked, methods, require_free_name
 from driftlens_app.jobs.record import Kind, Request, job_of
 from driftlens_app.runs import listed_runs
@@ -143,9 +149,10 @@ def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
     return _on_run("arena", ",".join(names), run, *ArenaRequest(methods=names).words())
 
 
-def explain_request(run: DriftRun) -> Request:
-    """The attribution that the run's variants lack."""
-    return _on_run("explain", run.manifest.name, run)
+def explain_request(run: DriftRun, add: Sequence[str] = ()) -> Request:
+    """The attribution that the run's variants lack, and diagnostics to add."""
+    said = {"add": list(add)} if add else {}
+    return _on_run("explain", run.manifest.name, run, *ExplainRequest(add=tuple(add)).words(), **said)
 
 
 def _is_run(folder: Path) -> bool:

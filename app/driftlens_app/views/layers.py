@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.live import offer_attribution
+from driftlens_app.live import offer_attribution, show_additions
 from driftlens_app.pages import Page
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, selection
 from driftlens_app.show import open_part, show_part
@@ -30,7 +30,8 @@ def show() -> None:
     part = open_part([*parts_of("layers")], key="layers")
     is_drift = part == SECTIONS["drift"].part
     chosen = selection(TASK, VARIANTS, *((MEASURE,) if is_drift else ()))
-    if part in (SECTIONS["contributions"].part, SECTIONS["loss"].part):
+    is_traced = part in (SECTIONS["contributions"].part, SECTIONS["loss"].part)
+    if not show_additions(chosen.run) and is_traced:
         offer_attribution(chosen.run)
     band, log = _axes() if is_drift else ("q10-q90", False)
     show_part("layers", part, chosen.run, chosen.options(band=band, log=log))

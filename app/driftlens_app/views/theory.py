@@ -6,7 +6,7 @@ import streamlit as st
 
 from driftlens.base.variants import part_of, title
 from driftlens.runs.run import DriftRun
-from driftlens_app.live import offer_attribution
+from driftlens_app.live import offer_attribution, show_additions
 from driftlens_app.pages import Page
 from driftlens_app.selection import LAYER, TASK, VARIANTS, selection
 from driftlens_app.show import caption, open_part, show_part
@@ -25,7 +25,7 @@ def show() -> None:
     part = open_part([*parts_of("theory")], key="theory")
     is_gain = part in (SECTIONS["features"].part, SECTIONS["gains"].part)
     chosen = selection(TASK, VARIANTS, *((LAYER,) if is_gain else ()))
-    if part == SECTIONS["splits"].part:
+    if not show_additions(chosen.run) and part == SECTIONS["splits"].part:
         offer_attribution(chosen.run)
     baseline = _baseline(chosen.run) if is_gain and chosen.run.variants else "merged"
     show_part("theory", part, chosen.run, chosen.options(baseline=baseline, controls=True))

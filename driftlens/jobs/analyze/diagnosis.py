@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Array = NDArray[np.float64]
 K = TypeVar("K")
@@ -251,6 +254,13 @@ def diagnosis_of(
                 found.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
     found.features = {key: array for key, array in found.features.items() if key[1] in kept}
     return found
+
+
+def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows of a table, from its columns part by part."""
+    import pandas as pd
+
+    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
 def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import DRAWN_BY
+from driftlens.jobs.analyze.adding import Additions, asking, columns_of_attribution, measured_drifts
 from driftlens.jobs.analyze.causes import attribution_of
-from driftlens.jobs.analyze.diagnosis import diagnosis_of, walked
+from driftlens.jobs.analyze.diagnosis import diagnosis_of, stacked, walked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.merging import merge_of, save_merge
@@ -48,11 +49,9 @@ from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import is_live
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.spec.requests import AnalysisRequest, ExplainRequest
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from driftlens.data.sources import Picture
     from driftlens.spec import RunSpec
 
@@ -142,12 +141,17 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
     study.pool.add("merged", models.architecture.align(saved))
 
 
-def explain(path: PathLike, context: Context = Context()) -> DriftRun:
-    """Trace the drift of every variant of a run back to layers where that was left out, by defaults if need be."""
+def explain(path: PathLike, context: Context = Context(), request: ExplainRequest | None = None) -> DriftRun:
+    """Trace the drift of every variant of a run back to layers where that was left out, by defaults if need be.
+
+    Optional diagnostics that the request names are measured too, for the variants that lack them.
+    """
     folder = Path(path)
     reopening.require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
+    add = () if request is None else request.add
+    study = asking(study, add)
     manifest = read_manifest(folder)
     context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
     context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
@@ -157,12 +161,13 @@ def explain(path: PathLike, context: Context = Context()) -> DriftRun:
         made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
             own = [variant for variant in study.explained_variants if variant not in made]
-            run_phases(writer, Phases(writer, study, reporter).explaining(own))
+            run_phases(writer, Phases(writer, study, reporter).explaining(own, add))
             for name in manifest.calibrations:
                 variants = [variant for variant in study.explained_variants if made.get(variant) == name]
                 phases = Phases(writer, study, reporter, f"calibrate:{name}:")
                 run_phases(writer, phases.completing(variants))
-                run_phases(writer, phases.explaining(variants))
+                run_phases(writer, phases.explaining(variants, add))
+            run_phases(writer, Additions(writer, study, reporter, add).phases())
     return open_run(folder)
 
 
@@ -222,15 +227,15 @@ class Phases:
         if self.study.has_base:
             yield Phase(f"{self.prefix}params", lambda: self._compare_parameters(variants), self.study)
 
-    def explaining(self, variants: Sequence[str]) -> Iterator[Phase]:
+    def explaining(self, variants: Sequence[str], add: Sequence[str] = ()) -> Iterator[Phase]:
         """What traces drift back to layers, for tasks and variants whose rows lack it, as the study's settings say."""
         if self.study.settings.jacobian is None:
             return
 
         def known() -> set[tuple[str, str]]:
             rows = open_run(self.writer.folder).layers()
-            there = rows[rows["jacobian_samples"].notna()]
-            return set(zip(there["task"], there["variant"], strict=True))
+            has = rows.groupby(["task", "variant"])[columns_of_attribution(add)].count().gt(0).all(axis=1)
+            return {*has[has].index}
 
         explained = self.study.team.once(known)
         for task in self.study.tasks:
@@ -282,21 +287,16 @@ class Phases:
         study, writer = self.study, self.writer
 
         def base() -> Mapping[int, NDArray[np.float64]] | None:
-            if "base" not in study.pool or "base" in variants:
-                return None
-            rows = open_run(writer.folder).samples(task, "base")  # measured before
-            return {
-                int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()
-            }
+            return None if "base" in variants else measured_drifts(writer, study, task)
 
         batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
         work = partial(walked, study, task, self.reporter)
         found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
         if found is None:
             return
-        tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
+        tables = {"layers": pd.DataFrame(found.layers), "samples": stacked(found.samples)}
         if found.outputs:
-            tables["outputs"] = _stacked(found.outputs)
+            tables["outputs"] = stacked(found.outputs)
         if found.routing:
             writer.append("routing", pd.DataFrame(found.routing), replace=True)
         for name, frame in tables.items():
@@ -329,11 +329,11 @@ class Phases:
         for warning in found.warnings:
             self.writer.warn(warning)
         if found.adjoint:
-            self.writer.append("adjoint", _stacked(found.adjoint), replace=True)
+            self.writer.append("adjoint", stacked(found.adjoint), replace=True)
         if found.groups:
             self.writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
         if found.layers:
-            self.writer.fill("samples", _stacked(found.samples))
+            self.writer.fill("samples", stacked(found.samples))
             # Last: by these rows it is known what is explained.
             self.writer.fill("layers", pd.DataFrame(found.layers))
 
@@ -377,12 +377,6 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
                 writer.write_sample_ids(task, split, samples.ids, samples.origin())
     for notice in [*host_work(pool.device), *study.notices]:
         writer.notice(notice)
-
-
-def _stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
 def _store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:

@@ -211,8 +211,12 @@ class Plots:
 
         draw.__name__ = name
         draw.__doc__ = f"{chart.title}.\n\n{chart.caption}\n\n{chart.hint}"
-        draw.__signature__ = inspect.signature(ChartOptions)  # type: ignore[attr-defined]
+        taken = inspect.signature(ChartOptions, eval_str=True).parameters.values()
+        draw.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in taken], return_annotation=Drawn
+        )
         return draw
 
     def __repr__(self) -> str:
-        return f"<charts of run {self._run.name!r}: {', '.join(dir(self))}>"
+        names = textwrap.shorten(self._run.name, 60, placeholder=" ...")
+        return textwrap.fill(f"<charts of run {names!r}: {', '.join(dir(self))}>", 100)

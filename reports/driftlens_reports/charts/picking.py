@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,8 @@ from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.variants import calibration_of, control_of, is_control
 from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ANALYZE, TABLES
+from driftlens.runs.schema import EXPLAIN, TABLES
+from driftlens.runs.standing import is_live
 from driftlens_reports.charts.words import counted, spaced
 
 
@@ -160,9 +162,9 @@ def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[
     unexplained = {*layers.loc[layers["jacobian_samples"].isna(), "variant"]} - {"base"}
     is_explained = unexplained.isdisjoint(run.variants if nowhere else chosen)
     command = TABLES[table].filled_by(columns, is_explained=is_explained)
-    if nowhere or not command.startswith(ANALYZE):
-        return absent(table, nowhere or empty, command)
-    # No command adds them: an analysis with the same settings leaves these variants out again.
+    # The attribution is of no base, and an analysis with the same settings leaves out the same variants again.
+    if nowhere or (command.startswith(EXPLAIN) and {*chosen} - {"base"}):
+        return absent(table, nowhere or empty, _in_python(command) if is_live(run.manifest) else command)
     what, has = ("column", "is") if len(empty) == 1 else ("columns", "are")
     return (
         f"{what} {', '.join(empty)} of table {table} {has} not measured for {', '.join(chosen)}; "
@@ -176,6 +178,20 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)
     return f"needs {what} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
+
+
+def addition(sentence: str) -> tuple[str, ...] | None:
+    """What `driftlens explain` has to be asked for besides the attribution, by the sentence of `absent`; else None."""
+    found = re.search(rf"`{EXPLAIN}(?: --add ([^`]+))?`", sentence)
+    return None if found is None else tuple(filter(None, (found[1] or "").split(",")))
+
+
+def _in_python(command: str) -> str:
+    """What does for live modules, which no command can open, what `command` does for a run of a spec."""
+    names = command.removeprefix(EXPLAIN).removeprefix(" --add ").split(",") if EXPLAIN in command else []
+    named = ["jacobian" if name in ("", "contributions", "prefix") else name for name in names]
+    said = [f"{name}=True" if "." not in name else "jacobian={'spectral': True}" for name in named]
+    return f"dl.analyze({', '.join(['...', *dict.fromkeys(said)])})"
 
 
 def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:

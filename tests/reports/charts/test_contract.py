@@ -228,8 +228,7 @@ def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fi
 ) -> None:
     run = request.getfixturevalue("unmeasured")
     assert lacking(run, ChartOptions(), "layers", ["drift_rel", "n", "cka"]) == (
-        "needs columns drift_rel, cka of table layers; "
-        "`driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true` adds them."
+        "needs columns drift_rel, cka of table layers; `driftlens analyze RUN/spec.yaml --out NEW` adds them."
     )
 
 
@@ -240,7 +239,7 @@ def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fi
         ("merged", "merged", [CALIBRATED], "`driftlens explain RUN` adds it."),
         ("merged", "merged", ["merged"], ""),
         ("merged", "merged", ["base"], "not measured for base; choose another variant."),
-        ("", f"merged {CONTROL} {CALIBRATED}", None, "--set metrics.contributions=true` adds it."),
+        ("", f"merged {CONTROL} {CALIBRATED}", None, "`driftlens explain RUN --add contributions` adds it."),
     ],
     ids=["all left out", "one left out", "of others", "of the base", "a part switched off"],
 )

@@ -153,14 +153,14 @@ def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
     assert named["drift / base distance"].to_numpy() == pytest.approx(1, abs=0.2)
 
 
-MEASURE = "driftlens analyze RUN/spec.yaml --out NEW --set metrics."
+ADD = "driftlens explain RUN --add "
 
 
 @pytest.mark.parametrize(
     ("name", "column", "command"),
     [
-        ("spectral", "spectral_norm_mean", f"{MEASURE}jacobian.spectral=true"),
-        ("cka", "cka", f"{MEASURE}cka=true"),
+        ("spectral", "spectral_norm_mean", f"{ADD}jacobian.spectral"),
+        ("cka", "cka", f"{ADD}cka"),
         ("contributions", "final_share", "driftlens explain RUN"),
         ("splits", "final_share, prefix_share", "driftlens explain RUN"),
     ],

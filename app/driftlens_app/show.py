@@ -39,6 +39,8 @@ from driftlens_reports.formats.headline import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
+_NAMED, _LONG_NAME = ("name", "task"), 28
+"""Columns of names, and from how many letters on they have a width of their own, or they push numbers out of sight."""
 _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
@@ -206,7 +208,9 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: A
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
     """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
-    looks = {"hide_index": True, "placeholder": "–", "column_config": columns}
+    long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
+    named = {name: TextColumn(name, width=120 if is_narrow() else 220) for name in long}
+    looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 

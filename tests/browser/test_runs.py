@@ -14,11 +14,20 @@ from playwright.sync_api import expect
 from driftlens.runs.run import open_run
 from driftlens_app.jobs.record import write_job
 from driftlens_app.pages import pages
+from driftlens_reports.explorer.page import Explorer
 from tests.app.pages import failed
-from tests.browser.reading import drawn, settled
+from tests.browser.reading import drawn, eventually, settled
 from tests.browser.server import serving
+from tests.records.full_run import write_full_run
 
 pytestmark = pytest.mark.slow
+SEEN = {
+    (420, "overview"): "merged",
+    (420, "runs"): "merge",
+    (1440, "overview"): "relative drift",
+    (1440, "runs"): "experts",
+}
+"""By width and page, a column that long names would push out of sight."""
 HEAD, ROW = 35, 35
 """Pixels of a table's head and of each of its rows."""
 
@@ -103,18 +112,23 @@ def axe() -> str:
     return Path(found.origin).with_name("axe.min.js").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "asked"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})], ids=["light", "dark"]
-)
+@pytest.mark.parametrize("width", [420, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_on_any_page(
-    browser: Any, app_url: str, runs_folder: Path, axe: str, scheme: str, asked: dict[str, list[str]]
+    browser: Any, app_url: str, runs_folder: Path, tmp_path: Path, axe: str, scheme: str, width: int
 ) -> None:
     """In the dark, only colours are others."""
-    context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme=scheme)
-    serious, page = [], context.new_page()
-    for name in [Path(path).stem for path in pages()]:
-        page.goto(f"{app_url}/{name}?run={open_run(runs_folder / 'full').id}")
-        drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+    asked = {"runOnly": ["color-contrast"]} if scheme == "dark" else {}
+    context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+    serious, page, run = [], context.new_page(), open_run(runs_folder / "full")
+    Explorer(run).save(tmp_path / "view.html")
+    addresses = {Path(path).stem: f"{app_url}/{Path(path).stem}?run={run.id}" for path in pages()}
+    for name, address in {**addresses, "view": (tmp_path / "view.html").as_uri()}.items():
+        page.goto(address)
+        if name == "view":
+            eventually(page, "explorer.frames > 0")
+        else:
+            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
         page.evaluate(axe)
         found = page.evaluate("asked => axe.run(document, asked)", asked)
         assert found["passes"], "axe looked at nothing"
@@ -125,6 +139,27 @@ def test_axe_finds_nothing_serious_on_any_page(
         ]
     context.close()
     assert serious == []
+
+
+def test_long_names_push_no_number_out(browser: Any, tmp_path: Path) -> None:
+    """Of 60 letters and more: of the run, tasks and classes."""
+    tail = "_with_a_name_that_somebody_thought_would_tell_everything_about_it"
+    root = tmp_path / "root"
+    tasks, classes = ([f"{name}{tail}" for name in names] for names in (("a", "b"), ("cat", "dog", "fox")))
+    run = open_run(write_full_run(root / "long", name=f"run{tail}", tasks=tasks, class_names=classes))
+    with serving(root, tmp_path / "log") as url:
+        for width in (420, 1440):
+            page = browser.new_page(viewport={"width": width, "height": 1000})
+            for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
+                page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
+                drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+                main = page.get_by_test_id("stMain")
+                assert main.evaluate("it => it.scrollWidth - it.clientWidth") <= 0, (width, address)
+                if seen := SEEN.get((width, address)):  # columns out of sight have no head
+                    table = page.get_by_test_id("stDataFrame").first
+                    table.scroll_into_view_if_needed()
+                    expect(table.locator("canvas th").filter(has_text=seen).first).to_be_attached()
+            page.close()
 
 
 def test_the_shell_says_where_one_is(page: Any, app_url: str, runs_folder: Path) -> None:

@@ -14,6 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.findings.frame import frame_of
+from driftlens.findings.measures import findings
+from driftlens.findings.reading import signs
+from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.pages import pages
@@ -22,6 +26,8 @@ from tests.browser.server import serving
 from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
+ROW = 35
+"""Pixels of a row of a table."""
 CELLS = ".st-key-chart-contributions-heatmap .yaxislayer-above .ytick text"
 
 
@@ -300,6 +306,45 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     page.wait_for_url("**/repair?**")
     settled(page)
     expect(page.get_by_role("button", name="Repair with the best method")).to_be_visible()
+
+
+@pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
+def test_the_first_screen_answers_the_ten_questions(screen: tuple[Any, DriftRun]) -> None:
+    """Those of docs/questions.md; the answers are the findings', the places those of the eyes."""
+    page, run = screen
+    judged, rows = verdict(run), frame_of(findings(run))
+    means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])
+    value = means["value"]
+    first, merged = told(page, "Accuracy ("), told(page, "merged: ")
+    lost = 100 * (value["expert", ""] - value["merged", ""])
+    gained = 100 * (value["merged", ""] - value["base", ""])
+    change = means.loc["merged", "base"]
+    half = 100 * max(change["high"] - change["value"], change["value"] - change["low"])
+    assert f"{abs(lost):.1f} ± " in merged and "experts" in merged  # 1
+    assert f"{abs(gained):.1f} ± {half:.1f} " in merged and "than base" in merged  # 2 and 3
+    assert f"({len(run.tasks)} tasks, n = {change['n']})" in first  # 3
+    sentence = next(text for text in judged.sentences if text.startswith("merged: "))
+    assert merged == plain_words(sentence)  # 4: with the tasks that it says agree or don't
+    if run.manifest.calibrations:
+        repaired = means.loc[judged.after, "merged"]["value"]
+        assert f"{abs(100 * repaired):.1f} ± " in told(page, "better than merged")  # 5
+    table = page.get_by_test_id("stDataFrame").first
+    box = table.bounding_box()
+    assert box["y"] + 2 * ROW <= FOLD, "no task's row is on the first screen"
+    worst = rows[(rows["measure"] == "accuracy") & (rows["against"] == "") & (rows["task"] != "")]
+    cells = table.locator("canvas tbody tr").first.all_text_contents()[0]
+    task = next(name for name in sorted(run.tasks, key=len, reverse=True) if name in cells)
+    scored = worst.set_index(["task", "variant"])["value"]
+    assert f"{100 * scored[task, 'merged']:.1f}" in cells  # 6
+    source = next(text for text in judged.sentences if text.startswith("Largest source"))
+    assert told(page, "Largest source") == plain_words(source)  # 7 and 8
+    assert bool(judged.bad_experts) == bool(page.get_by_text("Experts worse than base").count())  # 9
+    expect(page.get_by_role("button", name="Compare merges")).to_be_visible()  # 10
+
+
+def plain_words(sentence: str) -> str:
+    """A sentence as a page shows it, with blanks for those that hold a line together."""
+    return signs(sentence).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_a_broken_spec_is_mended_and_started(page: Any, light: DriftRun, tmp_path: Path) -> None:

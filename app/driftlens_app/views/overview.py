@@ -57,6 +57,9 @@ _MOST_PANELS = 8
 _MOST_STAMPS = 3
 """Warnings that stand above all else; more would push the numbers off the screen."""
 
+_LONG = 40
+"""Letters of a task's name that fit on a button."""
+
 
 def show() -> None:
     """Draw the page."""
@@ -121,7 +124,8 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     task = selection().task or next(iter(counts.index), "")
     if not counts.get(task, 0):
         return
-    said = f"See the {counted(counts[task], 'flipped sample')} of {plain(task)}"
+    called = task if len(task) <= _LONG else f"{task[:_LONG]}…"
+    said = f"See the {counted(counts[task], 'flipped sample')} of {plain(called)}"
     if st.button(
         said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):

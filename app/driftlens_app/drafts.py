@@ -30,6 +30,8 @@ _KEPT, _TEXT, _DRAWER = "_draft", "pasted", "begin-draft"
 _PARTS = {"expert": "experts.{}.weights", "head": "heads.{}", "data": "data.{}", "baseline": "baselines.{}"}
 _PATHS = {"base": "base.weights", "merged model": "merged.weights", "device": "compute.device"}
 
+_BASES = ("base", "pretrained", "zeroshot")
+"""Names of models that others were fine-tuned from."""
 MOST_PLACES = 200
 """Places of a kind that are offered."""
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
@@ -45,7 +47,10 @@ def draft(root: Path) -> str:
     """The text in the field, which a dropped file or the pickers fill; refused where it is larger than specs may be."""
     drawer = st.expander("Drop a file, or pick base, experts and data", key=_DRAWER, on_change="rerun")
     with drawer:
-        st.file_uploader("Drop a spec", ["yaml", "yml"], key="dropped", on_change=_take)
+        about = "A run's spec, or a recipe of mergekit, whose models then stand in one."
+        st.file_uploader(
+            "Drop a spec or a recipe", ["yaml", "yml"], key="dropped", on_change=_take, help=about
+        )
         if drawer.open:
             _pick(root)
     text = st.text_area(
@@ -56,21 +61,46 @@ def draft(root: Path) -> str:
         placeholder="version: 1\nname: ...",
         help="YAML. It is kept as a file in this folder once it is checked, and relative paths begin here.",
     )
-    if problem := st.session_state.get("_undropped"):
-        raise SpecError(problem, hint="It should be a YAML file.")
+    if problem := st.session_state.get("_undropped") or st.session_state.get("_unspread"):
+        raise SpecError(problem[0], hint=problem[1])
     if (given := len(text.encode())) > MOST_BYTES:
         raise SpecError(f"the text has {size(given)}; a spec may have {size(MOST_BYTES)}", hint="Shorten it.")
     return text
 
 
+def begin_with(text: str) -> None:
+    """Let the page of new runs begin with this draft."""
+    st.session_state.update({"spec": PASTED, _TEXT: text})
+
+
 def _take() -> None:
     dropped = st.session_state.get("dropped")
-    st.session_state["_undropped"] = ""
+    st.session_state["_undropped"] = None
     if dropped is not None:
         try:
-            st.session_state[_TEXT] = dropped.getvalue().decode("utf-8-sig")
+            st.session_state[_TEXT] = as_spec(dropped.getvalue().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            st.session_state["_undropped"] = f"the dropped file is not UTF-8 text ({error.reason})"
+            problem = f"the dropped file is not UTF-8 text ({error.reason})", "It should be a YAML file."
+            st.session_state["_undropped"] = problem
+        except SpecError as error:  # of a recipe that no merge method here takes
+            st.session_state["_undropped"] = error.message, error.hint
+
+
+def as_spec(text: str) -> str:
+    """The text, or the spec with the models of the recipe of mergekit that it is."""
+    from driftlens.spec.mergekit import is_recipe, recipe_of
+    from driftlens.spec.yaml_text import from_yaml
+
+    try:
+        given = from_yaml(text, "dropped")
+    except SpecError:  # the check tells where it is wrong
+        return text
+    if not isinstance(given, Mapping) or not is_recipe(given):
+        return text
+    recipe = recipe_of(given)
+    base = recipe.base or recipe.models[0]
+    experts = [model for model in recipe.models if model != base]
+    return spec_text("hf-decoder", base, base, {_task(expert): (expert, None) for expert in experts})
 
 
 def keep(root: Path, text: str) -> str:
@@ -124,6 +154,15 @@ def _placed(finding: Mapping[str, Any], text: str, spec: str) -> dict[str, Any]:
 
 def _pick(root: Path) -> None:
     """Draw the pickers; a button writes a spec into the field, and closes their drawer."""
+    where = st.text_input(
+        "Folder that holds base, experts and data",
+        key="pick-folder",
+        placeholder="a folder below this one",
+        help="With a model called base; every other model is an expert, and data of an expert's name is its own.",
+    )
+    st.button(
+        "Fill in from the folder", key="spread", disabled=not where, on_click=_spread, args=(root, where)
+    )
     left, right = st.columns(2)
     choose = {"index": None, "accept_new_options": True, "placeholder": "in this folder, or a Hub id"}
     models, data = checkpoints(root), data_sets(root)
@@ -140,7 +179,7 @@ def _pick(root: Path) -> None:
         )
     rows: dict[str, tuple[str, Mapping[str, str] | None]] = {}
     for number, expert in enumerate(experts, 1):
-        proposed, about = re.sub(r"[^\w.-]+", "-", Path(expert).stem), plain(expert)
+        proposed, about = _task(expert), plain(expert)
         name, picked = st.columns(2)
         task = name.text_input(f"Task {number}", proposed, key=f"pick-task-{expert}", help=about)
         of = picked.selectbox(
@@ -157,6 +196,34 @@ def _pick(root: Path) -> None:
         # The drawer closes, so that the text stands where one looks.
         on_click=lambda: st.session_state.update({_TEXT: made, _DRAWER: False}),
     )
+
+
+def _task(expert: str) -> str:
+    """What a task is called after its expert's file or folder."""
+    return re.sub(r"[^\w.-]+", "-", Path(expert).stem)
+
+
+def _spread(root: Path, where: str) -> None:
+    """Fill the pickers with what a folder in the root holds; what is in the way is told where the text stands."""
+    folder = (root / where.strip()).resolve()
+    st.session_state["_unspread"] = None
+    if not folder.is_dir() or not is_inside(folder, root):
+        problem = f"{where.strip()} is no folder in {root}", "Open the dashboard on the one that holds it."
+        st.session_state["_unspread"] = problem
+        return
+    inside = folder.relative_to(root.resolve())
+    found = [(inside / name).as_posix() for name in checkpoints(folder)]
+    models = [name for name in found if not any(name.startswith(f"{other}/") for other in found)]
+    base = next((name for name in models if _task(name).lower() in _BASES), None)
+    experts = [name for name in models if name != base and _task(name).lower() != "merged"]
+    if base is None or not experts:
+        there = ", ".join(models) or "no model"
+        hint = f"One of them should be called {' or '.join(_BASES)}; the others are experts."
+        st.session_state["_unspread"] = f"{where.strip()} holds no base and experts, but {there}", hint
+        return
+    data = {Path(name).stem: (inside / name).as_posix() for name in data_sets(folder)}
+    chosen = {f"pick-data-{expert}": data.get(Path(expert).stem) for expert in experts}
+    st.session_state.update({"pick-base": base, "pick-experts": experts, **chosen})
 
 
 def spec_text(

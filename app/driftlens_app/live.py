@@ -11,10 +11,12 @@ import streamlit as st
 from driftlens.base.errors import RunError
 from driftlens.base.progress import duration
 from driftlens.base.variants import title
+from driftlens.runs.layout import SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ATTRIBUTED
+from driftlens.runs.schema import ANALYZE, ATTRIBUTED
 from driftlens.runs.standing import is_analyzed, is_live
+from driftlens_app.drafts import begin_with
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
@@ -24,7 +26,7 @@ from driftlens_app.pages import path_of
 from driftlens_app.runs import opened
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, require_root
-from driftlens_app.show import note, page_title, plain, show_error, shown_errors
+from driftlens_app.show import coded, note, page_title, plain, show_error, shown_errors
 from driftlens_reports.charts.picking import addition
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
@@ -102,10 +104,16 @@ def show_additions(run: DriftRun) -> bool:
 
 def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
     """In place of a chart, a button that measures what the run lacks for it, by its sentence; whether it could be."""
-    names = addition(lacking)
-    can_add = is_analyzed(run.manifest) and not is_live(run.manifest)
-    if names is None or not can_add or Settings.from_environment().read_only:
+    names, settings = addition(lacking), Settings.from_environment()
+    if is_live(run.manifest) or not is_analyzed(run.manifest) or settings.read_only:
         return False
+    if names is None:
+        if ANALYZE in lacking and not settings.is_one_run:
+            note(coded(lacking.replace(f"`{ANALYZE}`", "a new run")))
+            if st.button("Edit its spec for a new run", icon=":material/edit_note:", key=f"spec-{chart}"):
+                begin_with((run.path / SPEC).read_text("utf-8"))
+                st.switch_page(path_of("new_run"))
+        return ANALYZE in lacking and not settings.is_one_run
     is_walked = bool(names) and not {*names} & {*_TRACED}
     took = sum(
         phase.seconds

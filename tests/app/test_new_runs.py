@@ -17,7 +17,8 @@ from driftlens.base.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.run import load_spec
-from driftlens_app.drafts import PASTED, PASTED_AS
+from driftlens.spec.yaml_text import from_yaml
+from driftlens_app.drafts import PASTED, PASTED_AS, as_spec
 from driftlens_app.jobs import Job, processes, start
 from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.record import dismiss, job_of
@@ -268,6 +269,41 @@ def test_base_experts_and_data_are_picked_into_a_spec(open_app: Open, root: Path
     assert spec.experts["signs"].weights == "owner/signs"
     assert [entry.kind for entry in spec.data.tasks.values()] == ["table", "imagefolder"]
     assert spec.data.tasks["signs"].test == str(root / "sets/signs/val")
+
+
+def test_one_folder_that_holds_all_fills_the_pickers(open_app: Open, root: Path) -> None:
+    places = ("base/config.json", "base/model.safetensors", "experts/cars.safetensors", "experts/signs.pt")
+    for place in (*places, "data/cars/train.csv", "data/cars/test.csv", "merged.safetensors"):
+        (root / "zoo" / place).parent.mkdir(parents=True, exist_ok=True)
+        (root / "zoo" / place).touch()
+    app = open_app(root, "new_run")
+    app.selectbox(key="spec").set_value(PASTED).run()
+    opened_drawers(app, "Drop a file, or pick base, experts and data")
+    for wrong, why in (("..", "is no folder in"), ("zoo/data", "no base and experts, but no model")):
+        app.text_input(key="pick-folder").set_value(wrong).run()
+        assert why in errors(press(app, "Fill in from the folder"))
+    app.text_input(key="pick-folder").set_value("zoo").run()
+    assert not errors(press(app, "Fill in from the folder"))
+    press(app, "Write the spec")
+    (root / "picked.yaml").write_text(app.text_area(key="pasted").value)
+    spec = load_spec(root / "picked.yaml")
+    assert spec.base.weights == str(root / "zoo/base") and spec.tasks == ("cars", "signs")
+    assert [*spec.data.tasks] == ["cars"] and spec.experts["signs"].weights.endswith("experts/signs.pt")
+
+
+def test_the_models_of_a_recipe_stand_in_a_spec() -> None:
+    recipe = {
+        "merge_method": "ties",
+        "base_model": "owner/base",
+        "models": [{"model": f"owner/{name}"} for name in ("code", "math")],
+    }
+    made = from_yaml(as_spec(json.dumps(recipe)), "spec")
+    assert made["base"] == {"weights": "owner/base"} and made["architecture"]["loader"] == "hf-decoder"
+    assert {task: entry["weights"] for task, entry in made["experts"].items()} == {
+        "code": "owner/code",
+        "math": "owner/math",
+    }
+    assert as_spec(MENDED) == MENDED
 
 
 def test_a_draft_takes_no_other_files_place(open_app: Open, root: Path, tmp_path: Path) -> None:

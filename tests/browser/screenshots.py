@@ -57,6 +57,10 @@ def _shoot(page: Any, address: str, file: Path) -> None:
     page.goto(address)
     page.get_by_role("heading", level=1).first.wait_for(timeout=60_000)
     settled(page)
+    for explorer in page.locator("iframe").all():
+        explorer.scroll_into_view_if_needed()  # browsers let frames rest that nobody sees
+        frame = explorer.element_handle().content_frame()
+        frame.wait_for_function("window.explorer && explorer.frames > 0", timeout=60_000)
     height = page.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
     page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})
     page.wait_for_timeout(500)

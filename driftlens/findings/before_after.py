@@ -334,11 +334,11 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
     what = "KL" if record["score"].startswith("KL") else "relative drift"
     interval = f"95 % interval, {record['correction']}"
-    if record["kept"] == "merged":
+    if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"
         if best:
             text += f": the best of the others, {best['title']}, {_lower(best, what, interval)}"
-    elif record["kept"] == "base":
+    elif choice["name"] == "base":
         text = f"the base was chosen, which {_lower(choice, what, interval)}, and nothing was clearly better"
     else:
         text = f"{choice['title']} was chosen, which {_lower(choice, what, interval)}"

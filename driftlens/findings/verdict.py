@@ -141,7 +141,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
-    unchanged = run.calibration_info(calibration_of(after) or "").unchanged if after else ""
+    unchanged = run.calibration_info(calibration_of(after) or "").is_what if after else ""
     failed = self_checks(run).count("fail")
     nearer = [*nearer_merge(comparison(run))] if merged == "merged" else []
     nearer += _lost(run, merged, after)

@@ -66,19 +66,31 @@ class Chosen:
     """What came of a choice among repairs and models as they are, by the record of it."""
 
     selection: Mapping[str, Any]
+    shrink: Mapping[str, Any]
 
     @property
     def kept(self) -> str:
-        """Which model the choice left as it is, `merged` or `base`: then nothing is calibrated; empty elsewhere."""
+        """Which model the choice left as it is: `merged`, `base`, or `merge`, another merge; empty if it calibrates."""
         return str(self.selection.get("kept") or "")
 
     @property
     def unchanged(self) -> str:
         """What that model is, for a reader; empty where something is calibrated."""
+        share = self.shrink.get("share", 1)
+        way = "" if share == 1 else f", at {share:g} of its way from the base"
+        none = "no repair was clearly better" if not way else "no repair was nearer to the experts"
+        made = self.selection.get("merge", {}).get("title", "")
         return {
             "base": "the base, unchanged: don't use the merge",
-            "merged": "the merged model, unchanged: no repair was clearly better",
+            "merged": f"the merged model, {way.strip(', ') or 'unchanged'}: {none}",
+            "merge": f"another merge of the same experts, by {made}{way}: no repair was nearer to the experts",
         }.get(self.kept, "")
+
+    @property
+    def is_what(self) -> str:
+        """What the model is, in words: base, merge or repair, with its share of the way from the base."""
+        share = self.shrink.get("share", 1)
+        return self.unchanged or (f"a repair, at {share:g} of its way from the base" if share != 1 else "")
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,22 @@ from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.calibration.automatic import Scores
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.sources import Between
 from driftlens.data.samples import SampleSet
 from driftlens.engine.sites import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest import contest
+from driftlens.jobs.contest import automatic, contest
 from driftlens.jobs.contest.automatic import BEST, choose_settings
 from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
+from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept, reopened
 from driftlens.jobs.study.study import Study, TaskSamples
+from driftlens.merging.method import merge_called
 from driftlens.models.heads import Head
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
@@ -141,7 +144,8 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path
         for of, name in ((study, "plain"), (blind, "blind"))
         for at in choose_settings(of, FeatCal(), sites, Reporter(), Kept(tmp_path / name), others=True)
     )
-    assert {"start", "residual", "residual mu=0.9"} <= {e["name"] for e in record["compared"]}
+    names = {"start", "residual mu=0.9", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
+    assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
     assert again.get_params() == found.get_params() and same["compared"] == record["compared"]
 
 
@@ -424,6 +428,43 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
 
 
 @pytest.mark.slow
+def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a repair; going on after the choice makes the same merge again, and the card says what it is."""
+    watch_fits(monkeypatch, lambda _, __, found: all_at(found, lambda of: of + 1e3))
+    spoil_merged(monkeypatch)
+    monkeypatch.setattr(automatic, "_MERGES", ("average",))
+    merged = automatic._Tries._merged
+
+    def only_average(self: Any, entrant: Any, part: int) -> Any:
+        found, gain = merged(self, entrant, part), 2e3 if entrant.merge else 0.0
+        shown = {name: {kind: of - gain for kind, of in at.items()} for name, at in found.value.items()}
+        return dataclasses.replace(found, value=shown)
+
+    monkeypatch.setattr(automatic._Tries, "_merged", only_average)
+    folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2])
+
+    def stop(event: Any) -> None:
+        if event.phase == "look":
+            raise Cancelled("stopped")
+
+    with pytest.raises(Cancelled):
+        calibrate(folder, asked, Context(on_progress=stop), choose=BEST)
+    run = calibrate(folder, asked.changed(resume=True), choose=BEST)
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["choice"] == "merge average" and info.kept == "merge" and not info.layers
+    share, study = info.shrink["share"], reopened(folder)[0]
+    weights = load_file(folder / f"calibrations/{NAME}/weights.safetensors")
+    made = Between(study.pool.source("base"), merged_within(study, merge_called("average")), share)
+    for key, value in weights.items():
+        torch.testing.assert_close(value, made.read(key).to(value.dtype), rtol=1e-5, atol=1e-7)
+    assert "another merge of the same experts, by Simple averaging" in info.unchanged
+    assert info.unchanged in (folder / f"calibrations/{NAME}/README.md").read_text()
+    assert any(info.unchanged in text for text in verdict(run, NAME).sentences)
+
+
+@pytest.mark.slow
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,8 +496,10 @@ def test_a_rehearsal_names_the_candidates_and_does_the_choice(
     plain, found = (rehearse(roomy.path, request(layers=[2]), choose=choose) for choose in (None, BEST))
     said = {finding.subject: finding.text for finding in found.findings}
     titles = said["candidates"].split("; ")
-    assert titles[:3] == ["the merged model as it is", "the base", "featcal (paper-clip)"]
-    assert titles[3:] == ["featcal with rho 3.0, alpha 0.5", "residual", "residual with mu 0.9"]
+    assert titles[:2] == ["the merged model as it is", "the base"]
+    assert titles[2] == "the merged model, shrunk towards the base" and "a merge by TSV-M" in titles
+    assert titles[6:9] == ["featcal (paper-clip)", "featcal with rho 3.0, alpha 0.5", "residual"]
+    assert titles[9:] == ["residual with mu 0.9", "residual with mu 0.9 and 7 views of every sample"]
     assert plain.cost and found.cost and found.cost.seconds > plain.cost.seconds and found.exit_code == 0
     few = rehearse(roomy.path, request(samples=7, layers=[2]), choose=BEST)
     assert [finding.subject for finding in few.problems] == ["auto"] and few.exit_code == 4

@@ -36,6 +36,7 @@ from driftlens.jobs.calibrate.plan import (
     Choice,
     diagnosed_too,
     plan_calibration,
+    trained_on,
     untouched_but_moved,
 )
 from driftlens.jobs.calibrate.variants import Export, Solution, kept_change, lost_of, save_variants, unreached
@@ -244,7 +245,7 @@ def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) 
         and plan.out_dtype == taken.out_dtype
         and tuple(plan.patterns) == tuple(taken.sites)
         and plan.sample_digests == dict(taken.sample_digests)
-        and plan.views == dict(taken.views)
+        and (is_chosen or plan.views == dict(taken.views))
         and plan.shrink.get("asked") == taken.shrink.get("asked")
     )
 
@@ -421,6 +422,7 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
     """What a reader should know of a calibration, whatever comes of it."""
     # Those of files are drawn apart.
     seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
+    seen += trained_on(plan.samples, study) if plan.automatic or "curve" in plan.shrink else []
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.kinds)
@@ -433,7 +435,7 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
             *seen,
             "weights are those of the merged model; what is attached wants to know the task of an input",
         ]
-    return [f"this is {plan.unchanged}"]
+    return [*seen, f"this is {plan.unchanged}"]
 
 
 def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
@@ -477,7 +479,7 @@ class CalibrationScratch(Begun):
             return
         before, now, skipped = self.begun, dict(settings), {"selection", COMMAND}
         if asked and (chosen := before.get("selection")):
-            before, now, skipped = before | chosen["asked"], {**now, **asked}, {*skipped, "sites"}
+            before, now, skipped = before | chosen["asked"], {**now, **asked}, {*skipped, "sites", "views"}
         self.require_same(*({name: of[name] for name in of if name not in skipped} for of in (before, now)))
 
     def solved(self) -> dict[int, CalibratedLayer]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import DataError, SpecError
+from driftlens.base.intervals import standard_error, student
 from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.variants import calibrated, control_of, expert_of, task_of
@@ -21,16 +25,24 @@ from driftlens.engine.calibrating import ClosedForm
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.routers import require_trained
 from driftlens.engine.sites import select_sites, updated_sites
+from driftlens.jobs.analyze.evaluation import final_features
+from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
+from driftlens.merging.method import merge_called
 from driftlens.runs.layout import calibration_weights
 from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_digest
 from driftlens.runs.run import DriftRun
+from driftlens.spec.data import Views
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
     from driftlens.spec.sections import Calibration
+
+
+_SURE = 200
+"""Diagnosis samples of a task that are asked how sure its expert is."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +122,18 @@ class CalibrationPlan(Chosen):
             selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
         plan = dataclasses.replace(self, automatic=True, selection=selection)
-        if plan.kept:
-            return dataclasses.replace(plan, sites={}, control="")
         if "share" in selection:
             shrink = {**self.shrink, "share": selection["share"], "curve": selection["curve"]}
             plan = dataclasses.replace(plan, shrink=shrink)
+        if "merge" in selection:
+            made = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
+            study.pool.add(plan.kept, merged_within(study.blinded(self.samples), made))
+        if plan.kept:
+            return dataclasses.replace(plan, sites={}, control="")
+        if "views" in selection:
+            views = Views(**selection["views"])
+            samples = {task: dataclasses.replace(at, views=views) for task, at in self.samples.items()}
+            plan = dataclasses.replace(plan, samples=samples)
         if type(calibrator) is not type(self.calibrator):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
@@ -132,7 +151,8 @@ class CalibrationPlan(Chosen):
     @property
     def asked(self) -> dict[str, Any]:
         """What a choice begins with, as plain values: a finished calibration is known again by it."""
-        return {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
+        known = {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
+        return known | ({"views": self.views} if self.views else {})
 
     @property
     def variant(self) -> str:
@@ -401,6 +421,38 @@ def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
                 "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
             )
     return notices
+
+
+@torch.no_grad()
+def trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+    """One notice where experts were probably trained on these samples, by no label: they are surer of them.
+
+    The mean probability of the class that each expert chooses is compared with that on diagnosis samples: Welch's t,
+    one-sided, at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of
+    draws of 64 samples that experts were trained on, and of 0.6 to 1.6 % of others.
+    """
+    means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
+    for task, given in samples.items():
+        model, head = expert_of(task), study.head(task, expert_of(task))
+        others = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
+        if head is None or min(len(given), len(others)) < 2:
+            continue
+        sure = []
+        for of in (replace(given, views=None), others):
+            found = final_features(study.pool, model, task, of, study.settings.pool)
+            sure.append(wide(head.scores(found)).softmax(dim=1).amax(dim=1).cpu().numpy())
+        means.append((float(sure[0].mean()), float(sure[1].mean())))
+        groups += sure
+    if not means:
+        return []
+    error, freedom = standard_error([of / len(means) for of in groups])
+    own, other = np.mean(means, axis=0)
+    if not own - other > student(freedom, 0.98) * error:
+        return []
+    return [
+        f"experts were probably trained on the calibration samples: they are surer of them ({own:.1%} on average) than "
+        f"of the diagnosis samples ({other:.1%}). What is chosen on such samples misleads; bring others"
+    ]
 
 
 def method_of(request: CalibrationRequest, section: Calibration | None) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.checkpoints.sources import Between
+from driftlens.checkpoints.sources import Between, StateSource
 from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
@@ -48,9 +49,10 @@ from driftlens.jobs.contest.contest import (
     unlabelled,
 )
 from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, share_entry, shares_of_the_way
+from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
-from driftlens.merging.method import Merge
+from driftlens.merging.method import Merge, merge_called
 from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest
 
@@ -59,6 +61,12 @@ BUDGET = 3.0
 """Of what is tried, in calibrations of all samples by the dearest candidate."""
 _REST = (NUM_FOLDS - 1) / NUM_FOLDS
 """Of the samples, what a candidate is made on."""
+_MERGES = ("average", "tsv_m", "regmean_pp")
+"""Other merges of the same experts that are compared: as they come by default."""
+_LOOK = 0.25
+"""What judging a merge at all shares takes, in calibrations by FeatCal: some forward passes."""
+_MANY = 32
+"""Samples of a task from which three views are as good as seven."""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 
 
@@ -118,7 +126,9 @@ def choose_settings(
     calibrators, `share` fixes the share of the way from the base. What becomes of each is kept in `kept`, where an
     earlier sitting may have left some.
     """
-    entrants = _entrants(start, others=others, has_base=study.has_base)
+    counts = {task: len(at.calibration or ()) for task, at in study.tasks.items()}
+    has_base, has_views = study.has_base, study.has_views
+    entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
     ways = [1.0] if not study.has_base else [at for at in SHARES if at] if share is None else [share]
     with temporary_folder() as folder:
         tries = _Tries(study, sites, entrants, ways, kept, reporter, folder)
@@ -166,6 +176,8 @@ def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
             for at in there[1 : (len(there) + 1) // 2]
             if not scores[there[0].name].compared_with(scores[at.name], among=among).is_clear
         ]
+        if len(left) == 1 and tries.is_settled(scores[left[0].name], parts):
+            break
     return left
 
 
@@ -222,6 +234,7 @@ class _Tries:
         self.spent, self.num_fits = 0.0, 0
         self._sites, self._folder = sites, folder
         self._measured: dict[Trial, dict[float, Values]] = {}
+        self._merges: dict[str, StateSource] = {}
         self._whole = HeldOut(study, self.samples, self._measure)
 
     def make(self, entrants: Sequence[Entrant], part: int) -> None:
@@ -231,9 +244,12 @@ class _Tries:
         def attempts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
             tried.extend(trials)
             by_views: dict[Views | None, list[Entrant]] = {}
-            for trial in trials:
-                at = self.entrants[trial.name]
-                by_views.setdefault(at.views, []).append(at)
+            for at in (self.entrants[trial.name] for trial in trials):
+                if at.calibrator is None:
+                    self.bar.begin(at.cost * _REST)
+                    yield Trial(at.name, part), self._merged(at, part)
+                else:
+                    by_views.setdefault(at.views, []).append(at)
             for views, several in by_views.items():
                 yield from self._fitted(several, views, part)
 
@@ -249,6 +265,25 @@ class _Tries:
             if trial.name == "start":
                 raise outcome.error
             self.failures[trial.name] = outcome.error.message
+
+    def _merged(self, entrant: Entrant, part: int) -> Outcome[Scored]:
+        """What another merge scores on a part, made without it where it reads samples; or the merged model shrunk."""
+        pool, started = self.study.pool, time.perf_counter()
+        try:
+            source = self._merges.get(entrant.name) or pool.source("merged")
+            if entrant.merge is not None and entrant.name not in self._merges:
+                rest = {
+                    task: part_of(at, sorted({*range(len(at))} - {*self.folds[task][part]}))
+                    for task, at in self.samples.items()
+                }
+                source = merged_within(self.study.blinded(rest), entrant.merge)
+                if not entrant.merge.method.runs_models:
+                    self._merges[entrant.name] = source
+        except (DataError, NumericsError, SpecError) as error:
+            return Outcome(error=error)
+        seconds = time.perf_counter() - started
+        pool.add(LANE, source)
+        return Outcome(self._judged(part), seconds)
 
     def _fitted(
         self, entrants: Sequence[Entrant], views: Views | None, part: int
@@ -286,6 +321,12 @@ class _Tries:
         found = {share: self.scores(name, parts, share) for share in shares}
         best = min(shares, key=lambda share: found[share].mean)
         return best, found[best]
+
+    def is_settled(self, scores: Scores, parts: Sequence[int]) -> bool:
+        """Whether what is left is clearly better than the models as they are, whenever one might have asked."""
+        plain = [name for name in _PLAIN if name == "merged" or self.study.has_base]
+        among = NUM_FOLDS * (len(plain) + len(self.entrants) - 1)
+        return all(scores.compared_with(self.scores(name, parts), among=among).is_clear for name in plain)
 
     def curve(self, name: str, parts: Sequence[int]) -> list[dict[str, Any]]:
         """See `CalibrationInfo.shrink`."""
@@ -343,7 +384,7 @@ class _Tries:
     def _known_by(self, trial: Trial) -> str:
         """What is kept of a trial goes by its settings, not by its name."""
         at = self.entrants.get(trial.name)
-        return trial.name if at is None else f"{at.calibrator or at.merge!r} {at.views} {trial.part}"
+        return trial.name if at is None else f"{at.calibrator or at.name!r} {at.views} {trial.part}"
 
 
 def _flat(measured: Mapping[float, Values]) -> Scored:
@@ -383,9 +424,16 @@ def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
         "level": LEVEL,
         "correction": f"Bonferroni, {decision.among} comparisons",
     }
-    if decision.name in best and tries.study.has_base:
+    if decision.name not in best:
+        return record
+    if tries.study.has_base:
         record |= {"share": best[decision.name][0], "curve": tries.curve(decision.name, parts)}
-    return record
+    at = tries.entrants[decision.name]
+    if at.calibrator is None:
+        record["kept"] = "merged" if at.merge is None else "merge"
+    if at.merge is not None:
+        record["merge"] = at.merge.record
+    return record | ({} if at.views is None else {"views": at.views.model_dump()})
 
 
 def _entry(
@@ -414,7 +462,7 @@ def outlook(
     start: Calibrator, counts: Mapping[str, int], *, has_base: bool, others: bool = False
 ) -> tuple[list[str], float]:
     """See `Choice.outlook`; raises at once what `choose_settings` would."""
-    entrants = _entrants(start, others=others, has_base=has_base)
+    entrants = _entrants(start, counts, others=others, has_base=has_base)
     for task, count in counts.items():
         folds_of(count, task)
     titles = [text for name, text in _PLAIN.items() if name == "merged" or has_base]
@@ -449,8 +497,13 @@ def _with_shares(start: Calibrator, counts: Mapping[str, int], *, has_base: bool
     return [title], start.effort * (2 * NUM_FOLDS - 1) / NUM_FOLDS
 
 
-def _entrants(start: Calibrator, *, others: bool, has_base: bool) -> list[Entrant]:
-    """The start, and what calibrators declare as candidates but the start itself."""
+def _entrants(
+    start: Calibrator, counts: Mapping[str, int], *, others: bool, has_base: bool, has_views: bool = False
+) -> list[Entrant]:
+    """The start, what calibrators declare as candidates but the start itself, and with `others` other merges.
+
+    Where samples have no views, the dearest that declares settings for them has them, too.
+    """
     if not start.takes_sites:
         raise SpecError(f"{type(start).__name__} has no closed form to choose", hint="Leave out --auto.")
     found = {"start": start}
@@ -466,7 +519,32 @@ def _entrants(start: Calibrator, *, others: bool, has_base: bool) -> list[Entran
                 type(at) is not type(made) or at.get_params() != made.get_params() for at in found.values()
             ):
                 found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
-    return [Entrant(name, _title(name, at, start), at, at.effort) for name, at in found.items()]
+    entrants = [Entrant(name, _title(name, at, start), at, at.effort) for name, at in found.items()]
+    viewable = [at for at in found.values() if at.with_views and not has_views]
+    if viewable:
+        at = max(viewable, key=lambda at: at.effort)
+        at = at.changed(**at.with_views)
+        few = min(counts.values(), default=_MANY) < _MANY
+        views = Views(copies=7 if few else 3)
+        name = f"{method_called(at)} views={views.copies}"
+        title = f"{_title(name, at, start)} and {views.copies} views of every sample"
+        entrants.append(Entrant(name, title, at, at.effort * (1 + views.copies), views))
+    if not others:
+        return entrants
+    shrunk = [Entrant("shrunk", "the merged model, shrunk towards the base", None, _LOOK)] if has_base else []
+    merges = [merge_called(name) for name in _MERGES]
+    made_by = [
+        Entrant(
+            f"merge {at.method.name}",
+            f"a merge by {at.method.title}",
+            None,
+            _LOOK + at.method.runs_models,
+            None,
+            at,
+        )
+        for at in merges
+    ]
+    return [*shrunk, *made_by, *entrants]
 
 
 def _title(name: str, at: Calibrator, start: Calibrator) -> str:

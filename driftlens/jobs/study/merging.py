@@ -44,6 +44,7 @@ from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
+from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
 
@@ -296,6 +297,13 @@ def merged_source(
     for key, count in missing.items():
         _require_whole(inputs, key, count)
     return Merged(inputs.name, tensors, change)
+
+
+def merged_within(study: Study, merge: Merge) -> Merged:
+    """The experts of a study, merged; of its calibration samples a method reads all."""
+    sources = {name: study.pool.source(name) for name in study.pool.names}
+    own = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
+    return merged_source(OpenModels(own, sources, sources, {}), merge, study)
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:

@@ -298,7 +298,7 @@ def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, A
 def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:
     """What is compared, with the values that it begins with."""
     start = f" ({_preset_label(preset, first.presets)})" if preset else ""
-    tried = ["the merged model and the base", first.title + start]
+    tried = ["the merged model and the base", "other merges of the same experts", first.title + start]
     return tried + [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
 
 

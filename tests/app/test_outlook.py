@@ -73,7 +73,7 @@ def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
 
 def test_the_choice_of_the_best_has_an_estimate_of_its_own(open_app: Open, root: Path, run: Path) -> None:
     app = open_app(root, "repair")
-    assert "at most." not in said(app) and "14 calibrations by FeatCal" in said(app)
+    assert "at most." not in said(app) and "54 calibrations by FeatCal" in said(app)
     own = {name: {"state": "done", "seconds": 1.0, "started": ""} for name in open_run(run).manifest.phases}
     opened = edit(run, "phases", **own)
     (info,) = opened.manifest.calibrations.values()

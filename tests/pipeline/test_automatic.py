@@ -459,7 +459,7 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     made = Between(study.pool.source("base"), merged_within(study, merge_called("average")), share)
     for key, value in weights.items():
         torch.testing.assert_close(value, made.read(key).to(value.dtype), rtol=1e-5, atol=1e-7)
-    assert "another merge of the same experts, by Simple averaging" in info.unchanged
+    assert "another merge of the same experts, by Simple Averaging" in info.unchanged
     assert info.unchanged in (folder / f"calibrations/{NAME}/README.md").read_text()
     assert any(info.unchanged in text for text in verdict(run, NAME).sentences)
 
@@ -497,7 +497,7 @@ def test_a_rehearsal_names_the_candidates_and_does_the_choice(
     said = {finding.subject: finding.text for finding in found.findings}
     titles = said["candidates"].split("; ")
     assert titles[:2] == ["the merged model as it is", "the base"]
-    assert titles[2] == "the merged model, shrunk towards the base" and "a merge by TSV-M" in titles
+    assert titles[2] == "the merged model, shrunk towards the base" and "a merge by TSV-Merge" in titles
     assert titles[6:9] == ["featcal (paper-clip)", "featcal with rho 3.0, alpha 0.5", "residual"]
     assert titles[9:] == ["residual with mu 0.9", "residual with mu 0.9 and 7 views of every sample"]
     assert plain.cost and found.cost and found.cost.seconds > plain.cost.seconds and found.exit_code == 0

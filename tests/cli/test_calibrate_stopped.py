@@ -209,7 +209,8 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
     run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
     folder, whole = copied(run, tmp_path / "stopped"), copied(run, tmp_path / "whole")
     targets = [tmp_path / "saved", tmp_path / "saved_whole"]
-    flags = ("--name", NAME, "--auto", "--layers", "2", "--no-attribution", "--progress", "none")
+    choice = ("--method", "featcal", "--auto", "--layers", "2", "--no-attribution")
+    flags = ("--name", NAME, *choice, "--progress", "none")
     save, read, count = variants.save_model, Patched.read, []
 
     def watched(*given: Any, **named: Any) -> None:

@@ -44,9 +44,10 @@ class Method:
     """A calibrator or a merge method, as `driftlens methods --json` tells it.
 
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
-    chosen on held-out samples, `swept` the factors of what is published that a sweep tries, `candidates` what `--auto`
-    tries. `effort` is the processor time against FeatCal's, `choosing` as how many calibrations by
-    FeatCal that choice takes from here, at most, and `fewest` how many samples a task it needs.
+    chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside
+    a base alone), `candidates` what `--auto` tries. `effort` is the processor time against FeatCal's, `choosing` as
+    how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how many samples a task it
+    needs.
     """
 
     title: str
@@ -57,6 +58,7 @@ class Method:
     suited: Mapping[str, str] = field(default_factory=dict)
     automatic: tuple[str, ...] = ()
     swept: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    of_base: tuple[str, ...] = ()
     candidates: tuple[Mapping[str, Any], ...] = ()
     effort: float = 1.0
     choosing: float = 0.0

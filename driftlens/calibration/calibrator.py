@@ -8,7 +8,7 @@ says how it is solved for or trained (`calibrated`), and what it needs for that;
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from driftlens.base.errors import SpecError, did_you_mean
@@ -31,6 +31,7 @@ class Calibrator(Method):
         candidates: settings, over those at hand, that `--auto` compares; none where it is not asked.
         with_views: defaults of settings where calibration samples have views.
         swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
+        of_base: settings among these that mean something beside a base alone.
         effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
@@ -46,6 +47,7 @@ class Calibrator(Method):
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
     with_views: ClassVar[Mapping[str, Any]] = {}
     swept: ClassVar[Mapping[str, Sequence[float]]] = {}
+    of_base: ClassVar[Collection[str]] = ()
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False

@@ -224,10 +224,10 @@ class FeatCal(ClosedFormBase):
     }
     # Of 27 settings around the preset among the best by test accuracy on two image suites (docs/benchmarks.md).
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ({"rho": 3.0, "alpha": 0.5},)
-    # As far as each may go: lam in the steps of the automatic choice, rho over the merged model.
     swept: ClassVar[Mapping[str, Sequence[float]]] = {
         **{"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
     }
+    of_base = ("rho",)
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
         *({"rho": 1}, {"alpha": 0}, {"anchor": "none"}),
         *({"update": ["linear", "norm"]}, {"update": ["linear", "bias"]}, {"update": ["linear"]}),

@@ -36,6 +36,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "suited": dict(kind.suited),
                 "automatic": _varied(kind),
                 "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
+                "of_base": [*kind.of_base],
                 "candidates": [dict(settings) for settings in kind.candidates],
                 "choosing": _choosing(kind),
                 "fewest": 2 * NUM_FOLDS if kind.candidates else 0,

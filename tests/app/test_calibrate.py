@@ -141,7 +141,7 @@ def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> Non
         ({"parameters": {"ridge": 1.0}}, "no setting 'ridge'"),
         ({"samples": 0}, "samples: expected at least 1, got 0"),
         ({"preset": "papier"}, "no preset 'papier'"),
-        ({"auto": True, "parameters": {"lam": 0.5}}, "lam: given, and to be chosen too"),
+        ({"auto": True, "parameters": {"rho": 0.5}}, "rho: given, and to be chosen too"),
         ({"layer": [1]}, "has no 'layer'"),
     ],
     ids=lambda value: str(value),

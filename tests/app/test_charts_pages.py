@@ -43,7 +43,7 @@ def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Pa
     assert not [text for text in texts if "**a** <b>" in text]
 
 
-def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_path: Path) -> None:
+def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "bare", size=Size(blocks=1))
     for table in ("adjoint", "params"):
         (path / "tables" / f"{table}.parquet").unlink()
@@ -56,9 +56,10 @@ def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_pat
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
     app = opened_at(open_app(tmp_path, "layers"), "layers", "Loss and margin")
-    assert not app.error and "metrics.adjoint=true" in said(app)
+    assert not app.error and "This run was made without adjoint: it can be measured now" in said(app)
+    assert [button for button in app.button if button.label == "Add adjoint"]
     app = opened_at(open_app(tmp_path, "theory"), "theory", "Task vectors")
-    assert not app.error and "driftlens analyze" in said(app)
+    assert not app.error and "a new run adds it" in said(app)
 
 
 def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:

@@ -181,7 +181,9 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     assert run_cli(*shlex.split(command)[1:], "--progress", "none").code == 0
     missing = len(solved) - 1
     assert run_cli("calibrate", whole, "--name", NAME, *other, "--progress", "none").code == 0
-    assert len(solved) - 1 - missing == missing + len(kept), "what was finished was solved for again"
+    spared = len(solved) - 1 - 2 * missing
+    # Of what is kept up to two are scores of the models as they are, which nothing is solved for.
+    assert spared and len(kept) - 2 <= spared <= len(kept), "what was finished was solved for again"
     found, expected = (open_run(at).manifest.calibrations[NAME] for at in (folder, whole))
     assert {**found.selection, "seconds": 0} == {**expected.selection, "seconds": 0}
     weights = [load_file(at / f"calibrations/{NAME}/weights.safetensors") for at in (folder, whole)]

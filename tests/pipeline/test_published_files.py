@@ -410,7 +410,8 @@ def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
         plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.clone())
     plain.load_state_dict({key: expert.read(key) for key in expert.headers}, strict=HEAD in expert.headers)
     for key in (TABLE, *([HEAD] if HEAD in expert.headers else [])):
-        assert torch.equal(expert.read(key, (1, 6)), expert.read(key)[1:6])
+        # A product of fewer rows may be rounded otherwise.
+        torch.testing.assert_close(expert.read(key, (1, 6)), expert.read(key)[1:6])
     questions = torch.tensor([[1, 5, 2, 9], [4, 4, 3, 39]])
     with torch.no_grad():
         torch.testing.assert_close(plain(questions).logits, adapted.eval()(questions).logits[..., :rows])
@@ -502,7 +503,9 @@ def test_adapters_fit_what_is_fused_by_either_name(module: str, tmp_path: Path) 
         delta = up @ down if rows == 16 else (up @ down)[16 * place : 16 * place + 16]
         changed = part == "k_proj" or rows == 48
         torch.testing.assert_close(expert.read(name) - base[key], delta if changed else 0 * delta)
-        assert torch.equal(expert.read(name, (3, 5)), expert.read(name)[3:5])
+        torch.testing.assert_close(
+            expert.read(name, (3, 5)), expert.read(name)[3:5]
+        )  # fewer rows may round otherwise
 
 
 @pytest.mark.parametrize("tag", ["Infinity", "-Infinity"])

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "demo": "is an analysis and two calibrations of an embedded suite, one after the other",
     "doctor": "runs no model",
     "validate": "rehearses an analysis, and keeps nothing of it",
+    "why": "is an analysis, of models that are named one by one",
     "reproduce": "is analyses, calibrations and sweeps of a suite, one after the other",
 }
 

@@ -209,8 +209,15 @@ PROCESSORS = {
         chat_template=_asking(),
         image_seq_len=1,
     ),
+    "SmolVLM": lambda: transformers.SmolVLMProcessor(
+        transformers.SmolVLMImageProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 8}),
+        _tokenizer(),
+        transformers.SmolVLMVideoProcessor(),
+        chat_template=_asking(),
+        image_seq_len=1,
+    ),
 }
-"""A processor of each family but SmolVLM, whose needs a package of its own, and Gemma 3n, refused with images."""
+"""A processor of each family but Gemma 3n, refused with images."""
 
 
 def model_of(name: str) -> Any:

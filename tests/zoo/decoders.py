@@ -280,8 +280,8 @@ FLOAT32 = (
 """A mixture of experts of each family; of 4 experts two take every token, of Llama 4 one."""
 
 
-UNDIFFERENTIABLE = ("BLOOM", "Phi-3.5-MoE")
-"""A function of its own, a router that looks at numbers."""
+UNDIFFERENTIABLE = ("BLOOM",)
+"""A function of its own."""
 
 
 def families(*fast: str) -> list[Any]:

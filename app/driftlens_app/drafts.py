@@ -154,13 +154,14 @@ def _placed(finding: Mapping[str, Any], text: str, spec: str) -> dict[str, Any]:
 
 def _pick(root: Path) -> None:
     """Draw the pickers; a button writes a spec into the field, and closes their drawer."""
-    where = st.text_input(
+    named, filled = st.columns((3, 1), vertical_alignment="bottom")
+    where = named.text_input(
         "Folder that holds base, experts and data",
         key="pick-folder",
         placeholder="a folder below this one",
         help="With a model called base; every other model is an expert, and data of an expert's name is its own.",
     )
-    st.button(
+    filled.button(
         "Fill in from the folder", key="spread", disabled=not where, on_click=_spread, args=(root, where)
     )
     left, right = st.columns(2)

@@ -13,6 +13,7 @@ from tests.accelerator import NAME, missing
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes of many tests, one after the other
 def test_all_holds_on_a_pretended_accelerator(device: torch.device) -> None:
     if device.type == NAME or torch.cuda.is_available():
         pytest.skip("these tests run on an accelerator already, or beside one")

@@ -16,6 +16,7 @@ from driftlens_reports.paper.figures import Plate
 from driftlens_reports.paper.grid import escape
 from driftlens_reports.paper.marks import GUIDE
 from driftlens_reports.paper.published import method_title
+from driftlens_reports.paper.style import venue_of
 
 Step = tuple[int, str]
 """How deep a line stands, and the line: words with formulas between dollars that TeX and matplotlib both set."""
@@ -144,6 +145,8 @@ def _draw(plate: Plate, title: str, head: Sequence[tuple[str, str]], steps: Sequ
         for at, part in enumerate(_wrapped(text, room)):
             lines.append((1.5 * depth + 1.9 + at, "" if at else f"{number}:", part))
     height = (len(lines) + 2.4) * _LINE * size
+    if venue_of(width / 72) == "slide":  # which has a form of its own
+        height = max(height, plate.figure.get_figheight() * 72)
     plate.figure.set_size_inches(plate.figure.get_figwidth(), height / 72)
     axes = plate.figure.subplots()
     axes.set_axis_off()
@@ -155,7 +158,7 @@ def _draw(plate: Plate, title: str, head: Sequence[tuple[str, str]], steps: Sequ
     axes.text(0, 0.65 * _LINE, f"Algorithm: {title}", fontweight="bold", **style)
     for at, (indent, number, text) in enumerate(lines):
         y = (at + 1.8) * _LINE
-        axes.text(1.2, y, number, ha="right", fontsize="small", **style)
+        axes.text(1.2, y, number, ha="right", fontsize=max(7.0, 0.83 * size), **style)
         axes.text(indent, y, text, **style)
 
 

@@ -148,6 +148,11 @@ def choose_settings(
     }
 
 
+def _as_they_are(has_base: bool) -> list[str]:
+    """Names of the models that are compared as they are, the simplest first."""
+    return [name for name in _PLAIN if name == "merged" or has_base]
+
+
 def _dearest(entrants: Sequence[Entrant]) -> float:
     return max(at.cost for at in entrants)
 
@@ -324,7 +329,7 @@ class _Tries:
 
     def is_settled(self, scores: Scores, parts: Sequence[int]) -> bool:
         """Whether what is left is clearly better than the models as they are, whenever one might have asked."""
-        plain = [name for name in _PLAIN if name == "merged" or self.study.has_base]
+        plain = _as_they_are(self.study.has_base)
         among = NUM_FOLDS * (len(plain) + len(self.entrants) - 1)
         return all(scores.compared_with(self.scores(name, parts), among=among).is_clear for name in plain)
 
@@ -402,7 +407,7 @@ def _by_share(flat: Scored) -> dict[float, Values]:
 
 def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
     """The decision among what is left and the models as they are, and every candidate, as plain values."""
-    plain = [name for name in _PLAIN if name == "merged" or tries.study.has_base]
+    plain = _as_they_are(tries.study.has_base)
     parts = tries.parts_of(left[0].name) if left else [0]
     best = {at.name: tries.best_of(at.name, parts) for at in left}
     scores = {name: tries.scores(name, parts) for name in plain} | {
@@ -465,8 +470,9 @@ def outlook(
     entrants = _entrants(start, counts, others=others, has_base=has_base)
     for task, count in counts.items():
         folds_of(count, task)
-    titles = [text for name, text in _PLAIN.items() if name == "merged" or has_base]
-    return [*titles, *(at.title for at in entrants)], (BUDGET + 1) * _dearest(entrants)
+    return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(at.title for at in entrants)], (
+        BUDGET + 1
+    ) * _dearest(entrants)
 
 
 HELD_OUT = Chooser(choose_settings, outlook)

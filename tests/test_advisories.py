@@ -98,7 +98,7 @@ def test_the_bill_of_materials_is_valid_and_names_every_dependency_as_installed(
     assert JsonStrictValidator(SchemaVersion.from_version(found["specVersion"])).validate_str(text) is None
     listed = {canonicalize_name(part["name"]): part["version"] for part in found["components"]}
     wanted = floors(project())
-    assert len(wanted) > 20 and found["metadata"]["component"]["name"] == "driftlens"
+    assert len(wanted) > 20 and found["metadata"]["component"]["name"] == project()["project"]["name"]
     assert {name: listed.get(name) for name in wanted} == {
         name: importlib.metadata.version(name) for name in wanted
     }

@@ -184,7 +184,8 @@ def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family:
         merged, info = type(model).from_pretrained(out, output_loading_info=True)
         assert not any(info.values())
         logits[base] = merged(input_ids=torch.arange(4, 16)[None]).logits
-    assert torch.equal(*logits.values())
+    # The same weights elsewhere in memory: some machines round their products otherwise.
+    torch.testing.assert_close(*logits.values())
     experts = [tmp_path / "one", tmp_path / "two"]
     buffers = [
         name for name, _ in model.named_buffers() if name in model.state_dict()

@@ -42,6 +42,8 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
     known, pool = with_pool(name, tmp_path)
     assert all(parameter.is_meta for parameter in known.skeleton.parameters())
     assert known.preprocess is not None and known.preprocess.texts is not None and known.lm is not None
+    # Its norms, softmax and rotary tables are float32 whatever the dtype, and round by how many rows there are.
+    apart = 1e-5 if name == "T5Gemma" else 1e-9
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64)
     loaded.eval().requires_grad_(False)
     inputs, reader = known.preprocess(ASKED), known.preprocess.texts
@@ -60,7 +62,7 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
             (final[row][mask[row]], wanted.decoder_hidden_states[-1][0]),
             (head.scores(final[row][mask[row]]), wanted.logits[0]),
         ):
-            assert (features - library).norm() <= 1e-9 * library.norm()
+            assert (features - library).norm() <= apart * library.norm()
         assert largest_difference(chain_states(known.chain, loaded, alone), states) <= 1e-9
     few = LmHead(("a", "b"), pool.source("merged"), known.lm, tokens=(7, 5))
     torch.testing.assert_close(few.scores(final[:, 0]), head.scores(final[:, 0])[:, [7, 5]])

@@ -263,6 +263,7 @@ MIXTURES = {
 }
 FLOAT32 = (
     *(
+        "bloom",
         "gemma",
         "gemma2",
         "gemma3_text",

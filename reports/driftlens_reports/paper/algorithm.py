@@ -89,24 +89,28 @@ _ABOUT = {
 
 @figure("algorithm", title="Algorithm of the repair", latex=True)
 def algorithm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """The calibration shown, line by line, with the settings and the samples that it had in the run."""
+    """The calibration shown, line by line, with the settings and the samples that it had in the run.
+
+    The last one that is written here; where one is asked for, that one alone.
+    """
     run = runs[0]
-    names = [name.removeprefix("calibrated:") for name in options.calibrated_of(run)[-1:]]
-    info = next(
-        (run.manifest.calibrations[name] for name in names if name in run.manifest.calibrations), None
-    )
-    steps = [*METHODS[info.method](info.settings)] if info and info.method in METHODS else []
-    if info is None or not steps:
+    every = run.variants if options.calibrated is None else options.calibrated_of(run)
+    calibrations = run.manifest.calibrations
+    names = [name for name in (each.removeprefix("calibrated:") for each in every) if name in calibrations]
+    name = next((name for name in reversed(names) if calibrations[name].method in METHODS), "")
+    info = calibrations.get(name)
+    if info is None:
         plate = Plate(options.width, 0.25 * options.width, "algorithm")
-        what = "written for FeatCal and residual calibration" if info else f"`{CALIBRATE}` adds one"
+        what = "written for FeatCal and residual calibration" if names else f"`{CALIBRATE}` adds one"
         plate.note(plate.figure.subplots(), "the algorithm of the repair", what)
         return plate.exhibited(["The repair, line by line.", *origin([run])])
     title = f"{method_title(info.method)} calibration".replace("calibration calibration", "calibration")
+    steps = [*METHODS[info.method](info.settings)]
     head = [*_head(info, len(run.manifest.layers))]
     plate = Plate(options.width, 0.0, "algorithm")
     _draw(plate, title, head, steps)
     for task, count in info.samples.items():
-        plate.record("a", run, "calibration samples", count, task=task, variant=f"calibrated:{names[0]}")
+        plate.record("a", run, "calibration samples", count, task=task, variant=f"calibrated:{name}")
     shown = plate.exhibited([f"{title}, as the run used it.", *origin([run])])
     return Exhibited(shown.data, shown.caption, figure=shown.figure, latex=_latex(title, head, steps))
 

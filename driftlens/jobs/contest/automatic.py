@@ -35,6 +35,7 @@ from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
 from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
+from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import (
     LANE,
     Fit,
@@ -287,7 +288,7 @@ class _Tries:
         except (DataError, NumericsError, SpecError) as error:
             return Outcome(error=error)
         seconds = time.perf_counter() - started
-        pool.add(LANE, source)
+        pool.add(LANE, with_parameters(pool.chain, source, self.study.like, {}))
         return Outcome(self._judged(part), seconds)
 
     def _fitted(

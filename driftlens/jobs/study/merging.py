@@ -300,10 +300,10 @@ def merged_source(
 
 
 def merged_within(study: Study, merge: Merge) -> Merged:
-    """The experts of a study, merged; of its calibration samples a method reads all."""
+    """The experts of a study, merged in what it saves in; of its calibration samples a method reads all."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
     own = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
-    return merged_source(OpenModels(own, sources, sources, {}), merge, study)
+    return merged_source(OpenModels(own, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:

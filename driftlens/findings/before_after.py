@@ -301,11 +301,12 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
     """Which share of the way from the base is kept, and by what it was chosen."""
-    by = f", the share with the lowest held-out {_judged_by(shrink)}" if "curve" in shrink else ""
+    by = f", the share with the lowest held-out {judged_by(shrink)}" if "curve" in shrink else ""
     return f"All weights are base + {shrink['share']:g} (repaired - base){by}."
 
 
-def _judged_by(shrink: Mapping[str, Any]) -> str:
+def judged_by(shrink: Mapping[str, Any]) -> str:
+    """What the share was chosen by, in a word or two."""
     return "KL" if str(shrink["curve"][0]["what"]).startswith("KL") else "relative drift"
 
 
@@ -313,7 +314,7 @@ def _shares(run: DriftRun, name: str) -> Table:
     """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    what = _judged_by(shrink) if curve else ""
+    what = judged_by(shrink) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -424,6 +425,30 @@ def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: Dr
     drift = data[data["measure"] == "drift_l2_mean"].set_index(["task", "alpha"])["mean"]
     assert math.isnan(drift[("mean of tasks", 1)]) and math.isnan(drift[("dtd", 1)])
     assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
+
+
+@pytest.mark.parametrize("what", ["KL(expert || calibrated), nat", "relative final drift"])
+def test_the_share_that_was_taken_is_ringed_on_its_curve(full: DriftRun, what: str) -> None:
+    """Drift stands once where it is what decided."""
+    assert "--shrink auto" in str(charts["shares"].missing(full, ChartOptions()))
+    curve = [
+        {"share": share, "what": what, "n": 48}
+        | {f"{of}{end}": at + by for of in ("score", "drift") for end, by in ENDS.items()}
+        for share, at in ((0.0, 0.5), (0.4, 0.3), (1.0, 0.4))
+    ]
+    info = replace(full.calibration_info("featcal"), shrink={"share": 0.4, "curve": curve})
+    run = DriftRun(full.path, replace(full.manifest, calibrations={"featcal": info}))
+    drawn = charts["shares"].draw(run)
+    measures = ["score", "drift"] if what.startswith("KL") else ["drift"]
+    assert list(drawn.data["measure"].unique()) == measures and "takes 0.400 with 0.300" in drawn.alt
+    for line, ring in zip(drawn.figure.data[::2], drawn.figure.data[1::2], strict=True):
+        assert (list(line.x), list(line.y)) == ([0, 0.4, 1], [0.5, 0.3, 0.4])
+        assert list(line.error_y.array) == pytest.approx([0.2] * 3)
+        assert list(line.error_y.arrayminus) == pytest.approx([0.1] * 3)
+        assert (list(ring.x), list(ring.y)) == ([0.4], [0.3])
+
+
+ENDS = {"": 0.0, "_low": -0.1, "_high": 0.2}
 
 
 def test_methods_stand_in_one_picture_beside_the_runs_own_models(full: DriftRun) -> None:

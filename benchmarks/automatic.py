@@ -1,136 +1,173 @@
-"""`--auto` on real images: what it chose in each draw of 64 samples a task, and how the others would have done.
+"""`--auto` run to its end on whole suites, beside every candidate that it compared, by scores that no choice reads.
 
-`python -m benchmarks.automatic 0 1` runs these draws only. Every candidate is calibrated on all samples of the draw as
-the choice would be, and told apart on the test samples, which no choice reads.
+`python -m benchmarks.automatic --suites real --draws 0 1` runs what a folder lacks yet, a file per suite and draw, and
+prints a table per suite of all that it has. Every candidate is made from all samples of the draw, at the share of the
+way from the base that the choice had found for it. Seconds are of the processor, of choosing and of calibrating alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.residual import DRAWS, REAL, SAMPLES, SCALE, TASKS, _calibrated, _data, _judged
-from driftlens.base.intervals import student
+from benchmarks.repairs import DRAWS, METRICS, PRESETS, SAMPLES, _change, _Clock, _measured, spec_of
 
-Found = dict[str, Any]
-
-
-def run(device: str, draws: Sequence[int] = range(DRAWS)) -> str:
-    """A line per draw as soon as it is there, and the accuracies of all candidates at the end."""
-    if not REAL.is_dir():
-        return f"automatic: {REAL} is not there"
-    found = []
-    for draw in draws:
-        found.append(drawn(draw, torch.device(device)))
-        print(json.dumps({"draw": draw, **found[-1]}), flush=True)
-    return summary(found)
+AUTO = "--auto"
+Draw = Mapping[str, Any]
 
 
-def drawn(seed: int, device: torch.device) -> Found:
-    """What was chosen with the samples of one draw; held-out score, accuracy and KL on test samples by candidate."""
-    from transformers import CLIPVisionModelWithProjection
+def run(
+    device: str,
+    suites: Sequence[str] = tuple(PRESETS),
+    draws: Sequence[int] = range(DRAWS),
+    folder: str = "automatic",
+) -> str:
+    """A table per suite of the draws that the folder has, those asked for included."""
+    place, tables = pathlib.Path(folder), []
+    place.mkdir(exist_ok=True)
+    for suite in suites:
+        for draw in draws:
+            file = place / f"{suite}-{draw}.json"
+            if not file.exists():
+                file.write_text(json.dumps(drawn(suite, draw, device)))
+        found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
+        tables.append(table(suite, found))
+    return "\n\n".join(tables)
 
+
+def drawn(suite: str, seed: int, device: str) -> Draw:
+    """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates."""
     import driftlens as dl
-    from driftlens.base.progress import Reporter
-    from driftlens.calibration.calibrator import calibrators
-    from driftlens.engine.sites import select_sites
-    from driftlens.jobs.contest.automatic import BEST
-    from driftlens.jobs.study.reopening import Kept, reopened
+    from driftlens.base.access import Context
+    from driftlens.jobs.calibrate.job import calibrate
+    from driftlens.spec.requests import CalibrationRequest
 
+    models, seconds, metric = {}, {}, METRICS[suite]
     with tempfile.TemporaryDirectory() as place:
-        study = reopened(dl.analyze(_spec(seed, device), out=f"{place}/run", progress="none").path)[0]
-        start = calibrators["featcal"](**calibrators["featcal"].presets["paper-clip"])
-        tried = Kept(Path(place) / "tried")
-        _, record = BEST.choose(study, start, select_sites(study.pool.chain), Reporter(), tried)
-    folders = {"base": "base"} | {f"expert:{task}": task for task in TASKS}
-    models: Any = {
-        name: CLIPVisionModelWithProjection.from_pretrained(REAL / "hf" / folder).to(device).eval()
-        for name, folder in folders.items()
-    }
-    models["merged"] = _merged(models)
-    data = {task: _data(task, device) for task in TASKS}
-    pixels = {task: _drawn(study, task).to(device) for task in TASKS}
-    candidates = {}
-    for entry in record["compared"]:
-        if "settings" in entry:
-            settings = {key: _kept(value) for key, value in entry["settings"].items()}
-            made: Any = calibrators[entry["method"]](**settings)
-            model, _ = _calibrated(models, "hf_clip_vit", pixels, made)
-        elif entry["name"] in models:
-            model = models[entry["name"]]
-        else:  # what a search found, another per fold
-            continue
-        accuracy, kl = _judged(model, models, data)
-        told = {key: entry.get(key) for key in ("title", "score", "advantage", "low", "high")}
-        candidates[entry["name"]] = {**told, "accuracy": accuracy, "kl": kl}
-    return {"choice": record["choice"], "best": record["best"], "candidates": candidates}
+        spec = spec_of(suite, seed, device, pathlib.Path(place))
+        made = dl.analyze(spec, out=f"{place}/run", progress="none")
+
+        def measure(title: str, variant: str) -> None:
+            models[title] = {task: _measured(made, variant, task, metric) for task in spec["experts"]}
+
+        for title in ("base", "merged", "expert"):
+            measure(title, title)
+        clocks = {phase: _Clock(phase) for phase in ("choose", "calibrate")}
+
+        def both(event: Any) -> None:
+            for clock in clocks.values():
+                clock(event)
+
+        made = dl.calibrate(
+            made,
+            name="auto",
+            preset=PRESETS[suite],
+            auto=True,
+            attribution=False,
+            progress="none",
+            on_progress=both,
+        )
+        selection = dict(made.manifest.calibrations["auto"].selection)
+        measure(AUTO, "calibrated:auto")
+        seconds[AUTO] = [clock.seconds for clock in clocks.values()]
+        for number, entry in enumerate(selection["compared"]):
+            if "share" not in entry:  # the models as they are, and what could not be made
+                continue
+            clock = _Clock("calibrate")
+            request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
+            made = calibrate(made.path, request, Context(on_progress=clock), choose=_fixed(entry))
+            measure(entry["name"], f"calibrated:c{number}")
+            seconds[entry["name"]] = [clock.seconds]
+        notices = list(made.manifest.calibrations["auto"].notices)
+    return {"models": models, "seconds": seconds, "selection": selection, "notices": notices}
 
 
-def summary(draws: Sequence[Found]) -> str:
-    """Means over draws, and chosen minus the candidate with the best mean accuracy, draw by draw (Student's t)."""
-    names = [name for name in draws[0]["candidates"] if all(name in at["candidates"] for at in draws)]
-    values = {name: [at["candidates"][name]["accuracy"] for at in draws] for name in names}
-    chosen = [at["candidates"][at["choice"]]["accuracy"] for at in draws]
-    best = max(names, key=lambda name: float(np.mean(values[name])))
+def _fixed(entry: Mapping[str, Any]) -> Any:
+    """A choice that has made up its mind for one candidate of another's record."""
+    from driftlens.base.settings import resolve
+    from driftlens.calibration.calibrator import calibrators
+    from driftlens.jobs.calibrate.plan import Choice
+    from driftlens.merging.method import merge_called
+    from driftlens.spec.data import Views
+
+    share, name = entry["share"], entry["name"]
+    found: dict[str, Any] = {"share": share, "curve": [{"share": share, "what": "KL"}]}
+    kind = calibrators[entry.get("method", "featcal")]
+    made = kind(**resolve(kind, entry.get("settings", {}), "candidate"))
+    if name.startswith("merge "):
+        found |= {"kept": "merge", "merge": merge_called(name.removeprefix("merge ")).record}
+    elif "settings" not in entry:
+        found["kept"] = "merged"
+    elif "views=" in name:
+        found["views"] = Views(copies=int(name.split("views=")[1])).model_dump()
+    return Choice(choose=lambda *_: (made, found))
+
+
+def table(suite: str, found: Sequence[Draw]) -> str:
+    """Means over tasks and draws of test scores and KL; how far the choice is ahead, paired by test sample (95 %)."""
+    if not found:
+        return f"{suite}: not on this machine"
+    every = [draw["models"] for draw in found]
+    tasks = list(every[0]["merged"])
+    n = sum(len(every[0]["merged"][task]["score"]) for task in tasks)
     lines = [
-        f"automatic: {SAMPLES} samples a task, {len(draws)} draws, chose {[at['choice'] for at in draws]}",
-        *(f"  {name}: accuracy {_mean(values[name])}" for name in names),
-        f"  --auto: accuracy {_mean(chosen)}",
+        f"{suite}: {len(tasks)} tasks, {SAMPLES} samples a task, {len(found)} draws, n = {n} test samples, "
+        f"score {METRICS[suite]}",
+        f"| | score, % | by draw | {AUTO} ahead by, points | KL, nat | KL of {AUTO} minus it | held-out score | "
+        "share | processor seconds |",
+        "|---" * 9 + "|",
     ]
-    gaps = np.array(chosen) - np.array(values[best])
-    if len(gaps) > 1:
-        reach = student(len(gaps) - 1, 0.95) * gaps.std(ddof=1) / len(gaps) ** 0.5
-        lines.append(f"  chosen minus {best}: {gaps.mean():+.4f} +- {reach:.4f}")
+    for name in every[0]:
+        if any(name not in models for models in every):
+            continue
+        score, kl = (
+            [np.mean([np.mean(models[name][task][column]) for task in tasks]) for models in every]
+            for column in ("score", "kl")
+        )
+        ahead = [_change(every, name, AUTO, column) for column in ("score", "kl")]
+        entries = [_entry(draw, name) for draw in found]
+        shares = [f"{entry['share']:g}" for entry in entries if "share" in entry]
+        held = [f"{entry['score']:.3f}" for entry in entries if entry.get("score") is not None]
+        seconds = [sum(draw["seconds"][name]) for draw in found if name in draw["seconds"]]
+        cells = [
+            entries[0].get("title", name),
+            f"{100 * np.mean(score):.1f}",
+            ", ".join(f"{100 * at:.1f}" for at in score),
+            "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * x for x in _ends(ahead[0]))),
+            f"{np.mean(kl):.3f}",
+            "{:+.3f} ({:+.3f} to {:+.3f})".format(*_ends(ahead[1])),
+            *(", ".join(held), ", ".join(shares), f"{np.mean(seconds):.0f}" if seconds else ""),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for draw in found:
+        chosen, (choosing, fitting) = draw["selection"]["choice"], draw["seconds"][AUTO]
+        costs = {name: of[0] for name, of in draw["seconds"].items() if name != AUTO}
+        most = max(costs.values())
+        lines.append(
+            f"chose {chosen}: {choosing:.0f} s of choosing and {fitting:.0f} s of calibrating, choosing alone "
+            f"{choosing / most:.1f} times the dearest candidate, {choosing / costs['residual']:.1f} times residual; "
+            f"{draw['selection']['cost_in_calibrations']:.2f} counted in calibrations of the dearest"
+        )
     return "\n".join(lines)
 
 
-def _mean(values: Sequence[float]) -> str:
-    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{np.mean(values):.4f} +- {error:.4f}"
+def _entry(draw: Draw, name: str) -> Mapping[str, Any]:
+    return next((entry for entry in draw["selection"]["compared"] if entry["name"] == name), {})
 
 
-def _merged(models: Mapping[str, Any]) -> Any:
-    from benchmarks.residual import _task_arithmetic
-
-    return _task_arithmetic(dict(models))
-
-
-def _drawn(study: Any, task: str) -> torch.Tensor:
-    samples = study.tasks[task].calibration
-    return torch.as_tensor(samples.load(range(len(samples))))
-
-
-def _kept(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _spec(seed: int, device: torch.device) -> dict[str, Any]:
-    models, scale = REAL / "hf", json.loads((REAL / "suite.json").read_text())["logit_scale"]
-    head = {"file": str(REAL / "heads.safetensors"), "logit_scale": scale}
-    defaults = {"n": SAMPLES, "n_diagnosis": 8, "n_test": 8, "seed": seed, "batch_size": 32}
-    return {
-        "version": 1,
-        "name": "real",
-        "architecture": {"loader": "hf-clip", "source": str(models / "base")},
-        "base": {"weights": str(models / "base")},
-        "experts": {task: {"weights": str(models / task)} for task in TASKS},
-        "merge": {"method": "task_arithmetic", "scaling": SCALE},
-        "metrics": {"jacobian": False, "contributions": False, "prefix": False},
-        "compute": {"device": str(device)},
-        "heads": {task: {**head, "tensor": task} for task in TASKS},
-        "data": {
-            "defaults": defaults,
-            **{task: {"kind": "npz", "file": str(REAL / "data" / f"{task}.npz")} for task in TASKS},
-        },
-    }
+def _ends(change: Any) -> tuple[float, float, float]:
+    return change.value, change.low, change.high
 
 
 if __name__ == "__main__":
-    print(run("cpu", [int(draw) for draw in sys.argv[1:]] or range(DRAWS)))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suites", nargs="*", default=tuple(PRESETS))
+    parser.add_argument("--draws", nargs="*", type=int, default=range(DRAWS))
+    parser.add_argument("--folder", default="automatic", help="where what was measured is kept")
+    print(run("cpu", **vars(parser.parse_args())))

@@ -107,14 +107,15 @@ def complete(
 
 
 class _Clock:
-    """Processor time between the first and the last event of calibrating."""
+    """Processor time between the first and the last event of calibrating, or of these phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, *phases: str) -> None:
+        self._phases = phases or ("calibrate", "choose")
         self.begun: float | None = None
         self.seconds = 0.0
 
     def __call__(self, event: Any) -> None:
-        if event.phase in ("calibrate", "choose"):
+        if event.phase in self._phases:
             self.begun = time.process_time() if self.begun is None else self.begun
             self.seconds = time.process_time() - self.begun
 

@@ -1,7 +1,7 @@
-"""Ways to repair a merge beside each other: score, KL to the experts, drift and cost, over draws of 64 samples a task.
+"""Ways to repair a merge beside each other: score, KL to the experts, drift and cost, over draws of samples.
 
 `python -m benchmarks.repairs --suites llama --draws 0 1 --methods surgery norms` runs what a folder lacks yet, a file
-per suite and draw, which is written behind every method, and prints tables of all that it has. Settings are those
+per suite, draw and number of samples (64 a task, unless `--samples` says another), which is written behind every method, and prints tables of all that it has. Settings are those
 published or declared as defaults; `--auto` alone chooses, from the calibration samples. Every draw is judged on the
 same test samples, which no calibration reads: changes are paired by test sample. Seconds are of the processor, of
 calibrating alone.
@@ -27,13 +27,17 @@ SAMPLES, DRAWS, TEXTS = 64, 5, 200
 PRESETS = {"real": "paper-clip", "embedded": "paper-clip", "t5": "flan-t5", "llama": "llama-3b"}
 METRICS = {"real": "accuracy", "embedded": "accuracy", "t5": "exact_match", "llama": "exact_match"}
 FEATCAL, AUTO = "FeatCal's preset", "--auto"
+FEW = 16
+"""Where a task has at most so many samples, views make 7 copies of each, else 3."""
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
+    "residual, views": {"method": "residual", "views": "auto"},
     "norms only": {"method": "norms"},
     "SVC": {"method": "svc"},
     "ReACT, a map per task": {"method": "react"},
     "Surgery, a map per task": {"method": "surgery"},
+    "Surgery, a map per task, views": {"method": "surgery", "views": "auto"},
     "ProbSurgery, a map per task": {"method": "prob_surgery"},
     "IntervMerge, a map per task and block": {"method": "interv_merge"},
     "SurgeryV2, a map per task and block": {"method": "surgery_v2"},
@@ -49,34 +53,44 @@ def run(
     draws: Sequence[int] = range(DRAWS),
     methods: Sequence[str] = (),
     folder: str = "repairs",
+    samples: int = SAMPLES,
 ) -> str:
     """A table per suite of the draws that the folder has, those asked for included; methods by title or name."""
     place, tables = pathlib.Path(folder), []
     place.mkdir(exist_ok=True)
     for suite in suites:
+        kept = suite if samples == SAMPLES else f"{suite}-of-{samples}"
         asked: dict[str, dict[str, Any]] = {
             FEATCAL: {"method": "featcal", "preset": PRESETS[suite]},
+            f"{FEATCAL}, views": {"method": "featcal", "preset": PRESETS[suite], "views": "auto"},
             **METHODS,
         }
+        copies = {"views": f"auto:{7 if samples <= FEW else 3}"}
+        asked = {title: of | (copies if "views" in of else {}) for title, of in asked.items()}
         asked[AUTO] = {"preset": PRESETS[suite], "auto": True}
         wanted = {
             title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}
         }
         for draw in draws:
             if suite == "embedded" or SHARED.is_dir():
-                complete(place / f"{suite}-{draw}.json", suite, draw, device, wanted)
-        found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
+                complete(place / f"{kept}-{draw}.json", suite, draw, device, wanted, samples)
+        found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{kept}-[0-9]*.json"))]
         if not found:
             tables.append(f"{suite}: not on this machine")
             continue
-        tables.append(table(suite, found, ("base", "expert", "merged", *asked)))
+        tables.append(table(suite, found, ("base", "expert", "merged", *asked), samples))
         chosen = [draw["chosen"] for draw in found if "chosen" in draw]
         tables.append(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
     return "\n\n".join(tables)
 
 
 def complete(
-    file: pathlib.Path, suite: str, draw: int, device: str, wanted: Mapping[str, Mapping[str, Any]]
+    file: pathlib.Path,
+    suite: str,
+    draw: int,
+    device: str,
+    wanted: Mapping[str, Mapping[str, Any]],
+    samples: int,
 ) -> None:
     """Add to the file what it lacks of the methods wanted, with the calibration samples of one draw."""
     import driftlens as dl
@@ -86,7 +100,7 @@ def complete(
     if not lacking:
         return
     with tempfile.TemporaryDirectory() as place:
-        spec = spec_of(suite, draw, device, pathlib.Path(place))
+        spec = spec_of(suite, draw, device, pathlib.Path(place), samples)
         made, tasks = dl.analyze(spec, out=f"{place}/run", progress="none"), spec["experts"]
         metric = METRICS[suite]
         for title in ("base", "expert", "merged"):
@@ -135,7 +149,9 @@ def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list
     return {key: [float(x) for x in of] for key, of in values.items()}
 
 
-def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> str:
+def table(
+    suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str], samples: int = SAMPLES
+) -> str:
     """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws).
 
     Behind ± stands a standard error over draws. Every model is of the draws that have it, and so is what it is compared
@@ -149,7 +165,7 @@ def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str])
     head = ["", columns[0], "by draw", *changes[:2], columns[1], *changes[2:], "relative drift", "cosine"]
     head += ["processor seconds", "added numbers", "knows the task"]
     lines = [
-        f"{suite}: {len(tasks)} tasks, {SAMPLES} samples a task, {len(every)} draws, n = {n} test samples, "
+        f"{suite}: {len(tasks)} tasks, {samples} samples a task, {len(every)} draws, n = {n} test samples, "
         f"score {METRICS[suite]}",
         f"| {' | '.join(head)} |",
         "|---" * len(head) + "|",
@@ -198,14 +214,16 @@ def _change(draws: Sequence[Found], start: str, end: str, column: str) -> Interv
     return mean_over_tasks(found)
 
 
-def spec_of(suite: str, seed: int, device: str, place: pathlib.Path) -> dict[str, Any]:
+def spec_of(
+    suite: str, seed: int, device: str, place: pathlib.Path, samples: int = SAMPLES
+) -> dict[str, Any]:
     """All tasks of a suite as a run: Task Arithmetic at 0.3, features compared on the test samples."""
     rest = {
         "merge": {"method": "task_arithmetic", "scaling": 0.3},
         "metrics": {"jacobian": False, "contributions": False, "prefix": False},
         "compute": {"device": device},
     }
-    defaults = {"n": SAMPLES, "n_test": "all", "seed": seed}
+    defaults = {"n": samples, "n_test": "all", "seed": seed}
     if suite == "embedded":
         from driftlens.base.progress import Reporter
         from driftlens.suites.embedded import embedded_suite
@@ -252,5 +270,6 @@ if __name__ == "__main__":
     parser.add_argument("--suites", nargs="*", default=tuple(PRESETS))
     parser.add_argument("--draws", nargs="*", type=int, default=range(DRAWS))
     parser.add_argument("--methods", nargs="*", default=(), help="titles or names; all where none is given")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="for calibration, a task")
     parser.add_argument("--folder", default="repairs", help="where what was measured is kept")
     print(run("cpu", **vars(parser.parse_args())))

@@ -1,10 +1,10 @@
 """Ways to repair a merge beside each other: score, KL to the experts, drift and cost, over draws of samples.
 
 `python -m benchmarks.repairs --suites llama --draws 0 1 --methods surgery norms` runs what a folder lacks yet, a file
-per suite, draw and number of samples (64 a task, unless `--samples` says another), which is written behind every method, and prints tables of all that it has. Settings are those
-published or declared as defaults; `--auto` alone chooses, from the calibration samples. Every draw is judged on the
-same test samples, which no calibration reads: changes are paired by test sample. Seconds are of the processor, of
-calibrating alone.
+per suite, draw and number of samples (64 a task, unless `--samples` says another), which is written behind every
+method, and prints tables of all that it has. Settings are those published or declared as defaults; `--auto` alone
+chooses, from the calibration samples. Every draw is judged on the same test samples, which no calibration reads:
+changes are paired by test sample. Seconds are of the processor, of calibrating alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear modules merged by regression of their outputs: RegMean, RegMean++, LOT, WUDI."""
+"""Linear modules merged by regression of their outputs: RegMean, RegMean++, LOT, WUDI, ACE."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from driftlens.base.settings import Bounds
-from driftlens.linalg.cholesky import solve_in_range
-from driftlens.merging.averages import MATRIX, MOST_STEPS, average, stepped
+from driftlens.linalg.cholesky import singular_parts, solve_in_range, svd_operations
+from driftlens.merging.averages import MATRIX, MOST_STEPS, StepScaling, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
 
 _RATE = 1 / 20
@@ -169,3 +169,68 @@ def _solved(vectors: list[Tensor], *, ridge: float) -> Tensor:
     missing = wanted - start @ curvature
     curvature.diagonal().add_(ridge * curvature.trace() / len(curvature))
     return start + solve_in_range(curvature, missing)
+
+
+@merge_methods.method(
+    "ace",
+    title="ACE-Merging",
+    source="arXiv:2603.02945",
+    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
+    reads="site",
+    others="ace",
+    work=lambda settings, experts, rows, columns: (
+        4 * experts * rows * columns**2 + svd_operations(1, rows, columns)
+    ),
+)
+def ace(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: StepScaling = 1.0,
+    ridge: Annotated[
+        float, Bounds(0, low_open=True), "added to every covariance; absolute, as published"
+    ] = 0.01,
+    unlike: Annotated[
+        float, Bounds(0), "relative variance of log sizes of task vectors beyond which they count as unlike"
+    ] = 0.3,
+    refined: Annotated[float, Bounds(0, 1), "share of the rank that is refined where they are unlike"] = 0.3,
+) -> dict[str, Tensor]:
+    """base + scaling * the regression of task vectors on covariances of inputs that are estimated from themselves.
+
+    (sum T_i S_i) (sum S_i + C)^-1, where S_i = T_i' T_i + ridge I, the rows of T_i centred, and each row of C is the
+    mean row of the covariances' sum. Of task vectors of unlike size covariances are divided by their traces, and the
+    leading directions of what this leaves are added with their mean singular value (the authors' code, which decides
+    where the paper leaves it open). An expert that didn't move has no say. What is no matrix of a linear module takes
+    the mean task vector.
+    """
+    return stepped(base, experts, scaling, partial(_adaptive, ridge=ridge, unlike=unlike, refined=refined))
+
+
+def _adaptive(vectors: list[Tensor], *, ridge: float, unlike: float, refined: float) -> Tensor:
+    moved = [vector.double() for vector in vectors if vector.any()]
+    if not moved:
+        return torch.zeros_like(vectors[0])
+    sizes = torch.stack([vector.square().sum() for vector in moved])
+    logs = sizes.log()
+    # Of one alone the variance between several is none.
+    spread = logs.var() / logs.mean().square().clamp_min(1e-12) if len(moved) > 1 else logs.new_zeros(())
+    is_unlike = bool(spread > unlike)
+    centred = [vector - vector.mean(dim=0) for vector in moved]
+    raw = [vector.mT @ vector for vector in centred]
+    scales = [matrix.trace().clamp_min(1e-12) if is_unlike else 1.0 for matrix in raw]
+    covariances = [matrix / scale for matrix, scale in zip(raw, scales, strict=True)]
+    eye = torch.eye(len(raw[0])).to(raw[0])
+    lifted = [matrix + ridge / scale * eye for matrix, scale in zip(covariances, scales, strict=True)]
+    total = torch.stack(lifted).sum(dim=0)
+    common = torch.stack(covariances).sum(dim=0).mean(dim=0)
+    common = common / sizes.mean() if is_unlike else common
+    wanted = torch.stack([vector @ matrix for vector, matrix in zip(centred, lifted, strict=True)]).sum(dim=0)
+    step = torch.linalg.solve(total + common, wanted, left=False)
+    if is_unlike:
+        mean = total / len(moved)
+        left = [vector @ (matrix - mean) for vector, matrix in zip(centred, covariances, strict=True)]
+        basis, values, directions = singular_parts(step + torch.stack(left).sum(dim=0))
+        count = int(min(step.shape) * refined)
+        if count := min(count, len(values)):
+            step = step + values[:count].mean() * basis[:, :count] @ directions[:count]
+    return step

@@ -52,6 +52,21 @@ def test_svd_methods_equal_the_slow_reference(name: str, shape: tuple[int, int])
     )
 
 
+@pytest.mark.parametrize("sizes", [(1, 1.1, 0.9), (30, 0.01, 1)], ids=["alike", "unlike"])
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12)])
+def test_ace_equals_the_slow_reference(shape: tuple[int, int], sizes: tuple[float, ...]) -> None:
+    base, *experts = matrices(*shape)
+    deltas = [size * (expert - base) for size, expert in zip(sizes, experts, strict=True)]
+    found = merged("ace", base, [base + delta for delta in deltas], scaling=0.7)
+    expected = base.numpy() + 0.7 * reference.ace([delta.numpy() for delta in deltas])
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+    # One that didn't move changes nothing, and none that moved makes no step.
+    torch.testing.assert_close(
+        merged("ace", base, [base, *(base + delta for delta in deltas)], scaling=0.7), found
+    )
+    assert torch.equal(merged("ace", base, [base, base]), base)
+
+
 @pytest.mark.parametrize("name", SVD)
 def test_svd_methods_follow_changes_of_basis_and_not_the_order_of_experts(name: str) -> None:
     base, *experts = matrices(9, 14)

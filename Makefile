@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults padding sbom browser families bench demo suites docs notebooks gallery screenshots dist lowest
+.PHONY: help install check format test test-slow fuzz faults every sbom browser families bench demo suites docs notebooks gallery screenshots dist lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,8 +33,8 @@ fuzz:            ## 250,000 spoiled inputs of ten kinds; about two hours
 faults:          ## 240 commands killed, stopped or starved at random moments; about 20 minutes
 	DRIFTLENS_FAULTS=5 $(PYTHON) -m pytest tests/faults -n0 -o timeout=0
 
-padding:         ## batches, padding and order of samples against every family, not one of each kind; half an hour
-	DRIFTLENS_FAMILIES=all $(PYTHON) -m pytest tests/pipeline/test_batches_and_padding.py tests/pipeline/test_vlms.py -k no_number --slow -o timeout=0
+every:           ## what CI tries with one of each kind, with every family, calibrator and merge method; an hour
+	DRIFTLENS_EVERY=1 $(PYTHON) -m pytest --slow -m every -o timeout=0
 
 sbom:            ## what is installed, as CycloneDX under build/sbom.json; needs the extra `sbom`
 	mkdir -p build

@@ -1,4 +1,4 @@
-"""Parameters of which a newcomer's tests run few, and the slow ones all."""
+"""Parameters of which a newcomer's tests run few, CI some, and `make every` all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 
-def few(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """The names as parameters, all but the quick ones slow.
+def few(names: Iterable[Any], quick: Collection[Any], some: Collection[Any] | None = None) -> list[Any]:
+    """The names as parameters: all but the quick ones slow, and all but these and `some`, if given, `every`'s.
 
     Raises:
-        AssertionError: a quick one is none of them.
+        AssertionError: one of those that are picked is none of them.
     """
-    names = list(names)
-    assert set(quick) <= set(names), set(quick) - set(names)
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    names, picked = list(names), {*quick, *(some or ())}
+    assert picked <= set(names), picked - set(names)
+    return [pytest.param(name, marks=_marks(name in quick, some is None or name in picked)) for name in names]
+
+
+def _marks(is_quick: bool, is_picked: bool) -> list[pytest.MarkDecorator]:
+    return [*([] if is_quick else [pytest.mark.slow]), *([] if is_picked else [pytest.mark.every])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
+from tests.quick import few
 from tests.zoo import live_families, seq2seq
 from tests.zoo.cases import perturbed, samples, with_seed
 from tests.zoo.decoders import CONFIGS, FLOAT32, MIXTURES, MORE
@@ -118,8 +118,6 @@ FAMILIES: dict[str, Callable[[], Subject]] = {
         if family.data is live_families.pixels and not (family.refused or family.blocks)
     },
 }
-SUBJECTS = [name for name in FAMILIES if name in KINDS or os.environ.get("DRIFTLENS_FAMILIES")]
-"""`make padding` tries them all, for half an hour."""
 
 
 def final(model: nn.Module, batch: Any) -> list[Tensor]:
@@ -173,8 +171,7 @@ def apart(one: Any, other: Any) -> float:
     return float(np.nanmax(np.abs(one - other), initial=0.0) / size) if size else 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", few(FAMILIES, (), some=KINDS))
 def test_no_number_depends_on_batches_padding_or_the_order_of_samples(name: str, tmp_path: Path) -> None:
     subject = FAMILIES[name]()
     base = perturbed(subject.build(), 0, 0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsE
 from driftlens.calibration.residual import ResidualCal
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.models.architecture import load_architecture
+from tests.quick import few
 from tests.reference import calibration as reference
 from tests.zoo.cases import perturbed
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
@@ -28,7 +28,7 @@ SEVERAL = ("Idefics 3", "Qwen2.5-VL")
 """Families beside LLaVA whose processors lay several images of a sample out in ways of their own."""
 
 KINDS = ("LLaVA", "Gemma 4 with images", "Qwen2.5-VL")
-"""Towers that have images of one size, with padding and norms of heads, and packed; `make padding` tries all."""
+"""Towers that have images of one size, with padding and norms of heads, and packed."""
 
 
 def logits(folder: Path, text: str) -> torch.Tensor:
@@ -301,8 +301,7 @@ def test_of_each_task_a_run_of_both_measures_what_one_of_it_alone_does(name: str
     assert torch.isfinite(logits(tmp_path / "featcal-ab", "is it red")).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROCESSORS if os.environ.get("DRIFTLENS_FAMILIES") else KINDS)
+@pytest.mark.parametrize("name", few(PROCESSORS, (), some=KINDS))
 def test_no_number_depends_on_batches_or_on_the_order_of_samples(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec, tables = mixed_spec(tmp_path), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -267,6 +268,18 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
         site, _, part = parameter.rpartition(".")
         expected = want[layer - 2][f"{world.names[site]}.{part}"]
         assert float((value.cpu() - expected).norm()) <= 1e-9 * float(expected.norm()), (layer, parameter)
+
+
+def test_a_view_in_another_fold_than_its_original_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: every copy counts as a sample of its own, so that folds are shared out among all."""
+    batches = SampleSet.batches
+
+    def apart(self: SampleSet) -> Any:
+        return (dataclasses.replace(batch, copied=()) for batch in batches(self))
+
+    monkeypatch.setattr(SampleSet, "batches", apart)
+    with pytest.raises(AssertionError):
+        test_solves_agree_with_the_slow_reference("hf_clip_vit", "metric", 2)
 
 
 def test_sites_that_never_vary_and_gradients_that_never_arrive_leave_finite_weights() -> None:

@@ -264,8 +264,8 @@ class CalibrationRequest(Request):
         is_list=False,
     )
     auto: Flag = asked(
-        "Choose the best on held-out calibration samples: the merged model, the base, these settings, a search from "
-        "them and, without --method, what other methods offer.",
+        "Choose the best on held-out calibration samples: the merged model, the base, these settings, views of the "
+        "samples and, without --method, other merges and what other methods offer.",
         False,
     )
     control: Flag = asked("Measure the same at rho 1 too.", False)

@@ -27,9 +27,10 @@ from driftlens.engine.sites import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift
+from driftlens.jobs.calibrate import job, plan
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import automatic, contest
-from driftlens.jobs.contest.automatic import BEST, choose_settings
+from driftlens.jobs.contest.automatic import BEST, HELD_OUT, choice_of, choose_settings
 from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
@@ -503,3 +504,82 @@ def test_a_rehearsal_names_the_candidates_and_does_the_choice(
     assert plain.cost and found.cost and found.cost.seconds > plain.cost.seconds and found.exit_code == 0
     few = rehearse(roomy.path, request(samples=7, layers=[2]), choose=BEST)
     assert [finding.subject for finding in few.problems] == ["auto"] and few.exit_code == 4
+
+
+@pytest.mark.slow
+def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its end: what is saved is the repair by hand with the views that the record says, bit for bit."""
+    spoil_merged(monkeypatch)
+    fitted = automatic._Tries._fitted
+
+    def only_views(self: Any, entrants: Any, views: Any, part: int) -> Iterator[Any]:
+        for trial, found in fitted(self, entrants, views, part):
+            worse = 1e3 * (views is None)
+            shown = {name: {kind: of + worse for kind, of in at.items()} for name, at in found.value.items()}
+            yield trial, dataclasses.replace(found, value=shown)
+
+    monkeypatch.setattr(automatic._Tries, "_fitted", only_views)
+    folder = copied(roomy, tmp_path / "run")
+    run = calibrate(folder, request(method="residual", layers=[2], attribution=False), choose=HELD_OUT)
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
+    assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
+    asked = request("hand", method="residual", parameters=info.selection["chosen"], views=7, layers=[2])
+    calibrate(folder, asked.changed(shrink=info.shrink["share"], attribution=False))
+    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+    assert "auto:7" in (folder / f"calibrations/{NAME}/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_no_views_and_all_of_the_way_are_what_nobody_asked_for(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen with `views: none` and `shrink: 1`, a repair has the weights that it has by hand without either."""
+    spoil_merged(monkeypatch)
+    folder = copied(roomy, tmp_path / "run")
+    asked = request(method="residual", auto=True, views="none", shrink=1, layers=[2], attribution=False)
+    titles = {of.subject: of.text for of in rehearse(folder, asked, choose=choice_of(asked)).findings}
+    run = calibrate(folder, asked, choose=choice_of(asked))
+    info = run.manifest.calibrations[NAME]
+    assert not any("views" in entry["name"] for entry in info.selection["compared"])
+    assert "views" not in titles["candidates"] and info.shrink["share"] == 1
+    assert {entry["share"] for entry in info.selection["compared"] if "share" in entry} == {1}
+    by_hand = request("hand", method="residual", parameters=info.selection["chosen"], layers=[2])
+    calibrate(folder, by_hand.changed(attribution=False))
+    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+@pytest.mark.parametrize("is_surer", [True, False])
+def test_it_warns_where_experts_are_surer_of_these_samples(
+    study: Study, monkeypatch: pytest.MonkeyPatch, is_surer: bool
+) -> None:
+    """Of no label; experts that are as sure of the diagnosis samples were not trained on these."""
+    samples = {task: guarded(task, at).calibration for task, at in study.tasks.items()}
+    width = {task: study.head(task, f"expert:{task}").embeddings for task in TASKS}  # type: ignore[union-attr]
+
+    def features(_: Any, model: str, task: str, of: SampleSet, *__: Any) -> torch.Tensor:
+        rows = width[task][torch.arange(len(of)) % len(width[task])]
+        unsure = of.split != "calibration" and is_surer
+        return rows + (rows.roll(1, dims=0) if unsure else 0) + 1e-3 * torch.arange(len(of))[:, None]
+
+    monkeypatch.setattr(plan, "final_features", features)
+    told = plan.trained_on(samples, study)
+    assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer
+
+
+@pytest.mark.slow
+def test_the_warning_stands_with_what_was_chosen_and_nowhere_else(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "trained_on", lambda samples, study: ["experts were probably trained"])
+    folder, told = copied(roomy, tmp_path / "run"), {}
+    for name, more in (("plain", {}), ("fixed", {"shrink": 0.5}), ("shrunk", {"shrink": "auto"})):
+        asked = request(name, layers=[2], attribution=False, **more)
+        run = calibrate(folder, asked, choose=choice_of(asked))
+        told[name] = "experts were probably trained" in run.manifest.calibrations[name].notices
+    assert told == {"plain": False, "fixed": False, "shrunk": True}
+    assert "experts were probably trained" in (folder / "calibrations/shrunk/README.md").read_text()

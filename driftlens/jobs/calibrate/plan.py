@@ -53,8 +53,9 @@ class Choice:
         choose: (study, calibrator to start from, sites, reporter, where to keep what is tried) -> calibrator with the
             hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where it says
             `kept`, the calibration's variant is that model, `merged` or `base`, as it is.
-        outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
-            choosing and calibrating take, in calibrations by FeatCal; refuses what nothing can be chosen for.
+        outlook: (calibrator to start from, samples by task, whether there is a base, and whether views were asked for)
+            -> titles of candidates, and the most that choosing and calibrating take, in calibrations by FeatCal;
+            refuses what nothing can be chosen for.
         shares: (study, what to calibrate with; a model's name where it stays as it is, sites, reporter, where to keep
             what is tried) -> by share of the way from the base, held-out scores; see `CalibrationInfo.shrink`.
     """

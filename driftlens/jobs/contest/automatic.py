@@ -128,8 +128,8 @@ def choose_settings(
     earlier sitting may have left some.
     """
     counts = {task: len(at.calibration or ()) for task, at in study.tasks.items()}
-    has_base, has_views = study.has_base, study.has_views
-    entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
+    told = {"has_base": study.has_base, "has_views": study.is_told_views}
+    entrants = _entrants(start, counts, others=others, **told)
     ways = [1.0] if not study.has_base else [at for at in SHARES if at] if share is None else [share]
     with temporary_folder() as folder:
         tries = _Tries(study, sites, entrants, ways, kept, reporter, folder)
@@ -465,10 +465,15 @@ def _entry(
 
 
 def outlook(
-    start: Calibrator, counts: Mapping[str, int], *, has_base: bool, others: bool = False
+    start: Calibrator,
+    counts: Mapping[str, int],
+    *,
+    has_base: bool,
+    has_views: bool = False,
+    others: bool = False,
 ) -> tuple[list[str], float]:
     """See `Choice.outlook`; raises at once what `choose_settings` would."""
-    entrants = _entrants(start, counts, others=others, has_base=has_base)
+    entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
     for task, count in counts.items():
         folds_of(count, task)
     return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(at.title for at in entrants)], (
@@ -496,7 +501,7 @@ def choice_of(request: CalibrationRequest) -> Chooser | None:
     return Chooser(outlook=_with_shares, shares=shares_of_the_way)
 
 
-def _with_shares(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> tuple[list[str], float]:
+def _with_shares(start: Calibrator, counts: Mapping[str, int], **told: bool) -> tuple[list[str], float]:
     """An outlook of a choice of the share alone, which calibrates once more without a fold."""
     for task, count in counts.items():
         folds_of(count, task, SHRINKING)
@@ -509,7 +514,7 @@ def _entrants(
 ) -> list[Entrant]:
     """The start, what calibrators declare as candidates but the start itself, and with `others` other merges.
 
-    Where samples have no views, the dearest that declares settings for them has them, too.
+    Where nobody has said which views samples have, the dearest that declares settings for them has some, too.
     """
     if not start.takes_sites:
         raise SpecError(f"{type(start).__name__} has no closed form to choose", hint="Leave out --auto.")

@@ -64,8 +64,9 @@ def rehearse(
         checks.attempt("save-weights", export.require_place)
     _describe(opened, checks)
     if choose is not None:
-        look, given = choose.outlook, (plan.calibrator, plan.counts)
-        outlook = checks.attempt("auto", lambda: look(*given, has_base=opened.study.has_base))
+        look, given, study = choose.outlook, (plan.calibrator, plan.counts), opened.study
+        told = {"has_base": study.has_base, "has_views": study.is_told_views}
+        outlook = checks.attempt("auto", lambda: look(*given, **told))
         if outlook is not None:
             checks.ok("candidates", "; ".join(outlook[0]))
     unpulled = plan.calibrator.at_merged() if request.control and plan.calibrator.anchor_reach != 1 else None

@@ -198,7 +198,8 @@ def rehearsed_calibration(
         seconds += once
     if choose is not None:
         # A choice goes its own way on every study; it says itself how many calibrations it makes, in those by FeatCal.
-        _, number = choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
+        told = {"has_base": study.has_base, "has_views": study.is_told_views}
+        _, number = choose.outlook(plan.calibrator, plan.counts, **told)
         seconds += once * (number / plan.calibrator.effort - 1)
     return dataclasses.replace(found, opening=seconds)
 

@@ -146,6 +146,12 @@ class Study:
             for at in self.tasks.values()
         )
 
+    @property
+    def is_told_views(self) -> bool:
+        """Whether somebody has said which copies calibrations read, be it none."""
+        given = [at.calibration for at in self.tasks.values()]
+        return any(of is not None and of.views is not None for of in given)
+
     def viewing(self, views: Views | None) -> Study:
         """The study with these views of all its calibration samples; with those that they have if there are none."""
         if views is None:

@@ -77,6 +77,7 @@ def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> 
     assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_added_to_the_very_run(open_app: Open, root: Path) -> None:
     run = root / "full"
     before = leave_out(run, *open_run(run).variants, columns=["cka"])

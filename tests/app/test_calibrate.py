@@ -83,6 +83,7 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
         )
 
 
+@pytest.mark.slow
 def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
     open_app: Open, root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
     open_app: Open, root: Path, run: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
     assert "--resume" in log_text(job.log) and "--save-weights" not in log_text(job.log)
 
 
+@pytest.mark.slow
 def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> None:
     app = press(open_app(root, "repair"), "Estimate")
     assert "Ready: about 500 MB of memory, 2 MB on disk, 12 s" in said(app)
@@ -189,6 +192,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     assert links == ["Samples", "Export"]
 
 
+@pytest.mark.slow
 def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     open_app: Open, root: Path, run: Path
 ) -> None:
@@ -208,6 +212,7 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     assert "Calibration featcal is done." in said(app) and "still being computed" not in said(app)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_press_away(open_app: Open, root: Path, run: Path) -> None:
     """Around the published settings, each coefficient within its range."""
     app = open_app(root, "repair")
@@ -290,6 +295,7 @@ def test_a_visitor_who_waits_for_a_run_lands_on_it(open_app: Open, root: Path, r
     assert app.run().title[0].value == r"my \*run\*"
 
 
+@pytest.mark.slow
 def test_a_click_elsewhere_is_not_swallowed_by_a_run_that_is_finished(
     open_app: Open, root: Path, run: Path
 ) -> None:

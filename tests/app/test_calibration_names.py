@@ -94,6 +94,7 @@ def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) 
     assert app.text_input(key="name").value == "featcal"
 
 
+@pytest.mark.slow
 def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app: Open, run: Path) -> None:
     app = open_app(run.parent, "repair")
     with_calibrations(run, ["featcal", "featcal-2"])
@@ -124,6 +125,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
     assert app.text_input(key="name").value not in names
 
 
+@pytest.mark.slow
 def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["featcal", "steady"])
     app = open_app(run.parent, "repair")
@@ -132,6 +134,7 @@ def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -
     assert chosen(app.run()) == "featcal"
 
 
+@pytest.mark.slow
 def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["steady", "featcal"])
     app = open_app(run.parent, "repair")
@@ -140,6 +143,7 @@ def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
 
 
+@pytest.mark.slow
 def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run: Path) -> None:
     app = calibrate_as(open_app(run.parent, "repair"), "failing")
     (run.parent / "step-0").touch()
@@ -149,6 +153,7 @@ def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run:
     assert "Continue where it stopped" not in [button.label for button in app.run().button]
 
 
+@pytest.mark.slow
 def test_one_to_replace_is_tried_again_as_it_was(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["featcal", "failing"])
     open_app(run.parent)

@@ -43,6 +43,7 @@ def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Pa
     assert not [text for text in texts if "**a** <b>" in text]
 
 
+@pytest.mark.slow
 def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "bare", size=Size(blocks=1))
     for table in ("adjoint", "params"):

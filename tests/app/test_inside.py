@@ -60,6 +60,7 @@ def test_a_mark_of_cancelling_that_is_a_link_out_of_the_folder_says_nothing(run:
     assert found is not None and found.cancelled == ""
 
 
+@pytest.mark.slow
 def test_a_log_that_becomes_a_link_while_the_page_is_open_is_not_printed(
     open_app: Open, root: Path, run: Path, outside: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_record_that_makes_no_sense_counts_as_none(
     assert job_of(root / "full") is None and watch(root / "full") is None
 
 
+@pytest.mark.slow
 def test_a_page_is_drawn_beside_such_records(open_app: Open, root: Path, record: Path) -> None:
     written = record.read_text()
     app = open_app(root, "repair")

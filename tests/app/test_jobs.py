@@ -42,6 +42,7 @@ def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None
     assert running_drift(job) == {2: 1.5, 3: 0.75, 4: 0.5}
 
 
+@pytest.mark.slow
 def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> None:
     calibration = begin(run, "steady")
     finish(run)
@@ -114,6 +115,7 @@ def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
     assert known.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_cancel_that_can_not_be_noted_at_all_is_told_and_stops_the_job(
     run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def has_ipv6() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 def test_the_server_lets_its_own_visitors_in_over_ipv6(tmp_path: Path) -> None:
     with serving(tmp_path, tmp_path / "log", host="::1") as address:
@@ -361,6 +362,7 @@ def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_modules_that_lie_among_the_runs_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit('code from the folder of the runs')")
     done = processes.answer(["--help"], tmp_path)

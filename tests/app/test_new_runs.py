@@ -52,6 +52,7 @@ def dismiss_buttons(app: AppTest) -> list[str]:
     return [button.key for button in app.button if button.label == "Dismiss"]
 
 
+@pytest.mark.slow
 def test_the_end_of_an_older_job_is_told_while_a_newer_one_runs(open_app: Open, root: Path) -> None:
     older = analyse(root, "older")
     analyse(root, "newer")

@@ -151,6 +151,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
     assert labels == ["Anchor ρ", "Target α"]
 
 
+@pytest.mark.slow
 def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open, root: Path) -> None:
     app = open_app(root, "repair")
     app.number_input(key="featcal.lam").set_value(0.05)
@@ -159,6 +160,7 @@ def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open,
     assert [part for part in called(root / "full") if part.startswith("--set")] == ["--set=rho=1.0"]
 
 
+@pytest.mark.slow
 def test_published_settings_for_models_of_the_runs_kind_stand_first(
     worker: None, open_app: Open, root: Path
 ) -> None:

@@ -53,6 +53,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "toy"
 
 
+@pytest.mark.slow
 def test_it_is_in_the_report_in_the_section_and_at_the_rank_that_it_declares(toy: str, root: Path) -> None:
     report = Report(open_run(root / "full"))
     layers = next(section for section in report.content.sections if section.name == "layers")
@@ -76,6 +77,7 @@ def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) 
     )
 
 
+@pytest.mark.slow
 def test_where_its_column_was_not_measured_it_says_what_fills_it(
     toy: str, open_app: Open, root: Path
 ) -> None:

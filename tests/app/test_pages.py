@@ -18,6 +18,7 @@ from driftlens.runs.run import open_run
 from driftlens_app.pages import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
+from tests.quick import few
 from tests.records.full_run import write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
@@ -36,6 +37,7 @@ def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
         assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Images", "Texts"]
 
 
+@pytest.mark.slow
 def test_many_warnings_do_not_push_the_numbers_off_the_screen(open_app: Open, root: Path) -> None:
     manifest = read_manifest(root / "full")
     write_manifest(root / "full", replace(manifest, warnings=[f"trouble {at}" for at in range(9)]))
@@ -50,7 +52,7 @@ def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root:
     assert not app.error
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, ["repair"]))
 def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, read_only=True)
     starting = [
@@ -59,7 +61,7 @@ def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: 
     assert all(button.disabled for button in starting)
 
 
-@pytest.mark.parametrize("view", OF_A_RUN)
+@pytest.mark.parametrize("view", few(OF_A_RUN, ["overview"]))
 def test_a_damaged_table_is_an_error_in_its_place(open_app: Open, root: Path, view: str) -> None:
     # Without its layer table a run is not offered at all; the list says why.
     for table in {*(root / "full" / "tables").iterdir()} - {root / "full" / "tables" / "layers.parquet"}:
@@ -69,14 +71,14 @@ def test_a_damaged_table_is_an_error_in_its_place(open_app: Open, root: Path, vi
     assert all("RunError" in element.value and "parquet" in element.value for element in app.error)
 
 
-@pytest.mark.parametrize("view", OF_A_RUN)
+@pytest.mark.parametrize("view", few(OF_A_RUN, ["overview"]))
 def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, run="nosuch-1234")
     assert "nosuch-1234" in errors(app) and "DataError" not in errors(app)
     assert open_run(root / "full").name not in said(app)
 
 
-@pytest.mark.parametrize("view", OF_A_RUN)
+@pytest.mark.parametrize("view", few(OF_A_RUN, ["overview"]))
 def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, variants="base")
     assert app.query_params["variants"] == "base"

@@ -57,6 +57,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
     assert "drift that is left, by layer" in said(app)
 
 
+@pytest.mark.slow
 def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     open_app: Open, tmp_path: Path
 ) -> None:

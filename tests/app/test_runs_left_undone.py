@@ -17,6 +17,7 @@ from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import processes, watch
 from tests.app.conftest import Open, until
 from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
+from tests.quick import few
 
 
 def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Open, root: Path) -> None:
@@ -32,7 +33,7 @@ def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Ope
     assert told.startswith("**full**") and "resume" in told
 
 
-@pytest.mark.parametrize("view", OF_A_RUN)
+@pytest.mark.parametrize("view", few(OF_A_RUN, ["overview", "repair"]))
 def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(
     open_app: Open, root: Path, view: str
 ) -> None:

@@ -57,6 +57,7 @@ def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: P
     assert watch(run).job.name == "steady"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
     open_app: Open, root: Path, run: Path
 ) -> None:

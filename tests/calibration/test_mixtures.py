@@ -21,6 +21,7 @@ from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.linalg.gram import GramPool, GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
+from tests.quick import few
 from tests.reference import calibration as reference
 from tests.zoo.cases import Family, family
 from tests.zoo.mixtures import case
@@ -192,7 +193,7 @@ IN_RUNS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", IN_RUNS)
+@pytest.mark.parametrize("method", few(IN_RUNS, ["residual", "featcal"]))
 def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_language_models_agree_where_lambda_is_small(
         assert float((found[key].cpu() - value).norm()) <= 1e-6 * float(value.norm()), key
 
 
+@pytest.mark.slow
 def test_the_authors_token_weights_agree_with_the_slow_reference(device: torch.device) -> None:
     name = "open_clip_vit"
     found = calibrated(

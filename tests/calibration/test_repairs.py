@@ -246,6 +246,7 @@ def test_surgery_v2_is_what_plain_modules_learn_in_the_model(name: str) -> None:
         torch.testing.assert_close(found[task, at].up, each[2].weight.detach(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_surgery_v2_starts_at_the_merged_model_and_comes_nearer() -> None:
     models, losses = subject(n=4), []
     for trainer in (SurgeryV2(steps=1, lr=1e-12, batch=4), SurgeryV2(rank=8, steps=150, batch=4, lr=1e-2)):

@@ -69,6 +69,7 @@ def test_the_table_shows_before_after_and_expert_and_the_control_asked_for(
     assert "create_model_from_pretrained" in card.text
 
 
+@pytest.mark.slow
 def test_the_command_that_is_named_at_the_end_saves_the_model(
     folder: Path, run_cli: Cli, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_command_that_is_named_at_the_end_saves_the_model(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_all_that_is_saved_has_the_type_that_the_flag_names(
     folder: Path, run_cli: Cli, tmp_path: Path
 ) -> None:
@@ -246,6 +248,7 @@ def run(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     return calibrate(copied(light, tmp_path_factory.mktemp("runs") / "run"), asked)
 
 
+@pytest.mark.slow
 def test_the_command_on_the_card_makes_the_same_weights(
     run: DriftRun, light: DriftRun, tmp_path: Path, run_cli: Cli
 ) -> None:

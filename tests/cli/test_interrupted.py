@@ -116,6 +116,7 @@ def test_a_terminal_that_is_closed_cancels(spec: Path, tmp_path: Path) -> None:
     assert owner_of(out) is None and not list(out.rglob(".partial-*"))
 
 
+@pytest.mark.slow
 def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
     world: World, spec: Path, tmp_path: Path, run_cli: Cli, finished: DriftRun
 ) -> None:

@@ -225,6 +225,7 @@ def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: Path) -
     assert verify(run).ok
 
 
+@pytest.mark.slow
 def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     result = run_cli("report", run, "--format", "json, latex", "--out", tmp_path / "out", "--json")

@@ -203,6 +203,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     assert "<script" not in page and html.escape(broken["reason"]) in page and "lane" not in page
 
 
+@pytest.mark.slow
 def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, run_cli: Cli) -> None:
     command = shlex.split(next_command(dl.open_run(folder), -1, ()))
     assert command[1] == "merge"

@@ -142,6 +142,7 @@ def is_right(run: DriftRun, own: dict[str, Any], calibrated: Path) -> None:
         assert drift[task, "calibrated:featcal"] == pytest.approx(apart.norm(dim=1).mean().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_trusted_function_loads_what_is_analyzed_and_calibrated(
     own: dict[str, Any], run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

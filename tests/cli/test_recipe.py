@@ -182,6 +182,7 @@ def test_no_tokenizer_is_opened_to_merge_weights(
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_merging_reads_no_tables() -> None:
     """Half of what a merge imports of its own would be for tables that it hasn't."""
     code = (

@@ -37,6 +37,7 @@ def test_the_table_holds_means_over_tasks_and_seeds(folder: Path, run_cli: Cli) 
     assert shown.code == 0 and "anchor" not in shown.out
 
 
+@pytest.mark.slow
 def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(folder: Path, run_cli: Cli) -> None:
     assert run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET).code == 0
     flags = ("--param", "lam=0.1", "--param", "lam=0.2", "--param", "alpha=0,1", "--grid", "--no-accuracy")

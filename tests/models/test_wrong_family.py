@@ -251,6 +251,7 @@ def resnet() -> nn.Module:
     return ModifiedResNet([3, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("live", "drift", "sites", reloads="as a state dict")
 @pytest.mark.parametrize(
     ("build", "size"),

@@ -246,6 +246,7 @@ def test_rows_are_those_of_every_boundary_and_variant_but_the_experts(finished: 
     assert rows.loc[rows["variant"] == "base", "final_share"].isna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("select", "kept"),
     [([3], [1, 3, 5]), ("*.resblocks.2", [1, 4, 5]), ("final", [1, 5])],
@@ -372,6 +373,7 @@ def test_the_manifest_says_what_was_computed_and_how(world: World, finished: Dri
     assert manifest.classes == {task: list(CLASSES[task]) for task in TASKS}
 
 
+@pytest.mark.slow
 def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: Path) -> None:
     spec = world.one_task(**QUICK)
     for wanted in (False, True):
@@ -384,6 +386,7 @@ def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: Pa
             torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: DriftRun, tmp_path: Path) -> None:
     spec, out, token = world.spec(metrics={"jacobian": False}), tmp_path / "run", CancelToken()
 

@@ -224,6 +224,7 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
     assert not any((folder / "scratch").iterdir())
 
 
+@pytest.mark.slow
 def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path: Path) -> None:
     run = dl.analyze(
         world.one_task(metrics={"jacobian": {"samples": 2}, "adjoint": True, "groups": True}),
@@ -236,6 +237,7 @@ def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path
     assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_path: Path) -> None:
     asked = {"cka": True, "adjoint": True, "groups": True, "contributions": True}
     whole, bare = (

@@ -117,6 +117,7 @@ def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> No
     assert dict(open_run(met).manifest.calibrations) == before
 
 
+@pytest.mark.slow
 def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path: Path) -> None:
     folder, token = copied(light, tmp_path / "run"), CancelToken()
 

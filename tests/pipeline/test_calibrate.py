@@ -37,6 +37,7 @@ from driftlens.runs.verify import verify
 from driftlens.spec.requests import CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
+from tests.quick import few
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
@@ -101,6 +102,7 @@ def encode(form: Form, run: DriftRun, exported: Path) -> Callable[[torch.Tensor]
     return lambda images: tower.eval()(images).image_embeds
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_exported_folder_computes_the_stored_features_in_its_own_library(
     run: DriftRun, encode: Callable[[torch.Tensor], torch.Tensor], world: World
@@ -295,10 +297,10 @@ def evaluating(event: ProgressEvent) -> bool:
     return event.phase == "evaluate"
 
 
-STOPS = pytest.mark.parametrize("stop", [solving, analysing, evaluating])
+STOPS = few([solving, analysing, evaluating], [analysing])
 
 
-@STOPS
+@pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("is_there_again", [False, True], ids=["removed", "replaced"])
 def test_a_run_that_goes_away_ends_its_calibration(
     folder: Path, light: DriftRun, stop: Stop, is_there_again: bool
@@ -335,7 +337,7 @@ def test_nothing_of_the_scratch_folder_comes_back(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@STOPS
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_cancelled_calibration_says_which_command_goes_on(
     folder: Path, light: DriftRun, stop: Stop
 ) -> None:

@@ -74,7 +74,7 @@ def evaluating(event: ProgressEvent) -> bool:
         pytest.param(in_layer(3), 1, id="second layer"),
         pytest.param(in_layer(4), 2, id="last layer", marks=pytest.mark.slow),
         pytest.param(analysing, 3, id="while analyzing", marks=pytest.mark.slow),
-        pytest.param(evaluating, 3, id="while evaluating"),
+        pytest.param(evaluating, 3, id="while evaluating", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
@@ -393,6 +393,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(folder: Pa
     assert files_of(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["base", TASKS[1]])
 def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: Path, name: str) -> None:
     world = build(tmp_path / "models")
@@ -455,6 +456,7 @@ def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: Path) -> None:
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path: Path) -> None:
     spec = world.one_task(
         baselines={"x-anchor": {"weights": str(world.weights(TASKS[1]))}},

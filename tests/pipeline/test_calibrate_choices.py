@@ -111,6 +111,7 @@ def test_patterns_choose_layers_and_sites(folder: Path) -> None:
     assert f"mlp.c_fc.weight ({100 * 2048 / (3 * 3280):.1f} %)" in told
 
 
+@pytest.mark.slow
 def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: DriftRun) -> None:
     run = calibrate(folder, request(samples=2))
     info = run.manifest.calibrations[NAME]
@@ -128,6 +129,7 @@ def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
     assert run.manifest.sample_ids == light.manifest.sample_ids
 
 
+@pytest.mark.slow
 def test_a_chooser_sees_calibration_samples_and_no_label(folder: Path, light: DriftRun) -> None:
     seen: list[Study] = []
 
@@ -147,6 +149,7 @@ def test_a_chooser_sees_calibration_samples_and_no_label(folder: Path, light: Dr
             assert samples.ids == light.sample_ids(task, "calibration")[:3] and samples.labels is None
 
 
+@pytest.mark.slow
 def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: Path) -> None:
     spec = world.spec(base=None, merge={"method": "average"}, **QUICK)
     dl.analyze(spec, out=tmp_path / "run", progress="none")
@@ -160,6 +163,7 @@ def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: P
     }
 
 
+@pytest.mark.slow
 def test_a_merged_model_in_half_precision_does_not_round_the_control(world: World, tmp_path: Path) -> None:
     half = {key: value.half() for key, value in world.state(TASKS[1]).items()}
     save_file(half, tmp_path / "merged.safetensors")

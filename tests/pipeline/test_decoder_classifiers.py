@@ -173,6 +173,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.family("Llama")
 @pytest.mark.shows(heads="one score, of preferred texts or with numbers")
 def test_a_reward_model_prefers_what_it_gives_more(reward: Path, tmp_path: Path) -> None:

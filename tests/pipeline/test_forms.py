@@ -123,6 +123,7 @@ def test_real_weights_of_equal_rounding_give_equal_rows(
     pd.testing.assert_frame_equal(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_weights_to_float16_moves_real_rows_by_little(
     real: Path, real_open_clip: DriftRun, tmp_path: Path
 ) -> None:

@@ -274,6 +274,7 @@ def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
     assert run.manifest.id == begun.manifest.id
 
 
+@pytest.mark.slow
 def test_a_calibration_goes_on_with_the_same_samples_alone(analyzed: Any) -> None:
     """They are numbered, so that their ids say nothing; nor do a few of them say what the others are."""
     token, data, other = dl.CancelToken(), others(), others()
@@ -294,6 +295,7 @@ def test_a_calibration_goes_on_with_the_same_samples_alone(analyzed: Any) -> Non
     assert "SHA-256 of their contents" in (run.path / "calibrations/begun/README.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: Path) -> None:
     modules = given() | {"calibration": others(), "n_calibration": np.int64(7)}
     dl.analyze(**modules, layers=np.arange(2, 4), out=tmp_path / "run", progress="none")

@@ -153,6 +153,7 @@ def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differ
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @T5
 @pytest.mark.shows("live", "drift", "attribution", sites="all but the position bias")
 def test_t5_is_measured_and_calibrated_as_a_whole(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def drift_of(run: DriftRun, layer: int) -> float:
     return float(rows[rows["layer"] == layer]["drift_l2_mean"].iloc[0])
 
 
+@pytest.mark.slow
 def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any], tmp_path: Path) -> None:
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=CPU))
     study, _ = open_study(load_spec(spec), access=CPU)

@@ -101,6 +101,7 @@ def test_the_merges_of_a_protocol_are_the_papers(suite: tuple[str, Suite, Path])
     assert PROTOCOLS["samples"].of(alone) == ["ties"]
 
 
+@pytest.mark.slow
 def test_corrupted_points_stand_in_table_and_sheet_as_the_sweep_has_them(ran: Ran) -> None:
     runs, told = ran("corruption")
     rows = runs["task_arithmetic"].sweeps()

@@ -152,6 +152,7 @@ def test_an_analysis_is_rehearsed_by_its_own_phases(world: World, monkeypatch: p
     assert found.seconds_of(twice) >= found.seconds_of(shares)
 
 
+@pytest.mark.slow
 def test_what_a_job_spends_on_every_sample_is_in_its_estimate(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def _param(family: str, loader: str) -> Any:
     return pytest.param(family, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("drift", "sites", "reloads", heads="one score of two texts, by rank or with numbers")
 @pytest.mark.parametrize("family", [_param(name, loader) for name, (loader, *_) in RERANKERS.items()])
 def test_rerankers_are_scored_repaired_and_reloaded(family: str, tmp_path: Path) -> None:

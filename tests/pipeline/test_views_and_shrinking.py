@@ -69,6 +69,7 @@ def test_views_that_can_not_be_made_are_refused_before_the_run_is_touched(
     assert says in rehearse(roomy.path, request(**asked), estimate=False).text()
 
 
+@pytest.mark.slow
 def test_views_of_the_spec_are_read_by_calibrations_and_regmean(world: World, tmp_path: Path) -> None:
     """A task's own entry goes over the defaults; neither diagnosis nor test has copies."""
     spec = world.spec(metrics={"jacobian": False}, merge={"method": "regmean"})
@@ -103,6 +104,7 @@ def test_floats_keep_a_share_of_their_way_from_the_base(generator: torch.Generat
     assert found.read("n") == 1 and (share not in (0, 1) or torch.equal(want, (start, end)[int(share)]))
 
 
+@pytest.mark.slow
 def test_all_tensors_keep_a_share_and_the_record_says_so(
     roomy: DriftRun, world: World, tmp_path: Path
 ) -> None:
@@ -120,6 +122,7 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
     assert any("base + 0.5" in sentence for sentence in selection_sentences(run, "shrunk"))
 
 
+@pytest.mark.slow
 def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

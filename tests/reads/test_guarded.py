@@ -36,6 +36,7 @@ def test_what_takes_too_long_or_too_much_is_stopped_and_the_next_is_served() -> 
     assert served_by() == first
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone_is_named_and_another_one_serves() -> None:
     first = served_by()
     os.kill(first, signal.SIGSTOP)

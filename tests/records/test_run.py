@@ -279,6 +279,7 @@ def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: Path) -> No
     assert find_runs(tmp_path / "nowhere") == []
 
 
+@pytest.mark.slow
 def test_a_run_opens_where_torch_does_not_import(saved: Path) -> None:
     script = """
         import sys

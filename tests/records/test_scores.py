@@ -112,6 +112,7 @@ def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
     assert [row[1] for row in sheets[f"score-change-{NAME}"].rows] == list(TASKS.values())
 
 
+@pytest.mark.slow
 def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> None:
     bounded, other = (charts[name].render(scored, ChartOptions()) for name in ("accuracy", "perplexity"))
     assert (

@@ -138,6 +138,7 @@ def test_a_closed_form_of_ones_own_calibrates_a_run(folder: Path, light: DriftRu
     assert final["calibrated:toy"] != final["merged"]
 
 
+@pytest.mark.slow
 def test_identities_hold_with_what_a_trained_calibrator_attaches(
     finished: DriftRun, tmp_path: Path, toys: None
 ) -> None:

@@ -483,6 +483,7 @@ def test_references_stay_inside_and_are_unique_to_the_chart() -> None:
     assert filled and {*marked, *filled} <= {f"#{name}" for name in ids}
 
 
+@pytest.mark.slow
 def test_colours_of_a_drawing_have_a_dark_twin_on_the_page(full: DriftRun) -> None:
     report = Report(full, sections=["layers"])
     page = report.files(["html-light"])["report-light.html"].decode()

@@ -16,8 +16,13 @@ def few(names: Iterable[Any], quick: Collection[Any], some: Collection[Any] | No
     """
     names, picked = list(names), {*quick, *(some or ())}
     assert picked <= set(names), picked - set(names)
-    return [pytest.param(name, marks=_marks(name in quick, some is None or name in picked)) for name in names]
+    return [pytest.param(name, marks=paced(name, quick, some)) for name in names]
 
 
-def _marks(is_quick: bool, is_picked: bool) -> list[pytest.MarkDecorator]:
+def paced(
+    name: Any, quick: Collection[Any], some: Collection[Any] | None = None
+) -> list[pytest.MarkDecorator]:
+    """The marks of one of these parameters."""
+    is_quick = name in quick
+    is_picked = is_quick or some is None or name in some
     return [*([] if is_quick else [pytest.mark.slow]), *([] if is_picked else [pytest.mark.every])]

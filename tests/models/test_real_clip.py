@@ -75,9 +75,7 @@ def test_real_class_embeddings_are_made_from_the_names_and_templates(real: Path)
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", few(["base", "expert"], quick=["expert"]))
-@pytest.mark.parametrize(
-    "task", [pytest.param(task, marks=[] if task == "clothing10" else pytest.mark.slow) for task in TASKS]
-)
+@pytest.mark.parametrize("task", few(TASKS, ["clothing10"], some=["omniglot_alphabets"]))
 def test_real_accuracies_are_those_measured_when_the_models_were_made(
     real: Path, task: str, model: str, form: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,7 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, Preflig
 from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
+from tests.quick import few
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
@@ -101,10 +103,15 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     assert said in charts["accuracy"].missing(bare, ChartOptions())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-@pytest.mark.parametrize("method", ["react", "surgery_v2", "interv_merge"])
-def test_maps_act_while_the_librarys_own_model_answers(form: str, method: str, tmp_path: Path) -> None:
+FORMS = ("decoder", "encoder-decoder")
+SOME = (("react", "decoder"), ("surgery_v2", "decoder"), ("interv_merge", "encoder-decoder"))
+
+
+@pytest.mark.parametrize(
+    "case", few(itertools.product(("react", "surgery_v2", "interv_merge"), FORMS), (), SOME), ids="-".join
+)
+def test_maps_act_while_the_librarys_own_model_answers(case: tuple[str, str], tmp_path: Path) -> None:
+    method, form = case
     """Against generation and likelihoods by the plain model, to whose modules the saved tensors are hooked by hand."""
     suite = Suite(form, tmp_path, learns=False)
     suite.learn(PAIRS[:4])

@@ -26,6 +26,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, stated_classes
 from driftlens.spec import load_spec
+from tests.quick import paced
 from tests.zoo import saved_families
 from tests.zoo.cases import with_seed
 from tests.zoo.suite import spec_of_folders
@@ -102,7 +103,9 @@ def marked(name: str) -> Any:
     loader = saved_families.FAMILIES[name].loader
     called = f"{name} (transformers)" if loader.startswith("hf") else f"{name.removeprefix('timm ')} (timm)"
     marks = [pytest.mark.family(called), pytest.mark.shows(files=loader)]
-    return pytest.param(name, marks=marks if name == "ViT" else [*marks, pytest.mark.slow])
+    return pytest.param(
+        name, marks=[*marks, *paced(name, ["ViT"], ["ResNet", "Swin", "timm ConvNeXt", "timm NFNet"])]
+    )
 
 
 @pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")

@@ -20,6 +20,7 @@ from driftlens.jobs.study.opening import open_study
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import linear_head
 from driftlens.spec import load_spec
+from tests.quick import paced
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, MORE
@@ -35,7 +36,8 @@ NAMES = (
     *("OPT", "Falcon", "GPT-NeoX", "OLMo 2", "GLM 4", "SmolLM3", "Seed-OSS", "StableLM", "EXAONE 4", "MPT"),
 )
 LLAMA = [pytest.param("Llama", marks=pytest.mark.family("Llama"))]
-PARAMS = [pytest.param(name, marks=[pytest.mark.family(name), pytest.mark.slow]) for name in NAMES]
+SOME = ("Llama", "Qwen3.5", "Gemma 2", "GPT-2", "Falcon", "MPT")
+PARAMS = [pytest.param(name, marks=[pytest.mark.family(name), *paced(name, (), SOME)]) for name in NAMES]
 
 
 def classifier(name: str, count: int, seed: int, pad: int | None = 0) -> Any:

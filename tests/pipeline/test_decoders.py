@@ -22,7 +22,7 @@ from driftlens.models.heads import LmHead
 from driftlens.models.language.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS, MIXTURES, families, in_float64
+from tests.zoo.decoders import CONFIGS, EACH_KIND, EACH_LAYOUT, MIXTURES, families, in_float64
 from tests.zoo.suite import TASKS, spec_of
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
@@ -122,7 +122,7 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("config", families("GPT-2"))
+@pytest.mark.parametrize("config", families("GPT-2", some=EACH_KIND + EACH_LAYOUT))
 def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     config: Any, tmp_path: Path
 ) -> None:
@@ -175,7 +175,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
 
 
 @pytest.mark.shows("live")
-@pytest.mark.parametrize("config", families("GPT-2"))
+@pytest.mark.parametrize("config", families("GPT-2", some=EACH_KIND + EACH_LAYOUT))
 def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: Path) -> None:
     base = perturbed(
         with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2

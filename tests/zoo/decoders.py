@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from driftlens.models.language.texts import TextReader
+from tests.quick import paced
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
 from tests.zoo.tokenizers import word_tokenizer
@@ -285,15 +287,27 @@ UNDIFFERENTIABLE = ("BLOOM",)
 """A function of its own."""
 
 
-def families(*fast: str) -> list[Any]:
-    """Parameters of tests that show what works with each; all but `fast` ones are slow."""
+EACH_KIND = (
+    *("Llama", "Gemma 2", "GPT-2", "NanoChat", "Mamba", "Qwen3.5"),
+    *("Mixtral", "gpt-oss", "DeepSeek-V3", "Phi-3.5-MoE"),
+)
+"""A family of each kind of block: attention, windows, places that are counted, states, mixtures."""
+EACH_LAYOUT = (
+    *("Phi-3", "GPT-NeoX", "OPT, projected", "Falcon", "BLOOM", "MPT", "Gemma 3n"),
+    *("Qwen3.5-MoE", "Llama 4", "Jamba"),
+)
+"""Families whose files lay weights out in further ways: fused, interleaved, projected, shared, stacked experts."""
+
+
+def families(*fast: str, some: Collection[str] | None = None) -> list[Any]:
+    """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     return [
         pytest.param(
             config,
             id=name,
             marks=[
                 pytest.mark.family(name.partition(",")[0]),
-                *([] if name in fast else [pytest.mark.slow]),
+                *paced(name, fast, some),
                 *([pytest.mark.shows(attribution="refused by name")] if name in UNDIFFERENTIABLE else []),
             ],
         )

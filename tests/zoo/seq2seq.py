@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.quick import paced
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import TINY
 from tests.zoo.tokenizers import word_tokenizer
@@ -59,10 +61,10 @@ def small_config(kind: str) -> Any:
     return transformers.AutoConfig.for_model(kind, **_KINDS.get(kind, _BART))
 
 
-def families(*fast: str) -> list[Any]:
-    """Parameters of tests that show what works with each; all but `fast` ones are slow."""
+def families(*fast: str, some: Collection[str] | None = None) -> list[Any]:
+    """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     return [
-        pytest.param(name, marks=[pytest.mark.family(name), *([] if name in fast else [pytest.mark.slow])])
+        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)])
         for name in NAMES
         if name != "T5"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import transformers
 from PIL import Image
 
+from tests.quick import paced
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import GEMMA3N, GEMMA4, LINEAR, SLIDING, TINY
 from tests.zoo.suite import files_of, spec_of_folders
@@ -142,11 +143,13 @@ VLMS = {
 """A configuration of each family."""
 
 
-def vlms(*fast: str, only: Iterable[str] | None = None) -> list[Any]:
-    """Parameters of tests that show what works with each family; all but `fast` ones are slow."""
-    slow = {name: [] if name in fast else [pytest.mark.slow] for name in VLMS}
+def vlms(*fast: str, only: Iterable[str] | None = None, some: Collection[str] | None = None) -> list[Any]:
+    """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     names = VLMS if only is None else only
-    return [pytest.param(name, id=name, marks=[pytest.mark.family(name), *slow[name]]) for name in names]
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.family(name), *paced(name, fast, some)])
+        for name in names
+    ]
 
 
 def _qwen(kind: str) -> Any:

@@ -78,6 +78,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     information = {name for name in names if name.split("/")[0].endswith(".dist-info")}

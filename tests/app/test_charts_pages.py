@@ -13,6 +13,7 @@ from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import said
+from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 
 PARTS = [
@@ -34,7 +35,7 @@ def opened_at(app: AppTest, key: str, part: str) -> AppTest:
     return app
 
 
-@pytest.mark.parametrize("view", ["layers", "samples", "theory"])
+@pytest.mark.parametrize("view", few(["layers", "samples", "theory"], ["layers"]))
 def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Path, view: str) -> None:
     write_full_run(tmp_path / "odd", tasks=["**a** <b>", "$x$ %{y}"], class_names=["<i>", "[c](d)", "_e_"])
     app = open_app(tmp_path, view)
@@ -63,6 +64,7 @@ def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tm
     assert not app.error and "a new run adds it" in said(app)
 
 
+@pytest.mark.slow
 def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:
     app = open_app(root, "layers")
     assert {"10 % quantile", "90 % quantile"} <= set(shown_data(app)[0].columns)

@@ -100,6 +100,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(os, "fsync", full)
 
 
+@pytest.mark.slow
 def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
     run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_full_disk_does_not_hide_how_a_job_ended(run: Path, fill_disk: Callabl
     assert (view.job.code, written.code) == (2, None)
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_failure_tells_cause_and_hint(run: Path, name: str, kind: str, message
     assert f"error: {message}" in log_text(job.log)
 
 
+@pytest.mark.slow
 def test_a_restarted_server_finds_the_same_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")

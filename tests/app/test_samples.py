@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 from streamlit.testing.v1 import AppTest
 
@@ -48,6 +49,7 @@ def test_pictures_belong_to_their_samples(root: Path) -> None:
     np.testing.assert_array_equal(np.asarray(pixels), stored[1])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_pictures_is_an_error_in_its_place(open_app: Open, root: Path) -> None:
     file = root / "full" / thumbs_file("cars")
     file.parent.mkdir()

@@ -310,6 +310,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
     assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
 
 
+@pytest.mark.slow
 def test_views_and_shares_are_flags(folder: Path, run_cli: Cli) -> None:
     """The rehearsal says what is read; a share that can't be is told at once."""
     words = ("calibrate", folder, "--name", "v", "--method", "residual", "--set", "folds=2")

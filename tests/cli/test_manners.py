@@ -350,6 +350,7 @@ def test_the_option_decides_before_the_variable(
     assert run_cli(command, *given, "--threads", 0).code == 2
 
 
+@pytest.mark.slow
 def test_garbage_of_a_program_alone_is_looked_for_seldom(run_cli: Cli) -> None:
     """Its end doesn't look through all that libraries made; of a caller's process nothing is changed."""
     before = gc.get_threshold(), gc.get_freeze_count()

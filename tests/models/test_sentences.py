@@ -27,6 +27,7 @@ from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models, settings_of
 from driftlens.models.architecture import load_architecture
 from driftlens.spec import load_spec
+from tests.quick import paced
 from tests.refusing import refusing
 from tests.zoo.encoders import TEXTS
 from tests.zoo.sentences import EMBEDDERS, embedder, sentences
@@ -132,7 +133,12 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     "stated",
     [
-        *(pytest.param({"pooling_mode": mode}, id=mode) for mode in POOLS),
+        *(
+            pytest.param(
+                {"pooling_mode": mode}, id=mode, marks=paced(mode, ["cls", "weightedmean", "lasttoken"])
+            )
+            for mode in POOLS
+        ),
         pytest.param({"pooling_mode": ["mean_sqrt_len_tokens", "cls"]}, id="two in an order of their own"),
         pytest.param(
             {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, id="two before version 6"
@@ -153,7 +159,16 @@ def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
 @pytest.mark.shows("drift", files="hf-auto", heads="its embedding")
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=pytest.mark.family(f"{name}, in sentence-transformers")) for name in EMBEDDERS],
+    [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.family(f"{name}, in sentence-transformers"),
+                *paced(name, ["BERT", "Qwen3-Embedding", "EmbeddingGemma"]),
+            ],
+        )
+        for name in EMBEDDERS
+    ],
 )
 def test_a_familys_embeddings_are_those_of_its_library(family: str, tmp_path: Path) -> None:
     root = sentences(tmp_path / "base", 0, family=family, pooling={"pooling_mode": "lasttoken"})

@@ -265,6 +265,7 @@ def test_selecting_layers_narrows_the_rows_and_not_the_numbers(
     )
 
 
+@pytest.mark.slow
 def test_contributions_of_unselected_layers_still_count(
     world: World, finished: DriftRun, tmp_path: Path
 ) -> None:

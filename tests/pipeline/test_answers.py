@@ -247,6 +247,7 @@ def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: Path) 
 QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "form", "loader", "asked"),
     [(t5, "encoder-decoder", "hf-t5", {}), (llama, "decoder", "hf-decoder", {"decoder_inputs": "expert"})],

@@ -106,6 +106,7 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
         arena_rows(run, NAMES, against="nobody")
 
 
+@pytest.mark.slow
 def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
     shown = CliRunner().invoke(

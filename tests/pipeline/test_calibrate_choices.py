@@ -121,6 +121,7 @@ def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: Dri
     }
 
 
+@pytest.mark.slow
 def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
     folder: Path, light: DriftRun
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_text_tower_that_will_not_be_used_is_named(
     assert [what in text for text in told] == [True] * bool(what)
 
 
+@pytest.mark.slow
 def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_path: Path) -> None:
     weights = world.state("flowers")
     weights["transformer.resblocks.0.ln_1.bias"] += 0.01

@@ -250,6 +250,7 @@ def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
         torch.testing.assert_close(saved["hf"][key], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_preflight_plans_what_methods_cost_and_refuses_one_without_scores(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: Path) ->
         calibrate(dl.open_run(tmp_path / "run"), "y", modules=modules)
 
 
+@pytest.mark.slow
 def test_baselines_stand_beside_the_merged_model(tmp_path: Path) -> None:
     modules = given()
     run = dl.analyze(
@@ -322,6 +323,7 @@ def test_baselines_stand_beside_the_merged_model(tmp_path: Path) -> None:
     assert twin.tolist() == merged.tolist()
 
 
+@pytest.mark.slow
 def test_a_run_from_before_has_its_settings_in_lines_of_its_spec(analyzed: Any, tmp_path: Path) -> None:
     older = Path(shutil.copytree(analyzed.path, tmp_path / "older"))
     manifest = json.loads((older / "manifest.json").read_text())

@@ -488,6 +488,7 @@ def hurried() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(Hurried(5, 5), nn.Tanh()) for _ in range(3)), Hurried(5, 4))
 
 
+@pytest.mark.slow
 def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_them_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

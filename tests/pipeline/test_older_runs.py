@@ -21,6 +21,7 @@ from driftlens.spec.requests import AnalysisRequest
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.pipeline.calibrating import copied, files_of
 from tests.pipeline.older import listed, printed, told
+from tests.quick import few
 from tests.zoo.world import TASKS
 
 WRITTEN = Path(__file__).with_name("older_runs.tar.xz")
@@ -58,7 +59,7 @@ def missing(told: Any, noted: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few(RUNS, ["images", "stopped"]))
 def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) -> None:
     before, says = files_of(Path(name)), told(name)
     changed = missing(says, noted["runs"][name])

@@ -167,6 +167,7 @@ def test_adapters_scaled_by_the_root_of_their_rank_are_named(
         assert "3 at rank 4 (2 times alpha / r), 2 at rank 9 (3 times alpha / r)" in line
 
 
+@pytest.mark.slow
 def test_runs_and_cards_say_the_same(world: World, tmp_path: Path) -> None:
     spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
     lines = told(spec) + told(spec, "shapes")

@@ -356,6 +356,7 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
     assert _printed_without(("torch",), code, run.path).splitlines() == expected
 
 
+@pytest.mark.slow
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
     stored = dl.project(run, "cars")
     code = (

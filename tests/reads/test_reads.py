@@ -49,7 +49,7 @@ from tests.zoo.world import World
 
 __all__ = ["light", "world"]
 
-CASES = int(os.environ.get("DRIFTLENS_FUZZ", "25"))
+CASES = int(os.environ.get("DRIFTLENS_FUZZ", "15"))
 
 many = settings(
     max_examples=CASES,

@@ -75,7 +75,7 @@ def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: Path)
     assert dataclasses.asdict(manifest) == before
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(spoils=tree_spoils)
 @example([("value", [0.0], 0.0)])
 def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(

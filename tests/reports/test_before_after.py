@@ -242,6 +242,7 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
     assert f"mean change over 2 tasks: {told}" in said
 
 
+@pytest.mark.slow
 def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     tables = {table.name: table for table in Report(run, "calibration").content.tables}

@@ -78,6 +78,7 @@ def test_one_worker_that_gives_up_stops_the_other():
         together(give_up_or_wait)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error():
     with pytest.raises(RunError, match="ended unexpectedly"):
         together(die_or_wait)

@@ -29,6 +29,7 @@ from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
+from tests.quick import few
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import Weights, World, tower, write_spec
 
@@ -138,7 +139,7 @@ def other(base, experts, *, share: Share = 0.5):
 """
 
 
-@pytest.fixture(params=TOYS)
+@pytest.fixture(params=few(TOYS, ["entry", "moments", "samples"]))
 def toy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """What a toy reads, while it is there."""
     reads: str = request.param

@@ -277,6 +277,7 @@ def compiled(texts: dict[str, bytes], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_fragments_compile_with_what_they_ask_for(content: ReportContent, tmp_path: Path) -> None:
     texts = {f"{at}.tex": text for at, text in enumerate(fragments(content).values())}

@@ -30,6 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     for folder in ("first", "second"):
         export([run], tmp_path / folder, names=["accuracy", "closure", "heatmap"])

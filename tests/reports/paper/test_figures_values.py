@@ -207,6 +207,7 @@ def test_self_checks_stand_at_their_largest_error(run: DriftRun) -> None:
     assert limits.tolist() == [bar.get_x() + bar.get_width() for bar in bars(axes)]
 
 
+@pytest.mark.slow
 def test_only_the_tasks_asked_for_are_shown(run: DriftRun) -> None:
     for name in ("intro", "diagnostics", "scatter-grid", "output-drift", "heatmap"):
         assert set(draw(name, run, tasks=("mnist",)).data["task"].dropna()) == {"mnist"}

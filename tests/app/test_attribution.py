@@ -71,7 +71,7 @@ def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> N
     assert len(app.get("plotly_chart")) > 0
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, ["layers"]))
 def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, layers="Sources")
     assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
@@ -101,7 +101,7 @@ def test_what_another_spec_would_give_begins_a_new_run_with_this_one(open_app: O
     assert app.session_state["pasted"] == (run.path / "spec.yaml").read_text() and not app.exception
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, ["layers"]))
 def test_a_read_only_dashboard_only_says_so(open_app: Open, root: Path, run: Path, view: str) -> None:
     app = open_app(root, view, layers="Sources", read_only=True)
     assert "not traced back to layers" in said(app)

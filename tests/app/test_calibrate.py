@@ -248,7 +248,8 @@ def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: 
     assert not [label for label in labels if label.startswith("Calibrated checkpoint")]
 
 
-@pytest.mark.parametrize("view", few(["welcome", "runs"], quick=["welcome"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["welcome", "runs"])
 def test_a_visitor_who_finds_the_demo_run_being_made_lands_on_it_too(
     open_app: Open, tmp_path: Path, view: str
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_run_with_a_link_out_of_the_folder_is_listed_with_the_reason_and_not_o
     assert f"its {entry} is a link that leaves the folder {root}" in warning and "Remove the link" in warning
 
 
+@pytest.mark.slow
 def test_a_link_that_appears_while_the_run_is_open_is_noticed(
     open_app: Open, root: Path, run: Path, outside: Path
 ) -> None:

@@ -27,6 +27,7 @@ from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import PROBLEMS, errors, failed, is_disabled, newest, press, said, state
+from tests.quick import few
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -123,7 +124,7 @@ def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
     assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
 
 
-@pytest.mark.parametrize("view", ["new_run", "runs", "overview"])
+@pytest.mark.parametrize("view", few(["new_run", "runs", "overview"], ["overview"]))
 def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
     open_app: Open, root: Path, view: str
 ) -> None:

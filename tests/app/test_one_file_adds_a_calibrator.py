@@ -185,6 +185,7 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
     assert not [part for part in parts if part.startswith(("--set", "--method"))]
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_answer_is_told_and_asked_again(
     open_app: Open, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import errors, said
+from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 
 STAND_IN = """
@@ -42,7 +43,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(file)))
 
 
-@pytest.mark.parametrize("table", ["accuracy", "outputs", "calibration"])
+@pytest.mark.parametrize("table", few(["accuracy", "outputs", "calibration"], ["outputs"]))
 def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root: Path, table: str) -> None:
     folder = root / "full" / "calibrations" / "featcal"
     folder.mkdir(parents=True)
@@ -84,6 +85,7 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
         of_task(compare(root / "full", before="merged", after="base"), "none")
 
 
+@pytest.mark.slow
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(
     open_app: Open, root: Path
 ) -> None:

@@ -50,6 +50,7 @@ def shown_state(app: AppTest) -> str:
     return str(app.run().dataframe[0].value["state"].item())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker")
 def test_the_row_of_a_run_tells_how_far_its_job_is(open_app: Open, root: Path) -> None:
     begin(root / "full", "steady")

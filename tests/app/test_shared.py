@@ -21,6 +21,7 @@ from tests.records.full_run import Size, write_full_run
 from tests.refusing import refusing
 
 
+@pytest.mark.slow
 def test_a_viewed_run_that_vanishes_never_becomes_another(open_app: Open, root: Path, tmp_path: Path) -> None:
     viewed, newer = open_run(root / "full").id, open_run(write_full_run(root / "newer")).id
     app = open_app(root, "overview", run=viewed)

@@ -174,6 +174,7 @@ def test_step_by_step_a_router_is_the_same_before_its_experts_and_after() -> Non
     )
 
 
+@pytest.mark.slow
 def test_lanes_side_by_side_are_what_each_is_alone() -> None:
     models = of("Mixtral")
     lanes = [FeatCal(**FEATCAL, routers=routers) for routers in ("before", "after")]

@@ -108,6 +108,7 @@ def test_it_is_what_an_optimiser_makes_of_all_parameters_of_the_librarys_own_mod
     assert seen and {*state} - untouched <= seen | {"lm_head.weight"}
 
 
+@pytest.mark.slow
 def test_more_steps_bring_features_nearer_to_every_expert() -> None:
     """Both tasks have the same samples here: no model can be nearer to both experts than half their distance."""
     models, losses = subject(n=4), []
@@ -170,6 +171,7 @@ def test_what_is_finished_is_not_trained_again(monkeypatch: pytest.MonkeyPatch) 
     assert {name.partition(" ")[0] for name in memory.kept} > {"finished"} and found
 
 
+@pytest.mark.slow
 def test_features_beyond_the_budget_wait_on_disk_and_give_the_same(tmp_path: Any) -> None:
     """Inputs, and what the experts make of them; the folder is empty afterwards."""
     for method in (SurgeryV2(**FEW_STEPS), IntervMerge(**FEW_STEPS)):

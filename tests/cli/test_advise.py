@@ -76,6 +76,7 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
     assert "can't be told" in advice_text(found)
 
 
+@pytest.mark.slow
 def test_a_layer_that_was_moved_too_far_is_scaled_back(
     world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:

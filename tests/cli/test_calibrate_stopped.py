@@ -139,6 +139,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
     assert checked.code == 0 and "not listed" not in checked.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
@@ -245,6 +246,7 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
     assert open_run(folder).manifest.calibrations[NAME].kept == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

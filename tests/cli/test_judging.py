@@ -109,6 +109,7 @@ def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: Path) -> 
     assert "rescaling" not in result.out and "diagnosis samples answered by both" in result.out
 
 
+@pytest.mark.slow
 def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: Path) -> None:
     said = run_cli("compare", written, written).out.strip().split("\n\n")
     assert len(said) == 2 and said[1].startswith("Equal to the last bit: ")

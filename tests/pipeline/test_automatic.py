@@ -270,6 +270,7 @@ def test_the_run_says_how_its_settings_were_chosen(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
 
 
+@pytest.mark.slow
 def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: Path) -> None:
     folder = copied(roomy, tmp_path / "run")
     calibrate(folder, request(layers=[2]))

@@ -285,9 +285,8 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
         assert command[3:] == ["--name", NAME, "--save-weights", "FOLDER"]
 
 
-@pytest.mark.parametrize(
-    "stop", few([analysing, evaluating], quick=[analysing]), ids=["while analyzing", "while evaluating"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [analysing, evaluating])
 def test_weights_are_saved_as_soon_as_they_are_solved_for(
     folder: Path, whole: DriftRun, tmp_path: Path, stop: Any
 ) -> None:

@@ -365,6 +365,7 @@ def test_the_same_with_a_llama(method: str, tmp_path: Path, monkeypatch: pytest.
     assert not torch.allclose(wanted, own_features(run, "merged", "free", [("is it red", "")]), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_beside_a_state_dict_lie_the_attachments(world: World, tmp_path: Path) -> None:
     run = analyze(
         world.one_task(metrics={"jacobian": False}), AnalysisRequest(out=tmp_path / "run", attribution=False)

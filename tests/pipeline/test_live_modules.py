@@ -25,7 +25,6 @@ from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import LiveSettings
-from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.small import small
 
@@ -237,9 +236,10 @@ def padded(more: int = 0, mask: Callable[[Tensor], Tensor] = lambda mask: mask) 
     return transformers.BatchEncoding({"input_ids": ids * seen, "attention_mask": mask(seen.long())})
 
 
+@pytest.mark.slow
 @BERT
 @pytest.mark.shows("live", "attribution")
-@pytest.mark.parametrize("pool", few(["cls", "mean", "last", "all"], ["mean"]))
+@pytest.mark.parametrize("pool", ["cls", "mean", "last", "all"])
 def test_padding_changes_no_drift(pool: Any, tmp_path: Path) -> None:
     given = models(bert)
     jacobian = dl.JacobianSettings(samples=2)
@@ -511,6 +511,7 @@ def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_the
     assert 0 < found.manifest.precision["task"] < 1e-4
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_with_the_seed_and_that_is_said(tmp_path: Path) -> None:
     given, data = models(Stack), torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
     runs = [

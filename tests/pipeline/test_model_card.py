@@ -40,6 +40,7 @@ def card(run: DriftRun) -> str:
     return (run.path / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_card_in_the_run_is_the_one_its_tables_give(run: DriftRun, card: str) -> None:
     assert card == model_card(run, NAME)
 

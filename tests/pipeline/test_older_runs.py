@@ -85,10 +85,8 @@ def test_they_are_whole(name: str, noted: dict[str, Any]) -> None:
             assert len(features) == len(run.sample_ids(task)) and np.isfinite(features).all()
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("images", "texts", "live")]
-
-
-@pytest.mark.parametrize("name", ["stopped", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stopped", "images", "texts", "live"])
 def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: Path) -> None:
     code, _ = printed("report", name, "--format", "html-light,json,md", "--out", str(tmp_path))
     assert code == 0 and len(list(tmp_path.iterdir())) == 3

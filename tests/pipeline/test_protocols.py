@@ -17,7 +17,7 @@ from driftlens_reports.reproduced import Shown, shown
 from tests.zoo.world import TASKS, World
 
 Ran = Callable[[str], tuple[dict[str, DriftRun], Shown]]
-SLOW = {"main", "features", "ablations", "corruption", "samples", "sensitivity"}
+SLOW = {"runtime", "main", "features", "ablations", "corruption", "samples", "sensitivity"}
 
 
 @pytest.fixture(scope="module")

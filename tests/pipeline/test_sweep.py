@@ -363,6 +363,7 @@ def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: Path) -> 
     assert few["n_test"].nunique() == 1
 
 
+@pytest.mark.slow
 def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path: Path) -> None:
     shared = {
         task: {"kind": "npz", "file": str(world.data(task)), "calibration": {"x": "x_test", "y": "y_test"}}

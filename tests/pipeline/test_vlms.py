@@ -133,7 +133,8 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
 
 
-@pytest.mark.parametrize("name", ["LLaVA", *(pytest.param(one, marks=pytest.mark.slow) for one in SEVERAL)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LLaVA", *SEVERAL])
 def test_questions_may_be_about_several_pictures(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec = picture_spec(tmp_path, several=True, metrics={"jacobian": False})

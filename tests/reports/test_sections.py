@@ -105,6 +105,7 @@ def test_the_users_checks_stand_beside_the_self_checks(full: DriftRun) -> None:
     assert section.sentences[-1] == "0 of 1 checks holds; 1 failed."
 
 
+@pytest.mark.slow
 def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_path: Path) -> None:
     run = figure_run(tmp_path / "run", size=SMALL)
     content = Report(run, "calibration").content

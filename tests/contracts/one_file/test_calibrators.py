@@ -101,6 +101,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
     assert caught.value.hint == hint and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys: None) -> None:
     spec = world.one_task(
         calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
@@ -126,6 +127,7 @@ def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
     assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text
 
 
+@pytest.mark.slow
 def test_a_closed_form_of_ones_own_calibrates_a_run(folder: Path, light: DriftRun) -> None:
     run = calibrate(folder, request("toy", method="toy-scale", parameters={"pull": 0.01}))
     info = run.manifest.calibrations["toy"]

@@ -114,6 +114,7 @@ def test_the_dark_theme_changes_colours_only(name: str, full: DriftRun) -> None:
     assert all(str(value).startswith(("#", "rgba(")) for pair in changed.values() for value in pair), changed
 
 
+@pytest.mark.slow
 @every_chart
 def test_drawing_twice_gives_the_same_figure(name: str, full: DriftRun) -> None:
     first = drawn(name, full).figure
@@ -130,6 +131,7 @@ def test_names_stay_literal(name: str, hostile: DriftRun) -> None:
         assert any("&lt;script&gt;alert(1)&lt;/script&gt;" in text for text in texts)
 
 
+@pytest.mark.slow
 @every_chart
 def test_the_control_stands_beside_the_calibrated_variant_only_where_it_is_asked_for(
     name: str, full: DriftRun

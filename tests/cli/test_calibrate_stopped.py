@@ -140,7 +140,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:

@@ -97,7 +97,8 @@ def _fixed(entry: Mapping[str, Any]) -> Any:
     from driftlens.spec.data import Views
 
     share, name = entry["share"], entry["name"]
-    found: dict[str, Any] = {"share": share, "curve": [{"share": share, "what": "KL"}]}
+    untold = dict.fromkeys([f"{of}{end}" for of in ("score", "drift") for end in ("", "_low", "_high")])
+    found: dict[str, Any] = {"share": share, "curve": [{"share": share, "what": "KL", "n": 0, **untold}]}
     kind = calibrators[entry.get("method", "featcal")]
     made = kind(**resolve(kind, entry.get("settings", {}), "candidate"))
     if name.startswith("merge "):

@@ -301,20 +301,25 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
     """Which share of the way from the base is kept, and by what it was chosen."""
-    by = f", the share with the lowest held-out {judged_by(shrink)}" if "curve" in shrink else ""
-    return f"All weights are base + {shrink['share']:g} (repaired - base){by}."
+    told = (
+        f", the share with the lowest held-out {judged_by(shrink['curve'][0]['what'])}"
+        if "curve" in shrink
+        else ""
+    )
+    return f"All weights are base + {shrink['share']:g} (repaired - base){told}."
 
 
-def judged_by(shrink: Mapping[str, Any]) -> str:
-    """What the share was chosen by, in a word or two."""
-    return "KL" if str(shrink["curve"][0]["what"]).startswith("KL") else "relative drift"
+def judged_by(score: str) -> str:
+    """What candidates were compared by, in a word or two, by the record of it."""
+    known = ("KL", "Hellinger distance")
+    return next((name for name in known if score.startswith(name)), "relative drift")
 
 
 def _shares(run: DriftRun, name: str) -> Table:
     """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    what = judged_by(shrink) if curve else ""
+    what = judged_by(curve[0]["what"]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
@@ -333,7 +338,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
-    what = "KL" if record["score"].startswith("KL") else "relative drift"
+    what = judged_by(record["score"])
     interval = f"95 % interval, {record['correction']}"
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"

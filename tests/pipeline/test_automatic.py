@@ -31,7 +31,16 @@ from driftlens.jobs.calibrate import job, plan
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import automatic, contest
 from driftlens.jobs.contest.automatic import BEST, HELD_OUT, choice_of, choose_settings
-from driftlens.jobs.contest.contest import LANE, Fit, HeldOut, Judge, Trials, divergences, drift_scores
+from driftlens.jobs.contest.contest import (
+    LANE,
+    Fit,
+    HeldOut,
+    Judge,
+    Trials,
+    distances,
+    divergences,
+    drift_scores,
+)
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.merging import merged_within
@@ -147,6 +156,8 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path
     )
     names = {"start", "residual mu=0.9", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
     assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
+    assert record["score"].startswith("Hellinger distance")
+    assert all(0 <= entry["score"] <= 1 for entry in record["compared"])
     assert again.get_params() == found.get_params() and same["compared"] == record["compared"]
 
 
@@ -328,6 +339,11 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     )
     expected = (probabilities * (probabilities / others).log()).sum(dim=1)
     torch.testing.assert_close(divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
+    overlap = (probabilities * others).sqrt().sum(dim=1)
+    torch.testing.assert_close(
+        distances(found, head, expert, head), (1 - overlap).sqrt(), rtol=1e-4, atol=1e-6
+    )
+    assert float(distances(2 * expert, head, expert, head).max()) < 1e-3
     same = divergences(2 * expert, head, expert, head)
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 

@@ -231,7 +231,7 @@ class _Tries:
         reporter: Reporter,
         folder: Path,
     ) -> None:
-        self.study, self.shares, self.judge = study, shares, Judge(study)
+        self.study, self.shares, self.judge = study, shares, Judge(study, tests=True)
         self.entrants = {at.name: at for at in entrants}
         self.bar, self.samples = _OneBar(reporter), unlabelled(study)
         self.folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}

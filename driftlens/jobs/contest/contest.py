@@ -223,9 +223,13 @@ class Judge:
     drift did worse, -0.52, because it favours targets with more of the expert (alpha 0.6) that class decisions don't
     gain from. Nats and relative drift have no common mean, so relative drift is what counts for all tasks as soon as
     one of them lacks a score map.
+
+    Where it `tests` whether one model is better than another, the Hellinger distance takes the divergence's place: it
+    ranks models alike (docs/benchmarks.md), and as it is at most 1, no few samples make up most of mean and variance.
     """
 
     study: Study
+    tests: bool = False
 
     @property
     def bare(self) -> list[str]:
@@ -236,14 +240,18 @@ class Judge:
     def score(self) -> str:
         """What is compared, in words."""
         drift = f"relative final drift of all tasks, as there is no head for {', '.join(self.bare)}"
-        return drift if self.bare else "KL(expert || calibrated) of class probabilities, nat"
+        if self.bare:
+            return drift
+        pair = "Hellinger distance of class probabilities from the expert's"
+        return pair if self.tests else "KL(expert || calibrated) of class probabilities, nat"
 
     def __call__(self, model: str, task: str, found: Tensor, expert: Tensor) -> NDArray[np.float64]:
         """One value per sample of a task, [n], from final features of a model and of the expert, [n, d] each."""
         given, wanted = self._head(model, task), self.study.head(task, expert_of(task))
         if self.bare or given is None or wanted is None:
             return drift_scores(found, expert).cpu().numpy()
-        return divergences(found, given, expert, wanted).cpu().numpy()
+        measure = distances if self.tests else divergences
+        return measure(found, given, expert, wanted).cpu().numpy()
 
     def _head(self, model: str, task: str) -> ScoreMap | None:
         at = self.study.tasks[task]
@@ -299,6 +307,15 @@ def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: Scor
     wanted = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
     given = F.log_softmax(wide(head.scores(found)), dim=1)
     return (wanted.exp() * (wanted - given)).sum(dim=1)
+
+
+def distances(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+    """Hellinger distance of each sample's class probabilities from the expert's, [n], 0 to 1; no label is needed."""
+    roots = [
+        (F.log_softmax(wide(by.scores(of)), dim=1) / 2).exp()
+        for by, of in ((expert_head, expert), (head, found))
+    ]
+    return ((roots[0] - roots[1]).square().sum(dim=1) / 2).sqrt()
 
 
 Sites = Mapping[int, Sequence[str]]

@@ -13,7 +13,11 @@ from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
-_MEASURES = ("score", "drift")
+_TITLES = {
+    "KL": "held-out KL to the experts (nat)",
+    "Hellinger distance": "held-out Hellinger distance (0 to 1)",
+    "relative drift": "held-out final drift / expert norm (ratio)",
+}
 
 
 def _curves(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -21,19 +25,19 @@ def _curves(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = [
         {
             "calibration": name,
-            "judged by": judged_by(info.shrink),
             "measure": measure,
             "share": entry["share"],
-            "mean": entry[measure],
-            "low": entry[f"{measure}_low"],
-            "high": entry[f"{measure}_high"],
+            "mean": entry[column],
+            "low": entry[f"{column}_low"],
+            "high": entry[f"{column}_high"],
             "samples": entry["n"],
             "is chosen": entry["share"] == info.shrink["share"],
         }
         for name, info in run.manifest.calibrations.items()
         if calibrated(name) in picking.chosen_variants(run, options)
-        for measure in _MEASURES
         for entry in info.shrink.get("curve", ())
+        # Where a head is missing, drift is what decides, and stands there once.
+        for measure, column in {judged_by(entry["what"]): "score", "relative drift": "drift"}.items()
     ]
     return pd.DataFrame(rows)
 
@@ -60,20 +64,14 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "good. Where whiskers of neighbours overlap widely, the share matters little.",
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Two panels: what the share was chosen by, and drift."""
+    """A panel of what shares were chosen by, two where that differs, and one of drift."""
     rows = _curves(run, options)
-    # Where a head is missing, drift is what decides, and would stand there twice.
-    is_kl = bool((rows["judged by"] == "KL").any())
-    titles = {
-        "score": "held-out KL to the experts (nat)",
-        "drift": "held-out final drift / expert norm (ratio)",
-    }
-    measures = _MEASURES if is_kl else ("drift",)
-    rows = rows[rows["measure"].isin(measures)]
+    measures = [*dict.fromkeys(rows["measure"])]
+    measures.sort(key=[*_TITLES].index)
     grid = panels.panel_grid(
         [""] * len(measures),
         x_title=["share a of the way from the base (0 base, 1 repair)"] * len(measures),
-        y_titles=[titles[measure] for measure in measures],
+        y_titles=[_TITLES[measure] for measure in measures],
         height=260,
         y_by="panel",
         dark=options.dark,
@@ -100,7 +98,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     ]
     return Drawn(
         grid.figure,
-        f"By share of the way from the base, {titles[measures[0]]}: {'; '.join(said)}.",
+        f"By share of the way from the base, {_TITLES[measures[0]]}: {'; '.join(said)}.",
         rows,
         (f"{words.ranged(rows['samples'], 'held-out sample')} of all tasks together.",),
     )

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
+from driftlens.findings.before_after import judged_by
 from driftlens.findings.frame import paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
 from driftlens.runs.manifest import LayerInfo
@@ -427,7 +428,9 @@ def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: Dr
     assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
 
 
-@pytest.mark.parametrize("what", ["KL(expert || calibrated), nat", "relative final drift"])
+@pytest.mark.parametrize(
+    "what", ["KL(expert || calibrated), nat", "Hellinger distance", "relative final drift"]
+)
 def test_the_share_that_was_taken_is_ringed_on_its_curve(full: DriftRun, what: str) -> None:
     """Drift stands once where it is what decided."""
     assert "--shrink auto" in str(charts["shares"].missing(full, ChartOptions()))
@@ -439,7 +442,7 @@ def test_the_share_that_was_taken_is_ringed_on_its_curve(full: DriftRun, what: s
     info = replace(full.calibration_info("featcal"), shrink={"share": 0.4, "curve": curve})
     run = DriftRun(full.path, replace(full.manifest, calibrations={"featcal": info}))
     drawn = charts["shares"].draw(run)
-    measures = ["score", "drift"] if what.startswith("KL") else ["drift"]
+    measures = list(dict.fromkeys([judged_by(what), "relative drift"]))
     assert list(drawn.data["measure"].unique()) == measures and "takes 0.400 with 0.300" in drawn.alt
     for line, ring in zip(drawn.figure.data[::2], drawn.figure.data[1::2], strict=True):
         assert (list(line.x), list(line.y)) == ([0, 0.4, 1], [0.5, 0.3, 0.4])

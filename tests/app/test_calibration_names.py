@@ -104,34 +104,23 @@ def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app
     assert app.run().text_input(key="name").value == "featcal-3"
 
 
-@pytest.mark.parametrize("choice", few(["featcal", "steady"], ["featcal"]))
-def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
-    open_app: Open, run: Path, choice: str
+@pytest.mark.slow
+def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(
+    open_app: Open, run: Path
 ) -> None:
-    with_calibrations(run, ["steady", "featcal"] if choice == "steady" else ["featcal"])
-    names = ["steady", "featcal", "featcal-2"] if choice == "steady" else ["featcal", "steady"]
-    asked = names[-1]
+    """Also without a choice: `tests/browser/test_repair.py`."""
+    with_calibrations(run, ["featcal", "steady"])
     app, other = (open_app(run.parent, "repair") for _ in range(2))
     for tab in (app, other):
-        if choice == "steady":
-            tab.selectbox(key="calibration").set_value(choice).run()
-        assert chosen(tab) == choice and "is done" not in said(tab)
-    calibrate_as(app, asked)
-    assert chosen(other.run()) == choice
-    end(run, names)
+        assert chosen(tab) == "steady" and "is done" not in said(tab)
+        tab.selectbox(key="calibration").set_value("featcal").run()
+        assert chosen(tab.run()) == "featcal"
+    calibrate_as(app, "featcal-2")
+    assert chosen(other.run()) == "featcal"
+    end(run, ["featcal", "steady", "featcal-2"])
     for tab in (app.run(), other.run(), open_app(run.parent, "repair")):
-        assert chosen(tab) == asked
-        assert f"Calibration {asked} is done." in said(tab) and f"Before and after {asked}" in said(tab)
-    assert app.text_input(key="name").value not in names
-
-
-@pytest.mark.slow
-def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -> None:
-    with_calibrations(run, ["featcal", "steady"])
-    app = open_app(run.parent, "repair")
-    assert chosen(app) == "steady"
-    app.selectbox(key="calibration").set_value("featcal").run()
-    assert chosen(app.run()) == "featcal"
+        assert chosen(tab) == "featcal-2"
+        assert "Calibration featcal-2 is done." in said(tab) and "Before and after featcal-2" in said(tab)
 
 
 @pytest.mark.slow

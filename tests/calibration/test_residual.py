@@ -207,7 +207,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = {("open_clip_vit", "default"), ("hf_clip_vit", "metric")}
+QUICK = {("open_clip_vit", "default")}
 PAIRS = [(name, settings) for name in ("open_clip_vit", "hf_clip_vit") for settings in SETTINGS]
 
 

@@ -11,6 +11,7 @@ from driftlens.base.errors import ShapeError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
+from tests.quick import few
 from tests.zoo.cases import CASES, Family, family
 
 EXACT = JacobianSettings(nodes=4, max_nodes=32, tolerance=1e-7)
@@ -18,7 +19,7 @@ EXACT = JacobianSettings(nodes=4, max_nodes=32, tolerance=1e-7)
 TOLERANCE = 1e-6
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=few(CASES, ["hf_clip_vit", "masked_decoder", "encoder_decoder"]))
 def models(request: pytest.FixtureRequest, device: torch.device) -> Family:
     return family(CASES[request.param], n=3, batch_size=3, device=device)
 

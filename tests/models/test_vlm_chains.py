@@ -21,6 +21,7 @@ from driftlens.models.families.sequential import block_list
 from driftlens.models.families.vlm import decoder_path
 from driftlens.models.families.vlm_chain import sighted_chain, tower_list
 from driftlens.models.language.pictures import as_the_library
+from tests.quick import few
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.vlm_batches import batch_of
@@ -84,7 +85,9 @@ def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
     assert moving - {"lm_head.weight"} <= keys
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Mistral 3", "Idefics 3"])
+@pytest.mark.parametrize(
+    "name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Mistral 3", "Idefics 3"], ["LLaVA", "Qwen3-VL"])
+)
 def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
@@ -97,7 +100,9 @@ def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
                 torch.testing.assert_close(many[stream][row : row + 1, :length], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Idefics 3"])
+@pytest.mark.parametrize(
+    "name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Idefics 3"], ["LLaVA", "Qwen3-VL"])
+)
 def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
     """What they are given is what their library gives them, and another output that they hear of goes on."""
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
@@ -152,7 +157,7 @@ def dropped(chain: LayerChain, batch: Any) -> LayerChain:
     return replace(chain, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "Gemma 4 with images", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", few(["LLaVA", "Gemma 4 with images", "Qwen2.5-VL"], ["LLaVA"]))
 def test_dropped_image_tokens_are_found(name: str) -> None:
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)

@@ -50,7 +50,7 @@ def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_what_is_written_is_read_bit_for_bit(table: Table, data: st.DataObject) -> None:
     rows = data.draw(rows_of(table))

@@ -169,6 +169,7 @@ def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
     assert not any("explain" in name for name in open_run(folder).manifest.phases)
 
 
+@pytest.mark.slow
 def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRun, tmp_path: Path) -> None:
     run = explain(copied(light, tmp_path / "run"))
     rows = run.layers(variant="merged")

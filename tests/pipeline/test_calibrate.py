@@ -113,6 +113,7 @@ def test_the_exported_folder_computes_the_stored_features_in_its_own_library(
         np.testing.assert_allclose(stored, features.numpy(), rtol=2e-3, atol=2e-3)  # kept in float16
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.shows("drift", "sites", "reloads", heads="class embeddings")
 def test_accuracy_in_the_original_library_is_that_of_the_tables(

@@ -140,6 +140,7 @@ def test_numbers_of_samples_are_told_by_method_over_draws(ran: Ran) -> None:
     assert costs[costs["row"].str.contains("Surgery")]["value"].iloc[0] == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 def test_costs_stand_beside_the_printed_ones(ran: Ran) -> None:
     runs, told = ran("runtime")
     made = runs["task_arithmetic"].manifest.calibrations

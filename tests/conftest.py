@@ -63,10 +63,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)  # before some are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[SHOWN] = shown(items)
-    for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+    for item in items:  # keywords would have the names of folders, too
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
-        elif "every" in item.keywords and not os.environ.get("DRIFTLENS_EVERY"):
+        elif item.get_closest_marker("every") and not os.environ.get("DRIFTLENS_EVERY"):
             item.add_marker(pytest.mark.skip(reason="one more of a kind; `make every` runs it"))
 
 

@@ -70,19 +70,23 @@ def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> di
 
 
 def of_phases(
-    spec: dict[str, Any], out: Path, reads: Counter[str] | None = None
+    spec: dict[str, Any], out: Path, reads: Counter[str] | None = None, copies: Counter[str] | None = None
 ) -> dict[str, tuple[int, int]]:
-    """The same of a spec; what `reads` counts meanwhile is left out."""
+    """The same of a spec; what `reads` and `copies` count meanwhile is left out."""
     seen: dict[str, tuple[int, int]] = {}
-    phase, apart = RunWriter.phase, Counter[str]() if reads is None else reads
+    phase = RunWriter.phase
+
+    def so_far() -> tuple[int, int]:
+        now, apart = counted(), [0 if of is None else of.total() for of in (reads, copies)]
+        return now.read - apart[0], now.to_host - apart[1]
 
     @contextmanager
     def counting(self: RunWriter, name: str) -> Iterator[dict[str, Any]]:
-        before, left_out = counted(), apart.total()
+        before = so_far()
         with phase(self, name) as usage:
             yield usage
-        read = (counted() - before).read - (apart.total() - left_out)
-        seen[name] = read, (counted() - before).to_host
+        read, to_host = so_far()
+        seen[name] = read - before[0], to_host - before[1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunWriter, "phase", counting)
@@ -147,22 +151,30 @@ def test_a_calibration_that_reads_of_every_batch_is_found(
 
 
 def reading(
-    reads: Counter[str], plain: Callable[..., Any], name: str, check: Callable[..., None] = lambda *_: None
+    reads: Counter[str],
+    plain: Callable[..., Any],
+    name: str,
+    check: Callable[..., None] = lambda *_: None,
+    what: str = "read",
 ) -> Callable[..., Any]:
-    """The same function, whose reads are counted, each by the innermost such function.
+    """The same function, whose reads are counted, or `what` is in their place, each by the innermost such function.
 
     `check` gets those of each call that ends, and the call once more.
     """
 
+    def so_far() -> int:
+        number: int = getattr(counted(), what)
+        return number
+
     @functools.wraps(plain)
     def counting(*given: Any, **named: Any) -> Any:
-        before, inside = counted().read, reads.total()
+        before, inside = so_far(), reads.total()
         try:
             made = plain(*given, **named)
-            check(counted().read - before, lambda: plain(*given, **named))
+            check(so_far() - before, lambda: plain(*given, **named))
             return made
         finally:
-            reads[name] += counted().read - before - (reads.total() - inside)
+            reads[name] += so_far() - before - (reads.total() - inside)
 
     return counting
 
@@ -224,9 +236,12 @@ def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
 def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
     sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    """Experts wait for their tokens batch by batch; beside them one wait tells whether, and one which, go elsewhere."""
+    """Experts wait for their tokens batch by batch; beside them one wait tells whether, and one which, go elsewhere.
+
+    Copies to the host are as many whatever the batches, but for the one by which each is looked at for padding.
+    """
     spec = spec_of(MIXTURES[name], tmp_path) | {"metrics": {"jacobian": False}}
-    reads, numbers = Counter[str](), Counter[str]()
+    reads, copies, numbers = Counter[str](), Counter[str](), Counter[str]()
     parts = mixtures.case(name).build().modules()
     [experts] = {type(part) for part in parts if _mixture("mixture", part) is not None}
 
@@ -247,11 +262,13 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
     ):
         known = {} if check is None else {"check": check}
         monkeypatch.setattr(owner, called, reading(reads, getattr(owner, called), called, **known))
-    seen = list[dict[str, int]]()
+    start = dissection.Dissection.start
+    monkeypatch.setattr(
+        dissection.Dissection, "start", reading(copies, start, "start", what="to_host", check=once("start"))
+    )
+    seen = list[dict[str, tuple[int, int]]]()
     for size in (4, 1):
         spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": size}
-        seen.append(
-            {phase: read for phase, (read, _) in of_phases(spec, tmp_path / f"run{size}", reads).items()}
-        )
-    assert seen[0] == seen[1] and reads["forward"]
+        seen.append(of_phases(spec, tmp_path / f"run{size}", reads, copies))
+    assert seen[0] == seen[1] and reads["forward"] and copies["start"]
     assert all(numbers[called] for called in ("told", "is_as"))

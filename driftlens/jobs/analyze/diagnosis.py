@@ -96,7 +96,7 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
                 library.compare(view)
     if library is not None:
         library.settle()
-    found = Walked(recorder.columns(), recorder.features(), recorder.routing)
+    found = Walked(recorder.columns(), recorder.features(), recorder.routing())
     if library is not None:
         found.closure = library.error
         found.notices += filter(None, [library.unheld])
@@ -127,7 +127,8 @@ def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterato
 class _Recorder:
     """Collects per-sample columns and pooled features, in sample order, by variant and layer.
 
-    What was seen of a layer stays on the device until another comes: it is asked to wait twice per layer.
+    What was seen of a layer stays on the device until another comes: it is asked to wait twice per layer, of a
+    mixture of experts three times.
     """
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
@@ -135,10 +136,11 @@ class _Recorder:
         self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
         self._first_variant = first_variant
         self._layer = 0
-        self.routing: dict[tuple[str, int], Array] = {}
         self._names: dict[tuple[str, int], list[str]] = {}
         self._seen: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._counts: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._routing: dict[tuple[str, int], Array] = {}
         self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
         self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
 
@@ -162,8 +164,7 @@ class _Recorder:
         """Who went where in a mixture of experts."""
         if model in view.routes:
             mask = view.side.mask(view.layer.stream)
-            counts = view.routes[model].counts(view.layer.num_experts, mask).cpu().double().numpy()
-            self.routing[key] = self.routing.get(key, 0.0) + counts
+            self._counts[key].append(view.routes[model].counts(view.layer.num_experts, mask)[None])
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         vectors = view.layer.vectors(state, view.side, self._pool)
@@ -176,8 +177,11 @@ class _Recorder:
             self._columns[key].append(columns.double().numpy())
         for key, vectors in _fetched(self._vectors, dim=0).items():
             self._features[key].append(vectors.numpy())
-        self._seen.clear()
-        self._vectors.clear()
+        for key, counts in _fetched(self._counts, dim=0).items():
+            # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
+            self._routing[key] = sum(counts.double().numpy(), self._routing.get(key, np.zeros(())))
+        for seen in (self._seen, self._vectors, self._counts):
+            seen.clear()
 
     def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
         self._settle()
@@ -189,6 +193,10 @@ class _Recorder:
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
         self._settle()
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
+
+    def routing(self) -> dict[tuple[str, int], Array]:
+        self._settle()
+        return self._routing
 
 
 def _fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:

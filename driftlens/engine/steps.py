@@ -595,8 +595,7 @@ def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSum
     for fold, kept in zip(folds, some, strict=True):
         if kept:
             x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
-            for sums in (fold, *every):
-                sums.add(x, targets)
+            fold.add(x, targets, *every)
             kept.clear()
 
 

@@ -231,14 +231,20 @@ class JointSums:
         """Add x'x of some rows."""
         self._gram.add(product, 1.0)
 
-    def add(self, x: Tensor, targets: Tensor) -> None:
-        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o]."""
+    def add(self, x: Tensor, targets: Tensor, *others: JointSums) -> None:
+        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o].
+
+        To others as well, from the same product.
+        """
         x, targets = single(x), single(targets)
         # A product whose rows aren't whole cache lines takes up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
-        add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
+        product = torch.mm(targets.mT, x, out=lines[:, : x.shape[1]])
         local, upstream = targets.chunk(2, dim=1)
-        self._energy += (local + upstream).square().sum().to(self._energy.device)
+        energy = (local + upstream).square().sum()
+        for sums in (self, *others):
+            add_scaled(sums._cross, product)
+            sums._energy += energy.to(sums._energy.device)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -151,7 +151,16 @@ def test_checkpoints_of_trainers_are_experts(tmp_path: Path) -> None:
         tmp_path / "last.ckpt",
     )
     converted = open_checkpoint(convert(tmp_path / "last.ckpt"))
-    Accelerator(cpu=True).save_model(module, str(tmp_path / "accelerated"))
-    saved = open_checkpoint(tmp_path / "accelerated")
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(module, str(tmp_path / "saved"))
+    accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    for is_safe in (True, False):
+        accelerator.save_state(str(tmp_path / f"state-{is_safe}"), safe_serialization=is_safe)
+    (tmp_path / "wrapped").mkdir()  # of several processes
+    torch.save(
+        {f"module.{key}": value for key, value in weights.items()}, tmp_path / "wrapped/pytorch_model.bin"
+    )
+    folders = [open_checkpoint(tmp_path / name) for name in ("saved", "state-True", "state-False", "wrapped")]
     for key, value in weights.items():
-        assert torch.equal(converted.read(f"model.{key}"), value) and torch.equal(saved.read(key), value)
+        assert torch.equal(converted.read(f"model.{key}"), value), key
+        assert all(torch.equal(folder.read(key), value) for folder in folders), key

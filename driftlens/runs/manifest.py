@@ -309,8 +309,9 @@ def _text(path: pathlib.Path) -> bytes:
     try:
         return plain_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
+        is_there = path.parent.is_dir()
         raise RunError(
-            f"{path.parent} is not a run: it has no {path.name}",
+            f"{path.parent} is not a run: {f'it has no {path.name}' if is_there else 'there is no such folder'}",
             hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
         ) from None
     except OSError as error:

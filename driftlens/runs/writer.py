@@ -439,8 +439,9 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
     if not there:
         return
     if not force:
+        held = ": it holds a run" if layout.MANIFEST in there else ""
         raise SpecError(
-            f"{folder} is not empty", hint="Give another one, or --force to replace the run in it."
+            f"{folder} is not empty{held}", hint="Give another folder, or --force to replace the run in it."
         )
     in_the_way = sorted(there.intersection(layout.ENTRIES))
     # Where a run was ever written, one without a manifest is one whose removal or beginning was cut short.

@@ -197,6 +197,8 @@ def test_unknown_entries_of_a_newer_minor_version_do_no_harm(own: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not a run: it has no manifest\.json"):
+        open_run(tmp_path)
+    with pytest.raises(RunError, match=r"nowhere is not a run: there is no such folder"):
         open_run(tmp_path / "nowhere")
 
 

@@ -230,7 +230,6 @@ def _adaptive(vectors: list[Tensor], *, ridge: float, unlike: float, refined: fl
         mean = total / len(moved)
         left = [vector @ (matrix - mean) for vector, matrix in zip(centred, covariances, strict=True)]
         basis, values, directions = singular_parts(step + torch.stack(left).sum(dim=0))
-        count = int(min(step.shape) * refined)
-        if count := min(count, len(values)):
+        if count := min(int(min(step.shape) * refined), len(values)):
             step = step + values[:count].mean() * basis[:, :count] @ directions[:count]
     return step

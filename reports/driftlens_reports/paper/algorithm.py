@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib import rcParams
 
+from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import between
@@ -96,7 +97,8 @@ def algorithm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run = runs[0]
     every = run.variants if options.calibrated is None else options.calibrated_of(run)
     calibrations = run.manifest.calibrations
-    names = [name for name in (each.removeprefix("calibrated:") for each in every) if name in calibrations]
+    known = (calibration_of(each) for each in every)
+    names = [name for name in known if name is not None and name in calibrations]
     name = next((name for name in reversed(names) if calibrations[name].method in METHODS), "")
     info = calibrations.get(name)
     if info is None:
@@ -110,7 +112,7 @@ def algorithm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     plate = Plate(options.width, 0.0, "algorithm")
     _draw(plate, title, head, steps)
     for task, count in info.samples.items():
-        plate.record("a", run, "calibration samples", count, task=task, variant=f"calibrated:{name}")
+        plate.record("a", run, "calibration samples", count, task=task, variant=calibrated(name))
     shown = plate.exhibited([f"{title}, as the run used it.", *origin([run])])
     return Exhibited(shown.data, shown.caption, figure=shown.figure, latex=_latex(title, head, steps))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +93,7 @@ def export(
         formats=["tex" if name == "latex" else name for name in parts(request.formats)],
         options=exhibit_options(request),
     )
-    _tell(written, request.out, as_json)
+    _tell(written, runs, request.out, as_json)
     if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
 
@@ -109,8 +111,13 @@ def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
-    """What was written, on stdout; what is missing of it, on stderr."""
+_COMMAND = re.compile(r"`(driftlens (?!reproduce)[^`]*\bRUN\b[^`]*)`")
+"""A command that adds something to a run, as exhibits name it."""
+
+
+def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
+    """What was written, on stdout; what is missing of it, on stderr, with commands to copy where there is one run."""
+    run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"
     if as_json:
         say_json(
             [
@@ -123,14 +130,22 @@ def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
             ]
         )
         return
+    filled: dict[str, list[str]] = {}
     for entry in written:
-        if not entry.files:
-            note(f"{entry.name} is not written: {entry.missing[0].missing}")
-            continue
-        say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
+        if entry.files:
+            say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
         for panel in entry.missing:
-            note(f"  {entry.name} lacks {panel.name}: {panel.missing}")
+            what = f"  {entry.name} lacks {panel.name}" if entry.files else f"{entry.name} is not written"
+            commands = _COMMAND.findall(panel.missing) if "reproduce SUITE" in panel.missing else ()
+            for command in commands:
+                filled.setdefault(re.sub(r"\bRUN\b", lambda _: run, command), []).append(entry.name)
+            if entry.files or not commands:
+                note(what if commands else f"{what}: {panel.missing}")
     say(f"{sum(len(entry.files) for entry in written)} files in {out}")
+    empty = [entry.name for entry in written if not entry.files]
+    note(f"not written: {', '.join(empty)}" if empty else "")
+    for command, names in filled.items():
+        note(f"for {', '.join(dict.fromkeys(names))}: {command}")
 
 
 @app.command()

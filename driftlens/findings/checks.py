@@ -375,6 +375,12 @@ _PLACE = {
 """Columns that say where an error is, and what is put before them."""
 
 
+def measured_by(claim: str) -> str:
+    """The command that adds to a run what the claim of this short name is checked on."""
+    _, table, column, _ = _CLAIMS[claim]
+    return TABLES[table].filled_by([column])
+
+
 def self_checks(run: DriftRun) -> CheckReport:
     """The largest error of each claim that a run checks about itself; `metric` is the claim's short name."""
     results = (

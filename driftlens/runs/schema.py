@@ -23,6 +23,8 @@ COSINE: Range = (-1.0, 1.0)
 
 ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens explain RUN"
 """The commands that measure again, and that trace the drift of a measured run back to layers."""
+CALIBRATE = "driftlens calibrate RUN --name featcal"
+"""The command that adds a calibrated variant."""
 ATTRIBUTED = ("jacobian", "contributions", "prefix")
 """Options that belong to the attribution and are on unless a spec says otherwise: `EXPLAIN` measures their columns."""
 
@@ -427,7 +429,7 @@ CALIBRATION = Table(
         ),
         _pure("routes_after", "The same by the calibrated router, on the same features.", "lower", SHARE),
     ),
-    "driftlens calibrate RUN --name NAME",
+    CALIBRATE,
 )
 
 SWEEPS = Table(

@@ -23,6 +23,7 @@ from driftlens.findings.swept import ABLATION, ablation_sheets
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import final_sheet, routing_sheet, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
@@ -256,7 +257,7 @@ def accuracy_table(run: DriftRun) -> Table:
 def calibration_sentences(run: DriftRun) -> Iterator[str]:
     """What each calibration was and what it changes; that there is none is said."""
     if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
-        yield "The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."
+        yield f"The run has no calibrated variant; `{CALIBRATE}` adds one."
     for name, info in run.manifest.calibrations.items():
         yield (
             f"{name}: {info.method} on {counted(sum(info.samples.values()), 'sample')} of "

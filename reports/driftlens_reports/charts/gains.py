@@ -17,10 +17,11 @@ from driftlens.findings.before_after import arena_rows
 from driftlens.findings.frame import Finding, paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change, drift_changes, main_metrics
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
-NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
+NO_RIVAL = f"needs a variant besides the baseline; `{CALIBRATE}` adds one."
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
 _AXES, _ENDS = (("x", _COSINE), ("y", _ACCURACY)), ("", " low", " high")
 
@@ -70,12 +71,12 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
     drawn, thinned = picking.thinned_samples(rows, options, rows["variant"].nunique())
-    tasks = list(rows["task"].unique())
+    tasks, rivals = list(rows["task"].unique()), rows["variant"].unique()
     baseline = variants.title(options.baseline)
     grid = panels.panel_grid(
         [words.label(task) for task in tasks],
         x_title=f"cosine, {words.literal(baseline)}",
-        y_titles=["cosine, others"],
+        y_titles=[f"cosine, {words.shown(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
         dark=options.dark,
     )
     brush = theme.Brush(run.variants, options.dark)
@@ -101,7 +102,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         lines = [f"{glyph} {gain}" for glyph, gain in zip(glyphs, gained, strict=True)]
         axis = str(at + 1) if at else ""
         grid.figure.add_annotation(
-            text="<br>".join(lines),
+            text="<br>".join(["mean gain", *lines]),
             xref=f"x{axis} domain",
             yref=f"y{axis} domain",
             **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
@@ -241,13 +242,20 @@ def _beside(made: pd.DataFrame) -> list[str]:
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
-    """Round numbers around the values: 1, 2 and 5 of a power of ten, all digits where values are near each other."""
+    """Round numbers around the values: 1, 2 and 5 of a power of ten, more of them where values are near each other."""
     positive = seconds[seconds > 0]
     if positive.empty:
         return []
-    first, last = (math.floor(math.log10(end)) for end in (positive.min(), positive.max()))
+    low, high = float(positive.min()), float(positive.max())
+    first, last = (math.floor(math.log10(end)) for end in (low, high))
+    if high < 2 * low:  # between two digits of one power, or around one
+        span = (high - low) / 5 or low / 10
+        power = math.floor(math.log10(span))
+        step = next(digit for digit in (1, 2, 5, 10) if span <= digit * 10**power)
+        ends = (math.floor(low / step / 10**power) - 1, math.ceil(high / step / 10**power) + 2)
+        return [float(f"{at * step}e{power}") for at in range(*ends) if at > 0]
     digits: Sequence[int] = (1, 2, 5) if last - first < 3 else (1,)
-    digits = range(1, 10) if positive.max() < 5 * positive.min() else digits
+    digits = range(1, 10) if high < 5 * low else digits
     return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
 
 

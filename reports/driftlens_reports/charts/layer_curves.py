@@ -164,8 +164,8 @@ _DRIFTS = {
     rank=10,
     presets=("summary", "standard", "calibration"),
     needs=("layers", ("drift_l2_mean",)),
-    caption="Drift from the task's expert leaving each layer: mean over diagnosis samples, with the band that "
-    "the notes name, one panel per task.",
+    caption="Drift from the task's expert leaving each layer: mean over diagnosis samples with a band over them, one "
+    "panel per task.",
     hint="Compare lines within a panel: calibration helps where its line lies below that of merged. "
     "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
     "drift, and amplification for what layers do to the drift that reaches them (full state).",

@@ -210,7 +210,7 @@ def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.Data
     needs=("layers", ("cos_mean",)),
     rows=partial(picking.rows_at, table="layers"),
     caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
-    "task, with the whiskers over samples that the notes name, and the mean over tasks at the end.",
+    "task with whiskers over them, and the mean over tasks at the end.",
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length: drift can shrink while the "
     "cosine stays.",
 )

@@ -26,6 +26,7 @@ from driftlens.findings.reading import printable, signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.standing import current_state
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
 from driftlens_reports.charts.theme import look
@@ -351,7 +352,7 @@ def _notes(
     elif any(plane is None for of in planes for plane in of):
         yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
     if not any(part_of(name) == "calibrated" for name in run.variants):
-        yield "Nothing is repaired yet: `driftlens calibrate RUN --name featcal` adds a repaired model."
+        yield f"Nothing is repaired yet: `{CALIBRATE}` adds a repaired model."
     if run.outputs().empty:
         yield "The run has no class scores, so that no answer is right or wrong: its spec names no heads."
     elif run.outputs()["label"].isna().all():

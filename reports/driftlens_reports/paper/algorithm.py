@@ -11,8 +11,9 @@ from matplotlib import rcParams
 from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts.words import between
-from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.figures import Plate
 from driftlens_reports.paper.grid import escape
 from driftlens_reports.paper.marks import GUIDE
@@ -120,7 +121,7 @@ def algorithm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 def _head(info: CalibrationInfo, layers: int) -> Iterator[tuple[str, str]]:
     counts = [*info.samples.values()]
     tasks = f"{len(counts)} task{'' if len(counts) == 1 else 's'}"
-    drawn = "" if info.seed is None else f", drawn with seed {info.seed}"
+    drawn = "" if info.seed is None else f", seed {info.seed}"
     models = f"base $M^b$, merged model $M^m$, experts $M_i^e$ of {tasks}"
     yield "Require", f"{models}, n = {between(counts)} unlabelled samples each{drawn}"
     idle = "ridge" if info.settings.get("cv") == "on" else "folds"

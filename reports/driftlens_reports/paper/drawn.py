@@ -66,7 +66,7 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         lines, points_of = _draw_lines(plate, axes, runs, letter, factor, options)
         entries, drawn = lines | entries, [*drawn, *points_of.values()]
         if not points_of:
-            plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", _needed(factor))
+            plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", sweeping(factor))
             continue
         axes.set_xlabel(FACTORS[factor])
         axes.set_title(f"({letter})")
@@ -114,7 +114,7 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
         legend(plate.figure, entries, columns=2 if narrow else 3)
     if not points_of:
         # Where the paper's curves fill the plot, the caption alone says what the runs lack.
-        lack = "accuracy by calibration samples", f"{_needed('n')}, with test data that have labels"
+        lack = "accuracy by calibration samples", f"{sweeping('n')}, with test data that have labels"
         plate.lack(*lack) if entries else plate.note(axes, *lack)
     what = "Accuracy, averaged over tasks, by the number of calibration samples per task."
     measured = [run for run in runs if run.id in points_of]
@@ -144,7 +144,7 @@ def corruptions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         axes.set_box_aspect(1)
         if name not in shown:
             axes.set_axis_on()
-            plate.note(axes, corruption_title(name), _needed("corruption"))
+            plate.note(axes, corruption_title(name), sweeping("corruption"))
             continue
         axes.imshow(shown[name], interpolation="nearest")
         axes.set_title(corruption_title(name), loc="center")
@@ -214,7 +214,8 @@ def _draw_lines(
     return entries, points_of
 
 
-def _needed(factor: str) -> str:
+def sweeping(factor: str) -> str:
+    """The command that measures what an exhibit of this sweep shows."""
     values = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in _EXAMPLES[factor])
     return f"`driftlens sweep RUN --param {factor}={values}` measures it"
 

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["figure", "table"]
 
-CALIBRATE = "driftlens calibrate RUN --name featcal"
-"""The command that adds a calibrated variant, as notes name it."""
-
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 """The last sentence of figures that print numbers."""
 

@@ -18,6 +18,7 @@ from driftlens.base.errors import DataError, NumericsError
 from driftlens.findings.projection.layouts import thinned
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import called, spaced, title
@@ -115,7 +116,7 @@ def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> e
     rows = each * max(1, math.ceil(len(tasks) / across))
     plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width), "scatter-grid")
     if is_many:  # a frame below every task would say nothing but this
-        plate.lack("calibrated features", f"`{exhibit.CALIBRATE}` adds them")
+        plate.lack("calibrated features", f"`{CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
     for at, task in enumerate(tasks):
@@ -204,7 +205,7 @@ def _draw_pairs(
 ) -> None:
     """Draw one panel: the two points of each sample, a line between them, and below the mean cosine; or a note."""
     if variant is None:
-        plate.note(axes, "calibrated features", f"`{exhibit.CALIBRATE}` adds them")
+        plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
     elif isinstance(layout, str):
         plate.note(axes, f"features of {title(variant)}", layout)
     elif variant not in set(layout.rows["variant"]):

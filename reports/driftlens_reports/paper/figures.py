@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import ATTRIBUTED, CALIBRATE, TABLES
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.words import between, called, label
@@ -145,13 +146,24 @@ def legend(figure: Figure, entries: Mapping[str, Artist], columns: int = 0) -> N
 
 @dataclass(frozen=True)
 class View:
-    """One chart of a figure; `quantities`: which of its numbers are recorded, and under which name."""
+    """One chart of a figure; `quantities`: which of its numbers are recorded, and under which name.
+
+    `caption` stands in the place of the chart's own, where that is about other options.
+    """
 
     chart: str
     quantities: Mapping[str, str]
     is_about_one: bool = False
     is_about_calibrated: bool = False
+    caption: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OF_JACOBIANS = {
+    column.name
+    for column in TABLES["layers"].columns
+    if column.option in ATTRIBUTED and column.option != "prefix"
+}
 
 
 class Picture:
@@ -168,6 +180,11 @@ class Picture:
             **view.options,
         )
         self.drawn, self.lacking = self.chart.attempt(run, chosen)
+
+    @property
+    def needs_jacobian(self) -> bool:
+        """Whether it is drawn, and any of what it shows is of the samples with Jacobians."""
+        return self.drawn is not None and not _OF_JACOBIANS.isdisjoint(self.view.quantities.values())
 
     def height(self, width: float) -> float:
         """Height in inches of a figure of this width."""
@@ -196,7 +213,8 @@ class Picture:
     def caption(self, letter: str = "") -> Iterator[str]:
         """What the chart says of itself, after the letter of its panel."""
         if self.drawn is not None:
-            yield f"({letter}) {self.chart.caption}" if letter else self.chart.caption
+            said = self.view.caption or self.chart.caption
+            yield f"({letter}) {said}" if letter else said
             yield f"Task: {called(self.task)}." if self.task else ""
             yield from self.drawn.notes
 
@@ -244,23 +262,33 @@ def _chart_figure(
                 picture.place(plate, part, letter)
                 sentences += picture.caption(letter)
         if not options.calibrated_of(run):
-            plate.lack("the calibrated model", f"`{exhibit.CALIBRATE}` adds it")
-        return plate.exhibited([*sentences, _jacobian_samples(run.layers())])
+            plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
+        needs = any(picture.needs_jacobian for row in pictures for picture in row)
+        return plate.exhibited([*sentences, _jacobian_samples(run.layers()) if needs else ""])
 
 
 def _jacobian_samples(rows: pd.DataFrame) -> str:
-    """How many of the samples are behind quantities that need a Jacobian; empty where it is all of them."""
+    """How many of the samples are behind what needs a Jacobian; empty where it is all of them."""
     rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
     if rows.empty:
         return ""
-    return f"Quantities that need a Jacobian: n = {between(rows['jacobian_samples'].astype(int))} of them."
+    return f"What needs a Jacobian: n = {between(rows['jacobian_samples'].astype(int))} of these samples."
 
 
 _chart_figure(
     "heatmap",
     "Relative drift by task and layer",
     "Drift against the expert's feature norm, by task and layer, ratios of sums over samples.",
-    [[View("heatmap", {"relative drift": "drift_rel"}, options={"relative": True})]],
+    [
+        [
+            View(
+                "heatmap",
+                {"relative drift": "drift_rel"},
+                caption="Tasks down and layers across, one panel per variant on one colour scale.",
+                options={"relative": True},
+            )
+        ]
+    ],
 )
 _chart_figure(
     "amplification",

@@ -10,20 +10,20 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.variants import calibrated
-from driftlens.findings.checks import CheckResult, self_checks
+from driftlens.findings.checks import CheckResult, measured_by, self_checks
 from driftlens.findings.swept import sweep_named, swept_methods
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import exhibit, published
-from driftlens_reports.paper.drawn import sweep_points
+from driftlens_reports.paper.drawn import sweep_points, sweeping
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, table
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, percent_cell
 from driftlens_reports.paper.published import PublishedTable, merger, method_title, printed_blocks
 from driftlens_reports.paper.score_tables import shown_variants
 
-_CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
-_SWEEP = "`driftlens sweep RUN --param n=8,16,32,64,128,256,512` measures them."
+_CALIBRATE = f"`{CALIBRATE}` adds one."
 
 _TIME, _ENERGY, _MEMORY, _SPEEDUP = "Time (s)", "GPU energy (Wh)", "CPU RSS (GiB)", "Speedup"
 _COSTS = tuple(Column(title, 1) for title in (_TIME, _ENERGY, _MEMORY))
@@ -89,8 +89,11 @@ def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
         blocks.append(Block(tuple(_check_line(run, check) for check in checks), run.name if several else ""))
         absent = [check.metric for check in checks if not check.where]
         if absent:
-            how = f"not measured: {', '.join(absent)}; `metrics` in the spec turns them on"
-            missing.append(Gap(f"Self-checks, {run.name}" if several else "Self-checks", how))
+            commands = dict.fromkeys(map(measured_by, absent))
+            said = {at: ", ".join(name for name in absent if measured_by(name) == at) for at in commands}
+            how = "; ".join(f"`{command}` measures {names}" for command, names in said.items())
+            named = f"self-checks of {', '.join(absent)}"
+            missing.append(Gap(f"{named}, {run.name}" if several else named, how))
     return Table(
         [Grid(plain_columns("Claim", "Largest error", "Limit", "Holds", "Where"), tuple(blocks), "Check")],
         "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers.",
@@ -185,7 +188,7 @@ def resources(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publis
             "Phases done once per task are summed; memory is the process's peak up to the end of the phase.",
             _THEIRS if printed.rows else "",
         ],
-        needed(averages, _SWEEP, "Averages over budgets"),
+        needed(averages, sweeping("n"), "Averages over budgets"),
     )
 
 
@@ -217,7 +220,7 @@ def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
         "seeds (n - 1 in the denominator), without one where there is one seed.",
         used,
         [*notes, "Paper: seeds 42, 43, 44." if printed.rows else ""],
-        needed(used, _SWEEP),
+        needed(used, sweeping("n")),
     )
 
 

@@ -19,7 +19,7 @@ from driftlens.runs.attaching import attached_shares
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import published
-from driftlens_reports.paper.drawn import corruption_title, sweep_points
+from driftlens_reports.paper.drawn import corruption_title, sweep_points, sweeping
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, table
 from driftlens_reports.paper.grid import (
     AVERAGE,
@@ -75,7 +75,7 @@ def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedT
     alike = [run for run in _scored(runs) if published.titles_of(run, printed)]
     caption = f"Accuracy (%) of {printed.model} merged from {printed.suite}."
     what = f"no run given is about {printed.model} and exactly these {printed.suite}"
-    how = f"{what}; `driftlens analyze` and `driftlens evaluate` make one."
+    how = f"{what}."
     return _table_of([_joint_grid(alike, printed, options)], caption, alike, how)
 
 
@@ -145,7 +145,7 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
         "calibration there is nothing to corrupt, so the merged model has a clean column only.",
         used,
         notes,
-        needed(used, "`driftlens sweep RUN` over `corruption` measures them."),
+        needed(used, sweeping("corruption")),
     )
 
 

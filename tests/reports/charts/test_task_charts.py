@@ -162,6 +162,9 @@ def test_names_of_points_stand_apart_and_on_the_panel() -> None:
 def test_the_axis_of_seconds_writes_whole_numbers() -> None:
     ends = pd.Series([3.8, 19.5])
     assert [at for at in _ticks(ends) if 3 < at < 30] == [5, 10, 20]
+    near = [11.2, 14.7]
+    assert [at for at in _ticks(pd.Series(near)) if 11 < at < 15] == [12, 13, 14]
+    assert 8 in _ticks(pd.Series([8.0]))
     assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
@@ -342,7 +345,7 @@ def test_an_objective_that_was_zero_has_no_ratio(full: DriftRun) -> None:
 
 def test_no_calibration_means_no_log(uncalibrated: DriftRun) -> None:
     reason = charts["calibration-log"].missing(uncalibrated, ChartOptions(controls=True))
-    assert reason is not None and "`driftlens calibrate RUN --name NAME`" in reason
+    assert reason is not None and "`driftlens calibrate RUN --name featcal`" in reason
 
 
 def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:

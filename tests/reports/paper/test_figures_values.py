@@ -104,13 +104,14 @@ def test_drawing_features_leaves_the_run_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
-    assert "need a Jacobian" not in draw("amplification", open_run(path)).caption
+    assert "needs a Jacobian" not in draw("amplification", open_run(path)).caption
     with RunWriter.resume(path) as writer:
         rows = open_run(path).layers()
         writer.append("layers", rows.assign(jacobian_samples=16), replace=True)
     for name in ("amplification", "contributions"):
         caption = draw(name, open_run(path)).caption
-        assert "24 diagnosis samples" in caption and "need a Jacobian: n = 16 of them" in caption
+        assert "24 diagnosis samples" in caption and "needs a Jacobian: n = 16 of these samples" in caption
+    assert "needs a Jacobian" not in draw("heatmap", open_run(path)).caption, "nothing in it does"
 
 
 @pytest.mark.parametrize(("factor", "start"), [("lam", "(a)"), ("alpha", "(b)"), ("rho", "(c)")])

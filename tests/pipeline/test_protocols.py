@@ -8,12 +8,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from driftlens.cli import app
 from driftlens.jobs.contest.arena import entrants, reproduce
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, open_run
 from driftlens.suites.reproduce import _SUITES, PROTOCOLS, Suite, filling, load_suite, suite_names
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.reproduced import Shown, shown
+from tests.pipeline.calibrating import copied
 from tests.zoo.world import TASKS, World
 
 Ran = Callable[[str], tuple[dict[str, DriftRun], Shown]]
@@ -159,3 +162,34 @@ def test_the_main_table_tells_the_suites_calibrations_alone(suite: tuple[str, Su
     few = shown(suite[1], "main", runs, ["featcal"]).rows
     assert {row["model"] for row in few} == {"base", "merged", "expert", "featcal"}
     assert pd.Series([row["merger"] for row in few]).nunique() == 4
+
+
+def commands(folder: Path, out: Path) -> dict[str, list[str]]:
+    """The commands that `export --all` ends with, and the exhibits that each is said to fill."""
+    told = CliRunner().invoke(app, ["export", str(folder), "--all", "--format", "csv", "--out", str(out)])
+    assert told.exit_code == 0, told.output
+    lines = [
+        line.removeprefix("for ").partition(": ")
+        for line in told.stderr.splitlines()
+        if ": driftlens " in line
+    ]
+    return {command: names.split(", ") for names, _, command in lines}
+
+
+@pytest.mark.slow
+def test_each_command_that_export_tells_fills_its_exhibits(light: DriftRun, tmp_path: Path) -> None:
+    """A run without Jacobians and calibrations: command by command, what is told is less, and nothing in the end."""
+    folder, ran = copied(light, tmp_path / "run"), list[str]()
+    while told := commands(folder, tmp_path / "exhibits"):
+        command, names = next(iter(told.items()))
+        assert command not in ran, f"{command} was run and did not fill {names}"
+        ran.append(command)
+        # The world has six samples a task, where people have hundreds.
+        arguments = command.replace("n=8,16,32,64,128,256,512", "n=2,4").split()[1:]
+        made = CliRunner().invoke(app, arguments)
+        assert made.exit_code == 0, made.output
+    assert {line.split()[1] for line in ran} == {"calibrate", "explain", "sweep", "arena"}
+    own = {name for of in PROTOCOLS.values() for name in of.exhibits} - {*_SUITES}
+    for name in own:
+        found = exhibits[name].draw([open_run(folder)], ExhibitOptions())
+        assert found.missing == () and {*found.data["source"]} == {"measured"}, name

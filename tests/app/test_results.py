@@ -94,7 +94,7 @@ def test_the_curve_of_a_share_that_was_chosen_stands_with_its_calibration(open_a
     write_manifest(run, replace(manifest, calibrations=shrunk))
     app = open_app(run.parent, "repair")
     assert not app.error and title in [element.value for element in app.subheader]
-    assert any(list(rows.get("share", ())) == [0.0, 0.4, 1.0] * 2 for rows in shown_data(app))
+    assert any(list(rows.get("share", ())) == [0.0, 0.0, 0.4, 0.4, 1.0, 1.0] for rows in shown_data(app))
 
 
 def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-STILL = """() => document.getAnimations().every(
-    moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity
-)"""
-"""True once nothing moves on the page but what turns for ever, as a spinner does."""
+STILL = """() => {
+    const now = performance.now();
+    const heights = [...document.querySelectorAll("iframe")].map(frame => frame.offsetHeight).join();
+    if (heights !== window.stillHeights) [window.stillHeights, window.stillSince] = [heights, now];
+    return (!heights || now - window.stillSince > 300) && document.getAnimations().every(
+        moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity
+    );
+}"""
+"""True once nothing moves but what turns for ever, as a spinner does, and frames have grown to what they hold."""
 
 
 class Opened:

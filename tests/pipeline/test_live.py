@@ -316,6 +316,6 @@ print(json.dumps(dl.open_run(sys.argv[1]).layers()["drift_l2_mean"].tolist()))
 @pytest.mark.slow
 def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: Path) -> None:
     refusal, found = python(WITHOUT_EXTRAS, tmp_path / "bare").splitlines()
-    assert refusal.endswith("bare is not empty")
+    assert refusal.endswith("bare is not empty: it holds a run")
     run = analyzed(stacks(), tmp_path / "run", jacobian=JACOBIAN)
     np.testing.assert_allclose(json.loads(found), run.layers()["drift_l2_mean"], rtol=1e-6)

@@ -265,8 +265,9 @@ class Contributions:
             operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
             pushed = operator.jvps(stack)
             along_drift = _item(pushed, -len(riders))
-            error = float(relative_error(along_drift, propagation))
-            if not error > self.settings.tolerance or 2 * nodes > self.settings.max_nodes:
+            if 2 * nodes > self.settings.max_nodes:  # first, as it takes no wait
+                break
+            if not float(relative_error(along_drift, propagation)) > self.settings.tolerance:
                 break
             nodes *= 2
         spectral = _spectral_norm(operator, drift_in) if self.settings.spectral else (None, None)

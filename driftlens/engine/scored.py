@@ -9,8 +9,8 @@ from torch import Tensor
 
 from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
+from driftlens.engine.inputs import begun
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import on_device
 from driftlens.models.chain import Pool
 from driftlens.models.heads import LmHead, ScoreMap
 
@@ -46,8 +46,7 @@ class Asked:
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
         """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
-        inputs = on_device(self._samples.load(rows), self._pool.device, self._pool.dtype)
-        state, side = self._pool.chain.start(inputs)
+        state, side = begun(self._pool, self._samples.load(rows))
         held = _Held(weights)
         for layer in self._pool.chain.layers:
             parameters = {

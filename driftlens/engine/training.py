@@ -21,10 +21,11 @@ from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.attached import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.calibrating import Ground, Memory, Method, Step
+from driftlens.engine.inputs import begun
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import added_to
-from driftlens.engine.walk import Passage, WaitingBatch, forward_order, on_device
+from driftlens.engine.walk import Passage, WaitingBatch, forward_order
 from driftlens.models.chain import Layer, Slot
 
 EXPERT, MERGED = "expert", "merged"
@@ -97,7 +98,7 @@ class FrozenWalk:
             if not len(rows):
                 continue
             inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(rows)
-            state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
+            state, side = begun(self.pool, inputs)
             for layer_map in self.maps:
                 layer = layer_map.layer
                 attachment = (attached or {}).get(layer.index)
@@ -126,7 +127,7 @@ class FrozenWalk:
         sites = {}
         batch, waiting = self._batches[0]
         inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(torch.arange(1))
-        state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
+        state, side = begun(self.pool, inputs)
         for layer_map in self.maps:
             layer = layer_map.layer
             names = {site.name for site in layer.sites if site.kind == "linear"}

@@ -26,6 +26,7 @@ from driftlens.base.devices import has_float64, memory
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch, fitting_batch
+from driftlens.engine.inputs import begun
 from driftlens.engine.pool import LayerMap, ModelPool, moved
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
@@ -155,7 +156,7 @@ class Passage:
         batches: list[WaitingBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}-{part}"
         for number, batch in enumerate(self.parts[task][part].batches()):
-            state, side = self.pool.chain.start(on_device(batch.inputs, self.pool.device, self.pool.dtype))
+            state, side = begun(self.pool, batch.inputs)
             waiting = WaitingBatch(self.store, f"{name}-{number}", side, batch.start, batch.stop)
             for model in self.models:
                 (waiting.put if waits else waiting.lend)(model, state)
@@ -375,26 +376,6 @@ class WaitingBatch:
             state = load_file(state)
         places = {name: waiting.devices.get(name, value.device) for name, value in state.items()}
         return {name: moved(value, places[name]) for name, value in state.items()}
-
-
-def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
-    if isinstance(inputs, Tensor):
-        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, Mapping):
-        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(on_device(value, device, dtype) for value in inputs)
-    return inputs
-
-
-def input_bytes(inputs: object) -> int:
-    """Bytes of raw inputs, as `on_device` takes them."""
-    if isinstance(inputs, Tensor):
-        return inputs.nbytes
-    if isinstance(inputs, Mapping):
-        return sum(input_bytes(value) for value in inputs.values())
-    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 Reference = Literal["expert", "merged"]
@@ -658,7 +639,7 @@ def forward(
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
     """Bytes of one sample that wait at a boundary: features of so many models behind the stem, and side inputs."""
-    state, side = pool.chain.start(on_device(inputs, pool.device, pool.dtype))
+    state, side = begun(pool, inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
     return num_models * sum(leaf.nbytes // len(leaf) for leaf in out.values()) + side.nbytes

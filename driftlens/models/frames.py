@@ -8,18 +8,49 @@ lie beside them, with references in the place of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.devices import pinned
 from driftlens.base.errors import SpecError
 from driftlens.models.chain import SideInputs, State
 
 OTHER_LIST = (
     "Pass blocks= the path of another list, or wrap the model so that features flow from block to block."
 )
+
+
+_known: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_on_host", default=None)
+"""Tensors of a device by their identity, each with the host's own of the same numbers."""
+
+
+@contextmanager
+def known_on_host(inputs: object, there: object) -> Iterator[None]:
+    """While this is open, `on_host` knows raw inputs' copies on a device, of the same structure."""
+    pairs = zip(_named_leaves(inputs), _named_leaves(there), strict=True)
+    token = _known.set({id(copy): (copy, tensor) for (_, tensor), (_, copy) in pairs})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def on_host(value: Any) -> Any:
+    """The host's own tensor where it is known, so that nobody waits to read it; else the value itself."""
+    return (_known.get() or {}).get(id(value), (None, value))[1]
+
+
+def made_of(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A change of the tensor; the host makes it too of its own, and so knows both."""
+    made, here, known = change(tensor), on_host(tensor), _known.get()
+    if known is not None and here is not tensor:
+        known[id(made)] = made, change(here)
+    return made
 
 
 Mask = str | Callable[[Any], Tensor] | Literal[False] | None
@@ -279,12 +310,12 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name = chosen or "attention_mask"
         mask: Any = inputs.values.get(name)
     else:
-        name, mask = "what mask= returns", chosen(inputs.batch())
+        name, mask = "what mask= returns", chosen(mapped(inputs.batch(), on_host))
     if mask is None and chosen is None:
         return None
-    is_mask = is_whole = False
-    if isinstance(mask, Tensor) and mask.dim() == 2:  # both at once, as the host waits for them
-        is_mask, is_whole = torch.stack([((mask == 0) | (mask == 1)).all(), (mask != 0).all()]).tolist()
+    seen, is_mask, is_whole = on_host(mask), False, False
+    if isinstance(seen, Tensor) and seen.dim() == 2:  # both at once, as the host may wait for them
+        is_mask, is_whole = torch.stack([((seen == 0) | (seen == 1)).all(), (seen != 0).all()]).tolist()
     if not is_mask:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError(
@@ -298,7 +329,9 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
             "the batch has tokens for an encoder and for a decoder; its attention_mask may be of either's",
             hint=_REMEDY,
         )
-    return mask.bool()
+    there = next((value.device for value in inputs.values.values() if isinstance(value, Tensor)), mask.device)
+    mask = mask.bool()
+    return mask if mask.device == there else pinned(mask, there).to(there)
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:

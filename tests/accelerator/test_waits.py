@@ -23,6 +23,7 @@ from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Crossing
+from driftlens.jobs.analyze import causes
 from driftlens.models.chain import Routes
 from driftlens.models.taking_apart import dissection
 from driftlens.models.taking_apart.mixtures import _mixture, _Watch
@@ -33,7 +34,7 @@ from tests.calibration.helpers import batched, given, ground
 from tests.zoo import mixtures
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import MIXTURES
-from tests.zoo.suite import spec_of
+from tests.zoo.suite import PAIRS, Suite, spec_of
 from tests.zoo.world import DEPTH, World, build
 
 pytestmark = pytest.mark.slow
@@ -70,23 +71,19 @@ def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> di
 
 
 def of_phases(
-    spec: dict[str, Any], out: Path, reads: Counter[str] | None = None, copies: Counter[str] | None = None
+    spec: dict[str, Any], out: Path, reads: Counter[str] | None = None
 ) -> dict[str, tuple[int, int]]:
-    """The same of a spec; what `reads` and `copies` count meanwhile is left out."""
+    """The same of a spec; what `reads` counts meanwhile is left out."""
     seen: dict[str, tuple[int, int]] = {}
-    phase = RunWriter.phase
-
-    def so_far() -> tuple[int, int]:
-        now, apart = counted(), [0 if of is None else of.total() for of in (reads, copies)]
-        return now.read - apart[0], now.to_host - apart[1]
+    phase, apart = RunWriter.phase, Counter[str]() if reads is None else reads
 
     @contextmanager
     def counting(self: RunWriter, name: str) -> Iterator[dict[str, Any]]:
-        before = so_far()
+        before, left_out = counted(), apart.total()
         with phase(self, name) as usage:
             yield usage
-        read, to_host = so_far()
-        seen[name] = read - before[0], to_host - before[1]
+        read = (counted() - before).read - (apart.total() - left_out)
+        seen[name] = read, (counted() - before).to_host
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunWriter, "phase", counting)
@@ -117,6 +114,22 @@ def test_a_value_read_of_every_batch_is_found(
 ) -> None:
     seen = by_phase(world, tmp_path / "run", 2, 1)
     assert seen[f"analyze:{world.tasks[1]}"][0] > LAYERS and seen[f"evaluate:{world.tasks[1]}"][0] > 4
+
+
+@pytest.mark.parametrize("more", [{}, {"spectral": True}], ids=["plain", "spectral"])
+def test_what_is_asked_for_waits_per_layer(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Whatever the batches: contributions, prefixes and groups, and what is taken back."""
+    jacobian = {"samples": 4, "nodes": 4, "max_nodes": 4, **more}
+    options = dict.fromkeys(("contributions", "prefix", "cka", "adjoint", "groups"), True)
+    spec = world.one_task(metrics={"jacobian": jacobian, **options})
+    seen = []
+    for size in (4, 1):
+        spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": size}
+        monkeypatch.setattr(causes, "BATCH", size)
+        seen.append(of_phases(spec, tmp_path / f"{size}"))
+    assert seen[0] == seen[1] and seen[0][f"explain:{world.tasks[0]}"][1] > LAYERS
 
 
 def waits(method: Calibrator, device: torch.device, batch_size: int, tasks: str) -> int:
@@ -151,30 +164,22 @@ def test_a_calibration_that_reads_of_every_batch_is_found(
 
 
 def reading(
-    reads: Counter[str],
-    plain: Callable[..., Any],
-    name: str,
-    check: Callable[..., None] = lambda *_: None,
-    what: str = "read",
+    reads: Counter[str], plain: Callable[..., Any], name: str, check: Callable[..., None] = lambda *_: None
 ) -> Callable[..., Any]:
-    """The same function, whose reads are counted, or `what` is in their place, each by the innermost such function.
+    """The same function, whose reads are counted, each by the innermost such function.
 
     `check` gets those of each call that ends, and the call once more.
     """
 
-    def so_far() -> int:
-        number: int = getattr(counted(), what)
-        return number
-
     @functools.wraps(plain)
     def counting(*given: Any, **named: Any) -> Any:
-        before, inside = so_far(), reads.total()
+        before, inside = counted().read, reads.total()
         try:
             made = plain(*given, **named)
-            check(so_far() - before, lambda: plain(*given, **named))
+            check(counted().read - before, lambda: plain(*given, **named))
             return made
         finally:
-            reads[name] += so_far() - before - (reads.total() - inside)
+            reads[name] += counted().read - before - (reads.total() - inside)
 
     return counting
 
@@ -238,10 +243,10 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
 ) -> None:
     """Experts wait for their tokens batch by batch; beside them one wait tells whether, and one which, go elsewhere.
 
-    Copies to the host are as many whatever the batches, but for the one by which each is looked at for padding.
+    Copies to the host are as many whatever the batches.
     """
     spec = spec_of(MIXTURES[name], tmp_path) | {"metrics": {"jacobian": False}}
-    reads, copies, numbers = Counter[str](), Counter[str](), Counter[str]()
+    reads, numbers = Counter[str](), Counter[str]()
     parts = mixtures.case(name).build().modules()
     [experts] = {type(part) for part in parts if _mixture("mixture", part) is not None}
 
@@ -262,13 +267,24 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
     ):
         known = {} if check is None else {"check": check}
         monkeypatch.setattr(owner, called, reading(reads, getattr(owner, called), called, **known))
-    start = dissection.Dissection.start
-    monkeypatch.setattr(
-        dissection.Dissection, "start", reading(copies, start, "start", what="to_host", check=once("start"))
-    )
     seen = list[dict[str, tuple[int, int]]]()
     for size in (4, 1):
         spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": size}
-        seen.append(of_phases(spec, tmp_path / f"run{size}", reads, copies))
-    assert seen[0] == seen[1] and reads["forward"] and copies["start"]
+        seen.append(of_phases(spec, tmp_path / f"run{size}", reads))
+    assert seen[0] == seen[1] and reads["forward"]
     assert all(numbers[called] for called in ("told", "is_as"))
+
+
+@pytest.mark.parametrize("form", ["decoder"])
+def test_padding_is_looked_for_before_texts_leave_the_host(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+) -> None:
+    """So are tokens that a model doesn't know; the library itself reads masks, batch by batch."""
+    suite, reads, seen = Suite(form, tmp_path, learns=False), Counter[str](), []
+    for called in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa"):
+        monkeypatch.setattr(masking_utils, called, reading(reads, getattr(masking_utils, called), called))
+    spec = suite.spec({"a": suite.data("a", PAIRS)})
+    for size in (4, 1):
+        spec["data"]["defaults"] = {"n": 2, "n_diagnosis": 8, "batch_size": size}
+        seen.append(of_phases(spec, tmp_path / f"run{size}", reads))
+    assert seen[0]["analyze:a"] == seen[1]["analyze:a"] and reads.total()

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vjp
 
-from driftlens.base.devices import wide
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, smooth_split, walk
+from driftlens.jobs.analyze.diagnosis import fetched
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import State, inner, norm, subtract
 from driftlens.models.chain import pooled
@@ -205,27 +205,25 @@ def adjoint_columns(
     study: Study, task: str, variant: str, nodes: Mapping[int, int]
 ) -> Iterator[dict[str, Any]]:
     """Columns of the `adjoint` table, by target and layer; `nodes` sufficed for the forward pass, by layer."""
-    samples = study.tasks[task].diagnosis
-    for seen, steps in _taken_back(study, task, variant, nodes):
-        last = seen[-1]
-        for name, target in _targets(study, samples, last).items():
-            parts = attribution.adjoint_parts(steps, {last.layer.stream: target.covector})
-            ids = list(samples.ids[last.start : last.stop])
-            remainder = target.change - parts.sum(dim=0)
-            for view, part in zip(seen, parts, strict=True):
-                key = {"task": task, "variant": variant, "target": name, "layer": view.layer.index}
-                yield key | {
-                    "sample_id": ids,
-                    "part": part.cpu().double().numpy(),
-                    "change": target.change.cpu().double().numpy(),
-                    **({"remainder": remainder.cpu().double().numpy()} if view is last else {}),
-                }
+    taken = list(_taken_back(study, task, variant, nodes))
+    ends = [seen[-1] for seen, _ in taken]
+    for name, targets in _targets(study, ends).items():
+        pulled = [
+            attribution.adjoint_parts(steps, {last.layer.stream: target.covector})
+            for (_, steps), last, target in zip(taken, ends, targets, strict=True)
+        ]
+        parts, change = _joined(pulled), _joined([target.change for target in targets])
+        of_target = {"sample_id": list(study.tasks[task].diagnosis.ids[: len(change)]), "change": change}
+        for layer, part in enumerate(parts, start=1):
+            key = {"task": task, "variant": variant, "target": name, "layer": layer}
+            remainder = {"remainder": change - parts.sum(axis=0)} if layer == len(parts) else {}
+            yield key | of_target | {"part": part} | remainder
 
 
 @torch.no_grad()
 def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) -> Iterator[dict[str, Any]]:
     """Rows of the table of module groups; arguments and errors as for `adjoint_columns`."""
-    sums: dict[tuple[int, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(6))
+    measured: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
     for seen, steps in _taken_back(study, task, variant, nodes):
         last = seen[-1]
         drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
@@ -242,9 +240,11 @@ def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) 
             rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
             common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
             for group, part in parts.items():
-                found = torch.stack([inner(part, whole), inner(part, pulled), *common])
-                sums[view.layer.index, group] += wide(found).sum(dim=1).cpu().numpy()
-    for key, of in sums.items():
+                measured[view.layer.index, group].append(
+                    torch.stack([inner(part, whole), inner(part, pulled), *common])
+                )
+    for key, per_sample in fetched(measured, dim=1).items():
+        of = per_sample.double().numpy().sum(axis=1)
         ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
         yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))
 
@@ -285,21 +285,26 @@ def _forgotten(state: State) -> State:
     raise AssertionError("the layer's parameters are read again")
 
 
-def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, attribution.Target]:
-    pooling = study.settings.pool
-    stream = last.layer.stream
-    expert, variant = last.expert_out[stream], last.merged_out[stream]
-    targets = {"final_drift": attribution.drift_target(expert, variant)}
-    head = study.head(last.task, last.variant)
+def _targets(study: Study, ends: Sequence[LayerView]) -> dict[str, list[attribution.Target]]:
+    """By name what is explained, batch by batch; scores are those of all batches at once, so that one wait does."""
+    pooling, stream, samples = study.settings.pool, ends[0].layer.stream, study.tasks[ends[0].task].diagnosis
+    pairs = [(last.expert_out[stream], last.merged_out[stream]) for last in ends]
+    targets = {"final_drift": [attribution.drift_target(*pair) for pair in pairs]}
+    head = study.head(ends[0].task, ends[0].variant)
     if head is None:
         return targets
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
-    before, pull, *_ = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
-    after = pooled(variant, pooling, last.side.mask(stream))
+    pools = [partial(pooled, how=pooling, mask=last.side.mask(stream)) for last in ends]
+    pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, pairs, strict=True)]
+    befores, pulls = zip(*pulled, strict=True)
+    before = torch.cat(befores)
+    after = torch.cat([pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)])
     scored = {"margin": attribution.margin_target(head, before, after)}
     if samples.labels is not None:
-        labels = class_rows(head, samples.labels[last.start : last.stop]).to(expert.device)
+        labels = class_rows(head, samples.labels[: len(before)]).to(before.device)
         scored["loss"] = attribution.loss_target(head, before, after, labels)
-    return targets | {
-        name: attribution.Target(pull(of.covector)[0], of.change) for name, of in scored.items()
-    }
+    sizes = [len(of) for of in befores]
+    for name, of in scored.items():
+        parts = zip(pulls, torch.split(of.covector, sizes), torch.split(of.change, sizes), strict=True)
+        targets[name] = [attribution.Target(pull(covector)[0], change) for pull, covector, change in parts]
+    return targets

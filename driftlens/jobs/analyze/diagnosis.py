@@ -22,11 +22,11 @@ from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
+from driftlens.engine.inputs import sent
 from driftlens.engine.walk import (
     ROUNDING,
     LayerView,
     not_closed,
-    on_device,
     tolerance,
     waiting_bytes,
     walk,
@@ -173,11 +173,11 @@ class _Recorder:
 
     def _settle(self) -> None:
         """Fetch what was seen of the layer at hand."""
-        for key, columns in _fetched(self._seen, dim=1).items():
+        for key, columns in fetched(self._seen, dim=1).items():
             self._columns[key].append(columns.double().numpy())
-        for key, vectors in _fetched(self._vectors, dim=0).items():
+        for key, vectors in fetched(self._vectors, dim=0).items():
             self._features[key].append(vectors.numpy())
-        for key, counts in _fetched(self._counts, dim=0).items():
+        for key, counts in fetched(self._counts, dim=0).items():
             # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
             self._routing[key] = sum(counts.double().numpy(), self._routing.get(key, np.zeros(())))
         for seen in (self._seen, self._vectors, self._counts):
@@ -199,7 +199,7 @@ class _Recorder:
         return self._routing
 
 
-def _fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
+def fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
     """The parts of each, joined along one dimension, on the host; those of one shape and dtype travel together."""
     alike: defaultdict[object, dict[K, Tensor]] = defaultdict(dict)
     for key, of in parts.items():
@@ -298,18 +298,18 @@ class LibraryDrift:
         fitting = max(1, study.settings.feature_budget // max(1, per_sample))
         # Not fewer samples read, for texts are padded to the longest of their batch.
         self.batch = next(samples.batches()).first(min(fitting, most or fitting))
-        inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(pool.expert(task), inputs)
-        self.unheld = require_as_peft(study, task, inputs, expert[-1])
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
-        self._drift: dict[str, list[State]] = {
-            variant: [
-                subtract(*pair)
-                for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
-            ]
-            for variant in study.variants
-        }
+        with sent(self.batch.inputs, pool) as inputs:
+            expert = pool.library_states(pool.expert(task), inputs)
+            self.unheld = require_as_peft(study, task, inputs, expert[-1])
+            self._drift: dict[str, list[State]] = {
+                variant: [
+                    subtract(*pair)
+                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+                ]
+                for variant in study.variants
+            }
         self.error: dict[tuple[str, int], float] = {}
         self._compared: list[tuple[Layer, str, str, Tensor]] = []
 

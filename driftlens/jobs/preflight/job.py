@@ -21,9 +21,10 @@ from driftlens.base.progress import Reporter
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
+from driftlens.engine.inputs import sent
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import coverage, select_sites
-from driftlens.engine.walk import forward, on_device, waiting_bytes
+from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.diagnosis import require_as_peft, unheld
 from driftlens.jobs.analyze.evaluation import scores_of
@@ -363,8 +364,8 @@ def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
     if reason := no_room(study):
         checks.notice(f"expert of {task}", unheld(task, reason))
         return
-    inputs = on_device(samples.load([0]), pool.device, pool.dtype)
-    states = pool.library_states(name, inputs)
+    with sent(samples.load([0]), pool) as inputs:
+        states = pool.library_states(name, inputs)
     said = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
     if said:
         checks.notice(f"expert of {task}", said)

@@ -33,7 +33,15 @@ from driftlens.models.chain import (
     Tap,
 )
 from driftlens.models.families.sequential import block_list, sequential_chain
-from driftlens.models.frames import Inputs, find_features, raw_inputs, result, without_padding
+from driftlens.models.frames import (
+    Inputs,
+    find_features,
+    made_of,
+    on_host,
+    raw_inputs,
+    result,
+    without_padding,
+)
 from driftlens.models.taking_apart.dissection import Dissection, run, tied_weights
 from driftlens.models.taking_apart.interception import call, observe, run_until
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF, site_kind, tapped
@@ -122,15 +130,17 @@ class Pair:
                 "with these",
                 hint=f"It reads {self.reads}, attention_mask and decoder_input_ids, as the model's files make them.",
             )
-        start = torch.full((len(read), 1), self.start_token, device=read.device)
+        start = made_of(read, lambda of: torch.full((len(of), 1), self.start_token, device=of.device))
         features = {self.reads: read, "decoder_input_ids": given.get("decoder_input_ids", start)}
         batch = dict(features)
         for (name, ids), mask in zip(features.items(), _MASKS, strict=True):
             if mask in given or (ids.dim() == 2 and not ids.is_floating_point()):
-                batch_mask = given.get(mask)
-                batch |= {mask: torch.ones_like(ids) if batch_mask is None else batch_mask.long()}
+                of_batch = given.get(mask)
+                batch[mask] = (
+                    made_of(ids, torch.ones_like) if of_batch is None else made_of(of_batch, Tensor.long)
+                )
             if name == "decoder_input_ids" or is_text:
-                self._require_known(name, ids)
+                self._require_known(name, on_host(ids))
         return batch
 
     def _require_known(self, name: str, ids: Tensor) -> None:

@@ -23,6 +23,14 @@ _WORDMARK = (
     'font-size="29" font-weight="600" textLength="136" lengthAdjust="spacingAndGlyphs" fill="{ink}">'
     "DriftLens</text></svg>"
 )
+# Streamlit's running man says that a page is drawn, which pages show themselves; its chosen chips are too faint; and
+# its margins push what a first screen has to answer below the fold, and columns out of tables.
+_STYLE = (
+    '[data-testid="stStatusWidget"] {display: none} [data-testid="stBaseButton-pillsActive"] {color: inherit} '
+    '[data-testid="stMainBlockContainer"] {padding-top: 3.75rem} '
+    '@media (min-width: 1000px) {[data-testid="stMainBlockContainer"] {padding-inline: 2.5rem}} '
+    ".st-key-verdict p:not(:last-child) {margin-bottom: 0.35rem}"
+)
 _ABOUT = (
     "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "
     "Everything here comes from run directories on this machine."
@@ -41,11 +49,7 @@ def main() -> None:
         size="large",
         icon_image=_ICON,
     )
-    # Streamlit's running man says that a page is drawn, which pages show themselves; its chosen chips are too faint.
-    st.html(
-        '<style>[data-testid="stStatusWidget"] {display: none} '
-        '[data-testid="stBaseButton-pillsActive"] {color: inherit}</style>'
-    )
+    st.html(f"<style>{_STYLE}</style>")
     listed = pages()
     entries = {
         path: st.Page(

@@ -264,7 +264,7 @@ MODELS: Mapping[str, Part] = MappingProxyType(
     {"base": "base", "merged": "merged", "calibrated": "calibrated", "experts": "expert"}
 )
 """What columns and dots are of, with the part whose colour each has in charts."""
-AXIS, _WIDTH = "axis", 130
+AXIS, _WIDTH = "axis", 96
 
 
 def dots_column(low: float = 0.0) -> Any:
@@ -306,7 +306,8 @@ def show_key(found: Verdict) -> None:
             f"{escape(printable(title(there[name])))}</span>"
             for name, role in MODELS.items()
             if name in there
-        )
+        ),
+        width="content",
     )
 
 

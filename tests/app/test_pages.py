@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_many_warnings_do_not_push_the_numbers_off_the_screen(open_app: Open, ro
     manifest = read_manifest(root / "full")
     write_manifest(root / "full", replace(manifest, warnings=[f"trouble {at}" for at in range(9)]))
     app = open_app(root, "overview", run=manifest.id)
-    assert len(app.warning) == 3 and "trouble 8" in said(app)
+    (warning,) = app.warning
+    assert len(warning.value.splitlines()) == 3 and "trouble 8" in said(app)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -180,7 +182,8 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     shown = shown.replace("\N{NO-BREAK SPACE}", " ")
     judged = verdict(run)
     *others, last = [signs(shareable(run, text)) for text in judged.sentences]
-    # A button stands for the command, which its help tells.
+    # A button stands for the command, which its help tells, and one for the checks.
+    assert re.fullmatch(r"Self-checks failed: \d+\.", others.pop())
     assert shown == "\n\n".join(others) and last == f"Next: `{shareable(run, judged.command)}`."
     (button,) = [button for button in app.button if button.label == "Compare merges"]
     assert button.help == shareable(run, judged.command) and str(run.path) not in said(app)

@@ -212,6 +212,8 @@ def test_the_menus_choice_of_theme_reaches_the_charts(page: Any, app_url: str) -
 
 
 FOLD = 900
+_HEAD = _ROW = 36
+"""Pixels of a table's head and of a row."""
 TASKS = ("cars", "dtd", "mnist", "sun", "svhn", "traffic_signs", "satellite", "faces")
 VARIANTS = ("base", "merged", "calibrated:best")
 
@@ -259,12 +261,17 @@ def screen(
     context.close()
 
 
+def is_on_first_screen(element: Any, upper: float | None = None) -> bool:
+    """Whether the element, or as many pixels of it as `upper`, stands above the fold before anybody scrolls."""
+    expect(element).to_be_visible()
+    box = element.bounding_box()
+    return bool(box["y"] + (box["height"] if upper is None else upper) <= FOLD)
+
+
 def told(page: Any, words: str) -> str:
     """The line with these words, which stands above the fold."""
     line = page.get_by_test_id("stMainBlockContainer").get_by_role("paragraph").filter(has_text=words).first
-    expect(line).to_be_visible()
-    box = line.bounding_box()
-    assert box["y"] + box["height"] <= FOLD, f"{words} is below the fold"
+    assert is_on_first_screen(line), f"{words} is below the fold"
     return str(line.inner_text()).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -294,12 +301,10 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     layers = run.layers(variant="merged")
     source = layers.groupby("layer")["final_share"].mean().idxmax()
     assert run.layer_name(source) in told(page, "Largest source")
-    bar = page.get_by_role("img", name="accuracy on one scale").bounding_box()
-    assert bar["y"] + bar["height"] < FOLD, "the bar of the gap is below the fold"
+    assert is_on_first_screen(page.get_by_role("img", name="accuracy on one scale"))
     # What to do: the button stands where the command stood; repairs are beside it.
     expect(page.get_by_role("button", name="Compare merges")).to_be_visible()
-    box = page.get_by_role("button", name="Repair").bounding_box()
-    assert box is not None and box["y"] + box["height"] <= FOLD
+    assert is_on_first_screen(page.get_by_role("button", name="Repair"))
     page.get_by_role("button", name="Repair").click()
     page.wait_for_url("**/repair?**")
     settled(page)
@@ -308,7 +313,7 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
 
 @pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
-    """The ten of docs/questions.md, by the findings; a single task's score stands in the table that begins below."""
+    """The ten of docs/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
     page, run = screen
     judged, rows = verdict(run), frame_of(findings(run))
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])
@@ -333,10 +338,11 @@ def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) ->
     task = next(name for name in sorted(run.tasks, key=len, reverse=True) if name in cells)
     scored = worst.set_index(["task", "variant"])["value"]
     assert f"{100 * scored[task, 'merged']:.1f}" in cells  # 6
+    assert is_on_first_screen(table, _HEAD + _ROW), "no task is above the fold"
     source = next(text for text in judged.sentences if text.startswith("Largest source"))
     assert told(page, "Largest source") == plain_words(source)  # 7 and 8
     assert bool(judged.bad_experts) == bool(page.get_by_text("Experts worse than base").count())  # 9
-    expect(page.get_by_role("button", name="Compare merges")).to_be_visible()  # 10
+    assert is_on_first_screen(page.get_by_role("button", name="Compare merges"))  # 10
 
 
 def plain_words(sentence: str) -> str:

@@ -12,7 +12,7 @@ from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, 
 
 from driftlens.base.variants import title
 from driftlens.base.words import counted
-from driftlens.findings.checks import self_checks
+from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, shareable, task_sheet, verdict
@@ -66,8 +66,8 @@ def show() -> None:
     chosen = selection()
     page_title(plain(chosen.run.name), f"{plain(chosen.run.id)} · {when(chosen.run.manifest.created)}")
     stamps = facts.stamps(chosen.run)
-    for stamp in stamps[:_MOST_STAMPS]:
-        st.warning(plain(stamp), icon=":material/warning:")
+    if stamps:
+        st.warning("  \n".join(map(plain, stamps[:_MOST_STAMPS])), icon=":material/warning:")
     if more := stamps[_MOST_STAMPS:]:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
@@ -94,16 +94,18 @@ def show() -> None:
 def _show_verdict(run: DriftRun) -> None:
     judged = verdict(run)
     show_headline(run)
-    with st.container(border=True):
-        # What a button does needs no command beside it.
+    with st.container(border=True, key="verdict"):
+        # What a button says or does needs no sentence and no command beside it.
         steps = [label for word, label in _STEPS.items() if f" {word} " in judged.command]
-        said = [text for text in judged.sentences if not (steps and f"`{judged.command}`" in text)]
+        checks = self_checks(run)
+        doubled = (f"`{judged.command}`", f"{_badge(checks)}.") if steps else (f"{_badge(checks)}.",)
+        said = [text for text in judged.sentences if not any(part in text for part in doubled)]
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in said))
         with st.container(horizontal=True, vertical_alignment="center"):
             for label in dict.fromkeys([*steps, "Repair"]):
                 _step(run, label, judged.command if label in steps else "")
             _to_samples(run, judged)
-            _self_checks(run)
+            _self_checks(checks)
     if judged.means:
         _task_table(run, judged)
 
@@ -146,9 +148,10 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
             at = ticked[0][0]
             st.session_state[TASK] = tasks[at] if at < len(run.tasks) else None  # the mean is of all
 
-    st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
-    if AXIS in rows:
-        show_key(judged)
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
+        if AXIS in rows:
+            show_key(judged)
     settings = {"on_select": choose, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
@@ -172,13 +175,13 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
     rows["by layer"] = rows["task"].map(layers)
     about = "Relative drift from the first layer to the last."
-    columns |= {head: TextColumn("95 % interval", width=100) for head in rows if head.endswith(" low")}
-    columns["by layer"] = AreaChartColumn("drift by layer", width=100, y_min=0.0, help=about)
+    columns |= {head: TextColumn("95 % interval", width=94) for head in rows if head.endswith(" low")}
+    columns["by layer"] = AreaChartColumn("by layer", width=70, y_min=0.0, help=about)
     tasks = rows["task"][: len(run.tasks)]
     images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]
     if any(image and image[0] for image in images) and not is_narrow():  # there numbers need the room
         rows.insert(0, "picture", [*(image[0] if image else None for image in images), *[None] * len(mean)])
-        columns["picture"] = ImageColumn("", width=48)
+        columns["picture"] = ImageColumn("", width=40)
     return rows.reset_index(drop=True), columns
 
 
@@ -230,14 +233,16 @@ def _open_cell(chosen: Selection) -> None:
             st.switch_page(path_of("layers"), query_params=query)
 
 
-def _self_checks(run: DriftRun) -> None:
-    """One badge; behind it, every claim that is exact in theory and how large its error gets in this run."""
-    report = self_checks(run)
+def _badge(report: CheckReport) -> str:
     failed = len(report.failed)
-    label = f"Self-checks failed: {failed}" if failed else "Self-checks hold"
     if not report.count("pass") and not failed:
-        label = "No self-check was measured"
-    with st.popover(label, icon=f":material/{'warning' if failed else 'verified'}:"):
+        return "No self-check was measured"
+    return f"Self-checks failed: {failed}" if failed else "Self-checks hold"
+
+
+def _self_checks(report: CheckReport) -> None:
+    """One badge; behind it, every claim that is exact in theory and how large its error gets in this run."""
+    with st.popover(_badge(report), icon=f":material/{'warning' if report.failed else 'verified'}:"):
         for check in report.results:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"

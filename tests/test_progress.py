@@ -50,6 +50,13 @@ def test_a_long_phase_adds_a_line_every_ten_seconds_with_the_time_left() -> None
     assert [line.split(",")[0] for line in lines[:-1]] == counts and lines[-1] == "analyze: done in 50 s"
 
 
+def test_a_phase_that_has_just_begun_has_no_line_however_long_ago_the_last_was() -> None:
+    later = [
+        (30.0 + now, ProgressEvent("merge", done, 2, "weight", now)) for done, now in ((0, 0.0), (1, 0.1))
+    ]
+    assert plain(*walk(8.0), *later, ends=30.2) == ["analyze: done in 8.0 s", "merge: done in 0.2 s"]
+
+
 def test_a_name_does_not_steer_the_terminal() -> None:
     events = [(now, ProgressEvent("layout", 1, 3, "task \x1b[31mred", now)) for now in (0.0, 20.0)]
     assert "\ufffd[31mred" in plain(*events)[0]

@@ -199,7 +199,8 @@ class PlainLines:
         self._done = event.done
         if is_complete:
             self.close()
-        elif self._is_open and self._clock() - self._written >= _LINE_SECONDS:
+        # Of a phase that has just begun there is nothing to tell, however long ago the last line was.
+        elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
             label = f", {harmless(event.label)}" if event.label else ""
             self._write(f"{event.phase}: {count}{label}; {_times(event)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from driftlens.base.errors import SpecError
+from driftlens.base.progress import ProgressEvent, all_of
 from driftlens.cli.app import (
     Job,
     JsonFlag,
@@ -73,7 +74,9 @@ def demo(
         run = calibrate(out, CalibrationRequest(name="residual", method="residual"), context)
     (page,) = Report(run).attach(["html"])
     show_run(run)
-    say(f"\nReport: {page}\nExplore: `driftlens ui {out}`")
+    say(
+        f"\nReport: {page}\nOne page of all samples: `driftlens view {out}`\nThe dashboard: `driftlens ui {out}`"
+    )
 
 
 @app.command()
@@ -382,9 +385,15 @@ def why(
     )
     from driftlens.jobs.analyze.job import analyze as run_analysis
 
-    for text in drafted.chosen:
-        note(f"notice: {text}")
+    chosen = [*drafted.chosen]
+
+    def tell_what_was_chosen(event: ProgressEvent) -> None:
+        # Only once something is measured: before, these models may still be refused.
+        while chosen:
+            note(f"notice: {chosen.pop(0)}")
+
     with job.context() as context:
+        context = dataclasses.replace(context, on_progress=all_of(tell_what_was_chosen, context.on_progress))
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     show_run(run, as_json=as_json)
     note(f"The spec that was made: {out / 'spec.yaml'}")

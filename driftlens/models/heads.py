@@ -396,7 +396,8 @@ class LmHead:
 
     @cached_property
     def _norm(self) -> float:
-        gram = sum((weight.double().mT @ weight.double() for weight, _ in self._weights()), torch.zeros(()))
+        wide = (weight.double() for weight, _ in self._weights())
+        gram = sum((rows.mT @ rows for rows in wide), torch.zeros(()))
         norm = float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
         return abs(self.lm.scale) * norm * self.lm.slope
 

@@ -113,6 +113,7 @@ def test_of_a_merge_of_two_neither_is_the_base(tmp_path: Path) -> None:
             lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],
             "nothing beside",
         ),
+        (lambda given: [given[0], given[1], given[2] + "/config.json"], "of an unknown kind"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(
@@ -121,6 +122,7 @@ def test_what_cannot_be_asked_is_refused_in_words(
     done = run_cli("why", *changes(models), "--out", tmp_path / "run")
     assert (done.code in (2, 4), said in done.message, bool(done.hint)) == (True, True, True), done.err
     assert not (tmp_path / "run").exists()
+    assert done.err.startswith("error: "), "nothing is told of samples before models are refused"
 
 
 def test_columns_are_found_by_their_usual_names_or_asked_for(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from driftlens.spec.yaml_text import read_mapping
 
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
 """Samples per task at most: enough for an interval, few enough for minutes."""
+BATCH = 8
+"""Samples per batch: the first is held against the library's own passes, and short texts are padded to their like."""
 FOLLOWED, NODES = 4, 2
 """Samples per task whose drift is followed back to layers, and nodes of each integral."""
 MOST_ANSWERS = 20
@@ -163,7 +165,10 @@ def draft(
         **({"base": {"weights": _absolute(asked.base)}} if asked.base else {}),
         "experts": {task: {"weights": _absolute(place)} for task, place in asked.experts.items()},
         "merged": {"weights": _absolute(asked.merged)},
-        "data": {"defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST}, **entries},
+        "data": {
+            "defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST, "batch_size": BATCH},
+            **entries,
+        },
         "metrics": {
             "jacobian": {"nodes": NODES, "max_nodes": 4 * NODES, "samples": FOLLOWED, "tolerance": 1e-2},
             "prefix": False,

@@ -134,16 +134,19 @@ def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json:
     for entry in written:
         if entry.files:
             say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
-        for panel in entry.missing:
-            what = f"  {entry.name} lacks {panel.name}" if entry.files else f"{entry.name} is not written"
-            commands = _COMMAND.findall(panel.missing) if "reproduce SUITE" in panel.missing else ()
+        empty = f"{entry.name} is not written"
+        lacking = [
+            (f"  {entry.name} lacks {at.name}" if entry.files else empty, at.missing) for at in entry.missing
+        ]
+        for what, missing in dict.fromkeys(lacking):
+            commands = _COMMAND.findall(missing) if "reproduce SUITE" in missing else ()
             for command in commands:
                 filled.setdefault(re.sub(r"\bRUN\b", lambda _: run, command), []).append(entry.name)
             if entry.files or not commands:
-                note(what if commands else f"{what}: {panel.missing}")
+                note(what if commands else f"{what}: {missing}")
     say(f"{sum(len(entry.files) for entry in written)} files in {out}")
-    empty = [entry.name for entry in written if not entry.files]
-    note(f"not written: {', '.join(empty)}" if empty else "")
+    left_out = [entry.name for entry in written if not entry.files]
+    note(f"not written: {', '.join(left_out)}" if left_out else "")
     for command, names in filled.items():
         note(f"for {', '.join(dict.fromkeys(names))}: {command}")
 

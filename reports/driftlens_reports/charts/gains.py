@@ -247,15 +247,14 @@ def _ticks(seconds: pd.Series[float]) -> list[float]:
     if positive.empty:
         return []
     low, high = float(positive.min()), float(positive.max())
-    first, last = (math.floor(math.log10(end)) for end in (low, high))
-    if high < 2 * low:  # between two digits of one power, or around one
+    if high < 5 * low:  # or none of them might lie between
         span = (high - low) / 5 or low / 10
         power = math.floor(math.log10(span))
         step = next(digit for digit in (1, 2, 5, 10) if span <= digit * 10**power)
         ends = (math.floor(low / step / 10**power) - 1, math.ceil(high / step / 10**power) + 2)
         return [float(f"{at * step}e{power}") for at in range(*ends) if at > 0]
-    digits: Sequence[int] = (1, 2, 5) if last - first < 3 else (1,)
-    digits = range(1, 10) if high < 5 * low else digits
+    first, last = (math.floor(math.log10(end)) for end in (low, high))
+    digits = (1, 2, 5) if last - first < 3 else (1,)
     return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
 
 

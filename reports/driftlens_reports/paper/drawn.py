@@ -26,7 +26,7 @@ from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.figures import Plate, legend, short
 from driftlens_reports.paper.marks import GUIDE, number
-from driftlens_reports.paper.published import CORRUPTED, method_title, published_tables, source
+from driftlens_reports.paper.published import CORRUPTED, family, method_title, published_tables, source
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 SPREAD = "accuracy (average over tasks), std over seeds"
@@ -144,7 +144,7 @@ def corruptions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         axes.set_box_aspect(1)
         if name not in shown:
             axes.set_axis_on()
-            plate.note(axes, corruption_title(name), sweeping("corruption"))
+            plate.note(axes, corruption_title(name), corrupting(runs))
             continue
         axes.imshow(shown[name], interpolation="nearest")
         axes.set_title(corruption_title(name), loc="center")
@@ -218,6 +218,12 @@ def sweeping(factor: str) -> str:
     """The command that measures what an exhibit of this sweep shows."""
     values = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in _EXAMPLES[factor])
     return f"`driftlens sweep RUN --param {factor}={values}` measures it"
+
+
+def corrupting(runs: Sequence[DriftRun]) -> str:
+    """How runs get what exhibits of corrupted images show."""
+    has_images = any(family(run) == "image" for run in runs)
+    return sweeping("corruption") if has_images else "no run given has images to corrupt"
 
 
 def _mark_default(

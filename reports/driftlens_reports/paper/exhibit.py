@@ -109,7 +109,9 @@ class ExhibitOptions(ExhibitRequest):
 
     def baseline_of(self, run: DriftRun) -> str:
         """The variant that gains are counted from: the one asked for, or `merged`."""
-        return "merged" if self.baseline is None else _check("variant", self.baseline, run.variants)
+        asked = "merged" if self.baseline is None else self.baseline
+        whole = calibrated(asked) if calibrated(asked) in run.variants else asked
+        return _check("variant", whole, run.variants)
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
         """The variants of a comparison: those asked for, or in reading order merged, baseline, calibrated."""

@@ -19,7 +19,7 @@ from driftlens.runs.attaching import attached_shares
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper import published
-from driftlens_reports.paper.drawn import corruption_title, sweep_points, sweeping
+from driftlens_reports.paper.drawn import corrupting, corruption_title, sweep_points
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, table
 from driftlens_reports.paper.grid import (
     AVERAGE,
@@ -67,7 +67,17 @@ def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publish
         "Accuracy (%) by task. References first, then a block per merger: the merged model as it is, with baselines, "
         "and calibrated; “anchor only” is what a calibration's anchor does without calibration."
     )
-    return _table_of([*others, _joint_grid(alike, printed, options)], caption, used, _EVALUATE)
+    return _table_of([*others, _joint_grid(alike, printed, options)], caption, used, _of_images(runs))
+
+
+def _of_images(runs: Sequence[DriftRun]) -> str:
+    """How a table of image models gets rows."""
+    is_of_any = not runs or any(published.family(run) == "image" for run in runs)
+    return (
+        _EVALUATE
+        if is_of_any
+        else "no run given is of image models; `accuracy-text` and `accuracy-llm` are of others"
+    )
 
 
 def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
@@ -98,7 +108,7 @@ def accuracy_avg(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Pub
     filled = {head for block in blocks for line in block.lines for head in line.cells}
     heads = [head for head in dict.fromkeys([*printed.columns, *suites.values()]) if head in filled]
     grid = Grid(tuple(Column(head, options.digits, has_gain=True) for head in heads), blocks)
-    return _table_of([grid], "Accuracy (%), averaged over the tasks of each suite.", used, _EVALUATE)
+    return _table_of([grid], "Accuracy (%), averaged over the tasks of each suite.", used, _of_images(runs))
 
 
 @table("experts", title="Experts by task", label="tab:clip-vit-b32-results")
@@ -145,7 +155,7 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
         "calibration there is nothing to corrupt, so the merged model has a clean column only.",
         used,
         notes,
-        needed(used, sweeping("corruption")),
+        needed(used, corrupting(runs)),
     )
 
 

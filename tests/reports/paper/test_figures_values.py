@@ -231,6 +231,8 @@ def test_another_calibrated_variant_can_be_chosen(tmp_path: Path) -> None:
     assert shown == {"merged", "calibrated:second"}
     chosen = set(draw("decomposition", run, calibrated=CALIBRATED).data["variant"])
     assert chosen == {"merged", CALIBRATED}
+    against = draw("diagnostics", run, calibrated=CALIBRATED, baseline="second").figure
+    assert "cosine, second" in {axes.get_xlabel() for axes in against.axes}, "by its name alone"
 
 
 def test_repairs_stand_where_the_arena_puts_them(tmp_path: Path) -> None:

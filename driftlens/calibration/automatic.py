@@ -41,8 +41,8 @@ class Scores:
 
         Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom of
         Welch and Satterthwaite. `among` so many comparisons the error that is allowed is shared. Samples of different
-        folds were scored by different fits, which share half of their samples or more: their scores are correlated,
-        which the error doesn't know, so that the interval is slightly narrow.
+        parts were scored by different fits. Where these share samples (of four parts, two do at least half of them),
+        scores are correlated, which the error doesn't know, so that the interval is slightly narrow.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
@@ -117,8 +117,10 @@ def decide(
     )
 
 
-def folds_of(num_samples: int, task: str, what: str = "choosing settings") -> list[range]:
-    """Positions of every fold's samples of a task; folds are as equal as can be, and each gets its share of any order.
+def folds_of(
+    num_samples: int, task: str, what: str = "choosing settings", *, parts: int = NUM_FOLDS
+) -> list[range]:
+    """Positions of every part's samples of a task; parts are as equal as can be, and each gets its share of any order.
 
     `what` holds samples out, for the message where there are too few.
     """
@@ -127,4 +129,4 @@ def folds_of(num_samples: int, task: str, what: str = "choosing settings") -> li
             f"task {task} has {num_samples} calibration samples; {what} takes at least {2 * NUM_FOLDS}",
             hint="Bring more samples; settings of a preset and merges by name need none held out.",
         )
-    return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
+    return [range(part, num_samples, parts) for part in range(parts)]

@@ -74,6 +74,10 @@ class Calibrator(Method):
             setattr(self, name, value)
         return self
 
+    def cost(self, times: float = 1.0) -> float:
+        """Processor time against FeatCal's, from so many times the samples."""
+        return self.effort * times
+
     def changed(self, **settings: Any) -> Self:
         """A calibrator like this one, some of its settings changed."""
         return type(self)(**self.get_params() | settings)

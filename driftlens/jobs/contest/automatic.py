@@ -2,11 +2,11 @@
 
 Candidates are the merged model and the base as they are, and models that are made: by the calibrator that was asked
 for, by what calibrators declare as their `candidates`, and by other merges; each at several shares of the way from the
-base. Samples fall into four parts. All are made without the first part and judged on it; those that the best is not
-clearly better than, at most half, are made without the second one, and so on, as long as `BUDGET` lasts. The merged
-model stays, or else the base, unless something is clearly better; among what is made the lowest score counts. Where the
-merged model or the base stays, the calibration solves no module, and its variant is that very model under the name that
-was asked for.
+base. Samples fall into two halves. All are made from one half and judged on the other; those that the best is not
+clearly better than are then made from the other half, too, as far as `BUDGET` lasts. So no two models that are judged
+share a sample, and what is dear is made twice from half of the samples at most. The merged model stays, or else the
+base, unless something is clearly better; among what is made the lowest score counts. Where the merged model or the base
+stays, the calibration solves no module, and its variant is that very model under the name that was asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.checkpoints.sources import Between, StateSource
+from driftlens.checkpoints.sources import Between, StateSource, TensorsSource
 from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.calibrate.plan import Choice as Chooser
@@ -60,12 +60,12 @@ from driftlens.spec.requests import CalibrationRequest
 PHASE = "choose"
 BUDGET = 3.0
 """Of what is tried, in calibrations of all samples by the dearest candidate."""
-_REST = (NUM_FOLDS - 1) / NUM_FOLDS
-"""Of the samples, what a candidate is made on."""
+NUM_PARTS = 2
+"""Of the samples. Made from three quarters of them, a model takes 1.5 times as long, and two looks see half of them."""
 _MERGES = ("average", "tsv_m", "regmean_pp")
 """Other merges of the same experts that are compared: as they come by default."""
-_LOOK = 0.25
-"""What judging a merge at all shares takes, in calibrations by FeatCal: some forward passes."""
+_LOOK = 0.35
+"""What judging a model at some shares takes, in calibrations by FeatCal: forward passes of half of the samples."""
 _MANY = 32
 """Samples of a task from which three views are as good as seven."""
 _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
@@ -74,7 +74,7 @@ _PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 class Entrant(NamedTuple):
     """A model that can be made: by a calibrator, on samples with these views, or by a merge.
 
-    `cost` is in calibrations by FeatCal.
+    `cost` is in calibrations by FeatCal, of all samples.
     """
 
     name: str
@@ -83,6 +83,11 @@ class Entrant(NamedTuple):
     cost: float
     views: Views | None = None
     merge: Merge | None = None
+
+    @property
+    def cost_of_part(self) -> float:
+        """Of making it from a part of the samples and judging it on the others."""
+        return self.cost / NUM_PARTS + _LOOK
 
 
 class Trial(NamedTuple):
@@ -159,32 +164,31 @@ def _dearest(entrants: Sequence[Entrant]) -> float:
 
 
 def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
-    """What is left after as many parts as the budget lasts for, the best first."""
+    """What is left after both halves of the samples, or after one where all is clear by then; the best first.
+
+    Nothing is left behind that the best isn't clearly better than, unless the budget ends.
+    """
     left, most = list(entrants), BUDGET * _dearest(entrants)
-    for part in range(NUM_FOLDS):
-
-        def takes(several: Sequence[Entrant]) -> float:
-            return sum(at.cost for at in several) * _REST
-
-        if part and takes(left) > most - tries.spent:
-            left = left[:1]
-        if not left or (part and takes(left) > most - tries.spent):
-            break
-        ahead = takes(left) + takes(left[:1]) * min(2, NUM_FOLDS - 1 - part)
-        tries.bar.expect(min(ahead, most - tries.spent))
+    for part in range(NUM_PARTS):
+        tries.bar.expect(min(_of_part(left) * (NUM_PARTS - part), max(most - tries.spent, _of_part(left))))
         tries.make(left, part)
-        parts, there = range(part + 1), [at for at in left if at.name not in tries.failures]
-        scores = {at.name: tries.best_of(at.name, parts)[1] for at in there}
-        there.sort(key=lambda at: scores[at.name].mean)
-        among = max(1, len(there) - 1)
-        left = there[:1] + [
-            at
-            for at in there[1 : (len(there) + 1) // 2]
-            if not scores[there[0].name].compared_with(scores[at.name], among=among).is_clear
+        parts, left = range(part + 1), [at for at in left if at.name not in tries.failures]
+        scores = {at.name: tries.best_of(at.name, parts)[1] for at in left}
+        left.sort(key=lambda at: scores[at.name].mean)
+        among = max(1, len(left) - 1)
+        left = [
+            at for at in left if not scores[left[0].name].compared_with(scores[at.name], among=among).is_clear
         ]
-        if len(left) == 1 and tries.is_settled(scores[left[0].name], parts):
+        if not left or (len(left) == 1 and tries.is_settled(scores[left[0].name], parts)):
             break
+        if part + 1 < NUM_PARTS:
+            while len(left) > 1 and _of_part(left) > most - tries.spent:
+                left.pop()
     return left
+
+
+def _of_part(entrants: Sequence[Entrant]) -> float:
+    return sum(at.cost_of_part for at in entrants)
 
 
 class _OneBar(Reporter):
@@ -234,7 +238,7 @@ class _Tries:
         self.study, self.shares, self.judge = study, shares, Judge(study, tests=True)
         self.entrants = {at.name: at for at in entrants}
         self.bar, self.samples = _OneBar(reporter), unlabelled(study)
-        self.folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
+        self.parts = {task: folds_of(len(at), task, parts=NUM_PARTS) for task, at in self.samples.items()}
         self.ledger = KeptScores[Trial](kept, self._known_by, study.team)
         self.failures: dict[str, str] = {}
         self.spent, self.num_fits = 0.0, 0
@@ -252,7 +256,7 @@ class _Tries:
             by_views: dict[Views | None, list[Entrant]] = {}
             for at in (self.entrants[trial.name] for trial in trials):
                 if at.calibrator is None:
-                    self.bar.begin(at.cost * _REST)
+                    self.bar.begin(at.cost_of_part)
                     yield Trial(at.name, part), self._merged(at, part)
                 else:
                     by_views.setdefault(at.views, []).append(at)
@@ -260,7 +264,7 @@ class _Tries:
                 yield from self._fitted(several, views, part)
 
         for trial, outcome in contest([Trial(at.name, part) for at in entrants], attempts, self.ledger):
-            cost = self.entrants[trial.name].cost * _REST
+            cost = self.entrants[trial.name].cost_of_part
             if trial not in tried:  # what an earlier sitting has kept counts as if it was done here
                 self.bar.begin(cost)
             self.num_fits, self.spent = self.num_fits + 1, self.spent + cost
@@ -279,7 +283,7 @@ class _Tries:
             source = self._merges.get(entrant.name) or pool.source("merged")
             if entrant.merge is not None and entrant.name not in self._merges:
                 rest = {
-                    task: part_of(at, sorted({*range(len(at))} - {*self.folds[task][part]}))
+                    task: part_of(at, sorted({*range(len(at))} - {*self.parts[task][part]}))
                     for task, at in self.samples.items()
                 }
                 source = merged_within(self.study.blinded(rest), entrant.merge)
@@ -289,32 +293,32 @@ class _Tries:
             return Outcome(error=error)
         seconds = time.perf_counter() - started
         pool.add(LANE, with_parameters(pool.chain, source, self.study.like, {}))
-        return Outcome(self._judged(part), seconds)
+        return Outcome(self._judged(entrant.name, part), seconds)
 
     def _fitted(
         self, entrants: Sequence[Entrant], views: Views | None, part: int
     ) -> Iterator[tuple[Trial, Outcome[Scored]]]:
         """Calibrations on all parts but one, and their scores on that."""
-        rest = frozenset(range(NUM_FOLDS)) - {part}
+        rest = frozenset(range(NUM_PARTS)) - {part}
         of = {Fit(at.calibrator, rest): at for at in entrants if at.calibrator is not None}
         trials = Trials(
             self.study,
             self.samples
             if views is None
             else {t: replace(at, views=views) for t, at in self.samples.items()},
-            self.folds,
+            self.parts,
             lambda update: updated_sites(self.study.pool.chain, self._sites, update),
             self.bar,
             PHASE,
             self._folder / "features",
-            begin=lambda fits: self.bar.begin(sum(of[fit].cost * _REST for fit in fits)),
+            begin=lambda fits: self.bar.begin(sum(of[fit].cost_of_part for fit in fits)),
         )
-        for fit, outcome in trials.outcomes([*of], lambda _: self._judged(part)):
+        for fit, outcome in trials.outcomes([*of], lambda fit: self._judged(of[fit].name, part)):
             yield Trial(of[fit].name, part), outcome
 
     def parts_of(self, name: str) -> list[int]:
         """Those that an entrant was judged on; none if it can't be made."""
-        found = [part for part in range(NUM_FOLDS) if Trial(name, part) in self._measured]
+        found = [part for part in range(NUM_PARTS) if Trial(name, part) in self._measured]
         return [] if name in self.failures else found
 
     def scores(self, name: str, parts: Sequence[int], share: float = 1.0) -> Scores:
@@ -331,7 +335,7 @@ class _Tries:
     def is_settled(self, scores: Scores, parts: Sequence[int]) -> bool:
         """Whether what is left is clearly better than the models as they are, whenever one might have asked."""
         plain = _as_they_are(self.study.has_base)
-        among = NUM_FOLDS * (len(plain) + len(self.entrants) - 1)
+        among = NUM_PARTS * (len(plain) + len(self.entrants) - 1)
         return all(scores.compared_with(self.scores(name, parts), among=among).is_clear for name in plain)
 
     def curve(self, name: str, parts: Sequence[int]) -> list[dict[str, Any]]:
@@ -347,7 +351,7 @@ class _Tries:
             whole = self._as_it_is(name)
             found = [
                 {
-                    task: {kind: of[list(self.folds[task][part])] for kind, of in at.items()}
+                    task: {kind: of[list(self.parts[task][part])] for kind, of in at.items()}
                     for task, at in whole.items()
                 }
                 for part in parts
@@ -369,17 +373,33 @@ class _Tries:
             self._measured[trial] = _by_share(outcome.value)
         return self._measured[trial][1.0]
 
-    def _judged(self, part: int) -> Scored:
-        """The model at hand, at all shares of the way from the base, on a part."""
+    def _judged(self, name: str, part: int) -> Scored:
+        """The model at hand on a part, at shares of the way from the base: downwards, until the mean score rises.
+
+        Scores along the way fall and rise again, so that what lies beyond isn't the best. Other parts take the shares
+        of the first.
+        """
         pool, found = self.study.pool, dict[float, Values]()
-        places = {task: folds[part] for task, folds in self.folds.items()}
+        first = self._measured.get(Trial(name, 0))
+        places = {task: folds[part] for task, folds in self.parts.items()}
         samples = {task: part_of(at, places[task]) for task, at in self.samples.items()}
         held_out = _Part(self.study, samples, self._measure, whole=self._whole, positions=places)
-        made = pool.source(LANE)
-        for share in self.shares:
-            pool.add(LANE, Between(pool.source("base"), made, share) if share != 1 else made)
+        made, means = pool.source(LANE), list[float]()
+        for share in sorted(self.shares if first is None else first, reverse=True):
+            if share != 1:
+                pool.add(LANE, self._at_hand(Between(pool.source("base"), made, share)))
             found[share] = held_out.of(LANE)
+            means.append(Scores({task: of["score"] for task, of in found[share].items()}).mean)
+            if first is None and means[-1] > min(means):
+                break
         return _flat(found)
+
+    def _at_hand(self, source: StateSource) -> StateSource:
+        """The same, read once for all tasks where it takes no more memory than features may."""
+        size = sum(math.prod(of.shape) * of.dtype.itemsize for of in source.headers.values())
+        if size > self.study.settings.feature_budget:
+            return source
+        return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
 
     def _measure(
         self, model: str, task: str, found: Tensor, expert: Tensor
@@ -390,7 +410,11 @@ class _Tries:
     def _known_by(self, trial: Trial) -> str:
         """What is kept of a trial goes by its settings, not by its name."""
         at = self.entrants.get(trial.name)
-        return trial.name if at is None else f"{at.calibrator or at.name!r} {at.views} {trial.part}"
+        return (
+            trial.name
+            if at is None
+            else f"{at.calibrator or at.name!r} {at.views} {trial.part} of {NUM_PARTS}"
+        )
 
 
 def _flat(measured: Mapping[float, Values]) -> Scored:
@@ -475,7 +499,7 @@ def outlook(
     """See `Choice.outlook`; raises at once what `choose_settings` would."""
     entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
     for task, count in counts.items():
-        folds_of(count, task)
+        folds_of(count, task, parts=NUM_PARTS)
     return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(at.title for at in entrants)], (
         BUDGET + 1
     ) * _dearest(entrants)
@@ -527,12 +551,10 @@ def _entrants(
                 made.check(has_base=has_base)
             except SpecError:  # it takes a base, and there is none
                 continue
-            if all(
-                type(at) is not type(made) or at.get_params() != made.get_params() for at in found.values()
-            ):
+            if all(_is_other(at, made) for at in found.values()):
                 found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
-    entrants = [Entrant(name, _title(name, at, start), at, at.effort) for name, at in found.items()]
     viewable = [at for at in found.values() if at.with_views and not has_views]
+    viewed: list[Entrant] = []
     if viewable:
         at = max(viewable, key=lambda at: at.effort)
         at = at.changed(**at.with_views)
@@ -540,23 +562,30 @@ def _entrants(
         views = Views(copies=7 if few else 3)
         name = f"{method_called(at)} views={views.copies}"
         title = f"{_title(name, at, start)} and {views.copies} views of every sample"
-        entrants.append(Entrant(name, title, at, at.effort * (1 + views.copies), views))
+        viewed = [Entrant(name, title, at, at.cost(1 + views.copies), views)]
+        # On no suite of docs/arena.md were the same settings better without views, and they are dear.
+        found = {key: of for key, of in found.items() if of is start or _is_other(of, at)}
+    entrants = [Entrant(name, _title(name, at, start), at, at.cost()) for name, at in found.items()] + viewed
     if not others:
         return entrants
-    shrunk = [Entrant("shrunk", "the merged model, shrunk towards the base", None, _LOOK)] if has_base else []
+    shrunk = [Entrant("shrunk", "the merged model, shrunk towards the base", None, 0.0)] if has_base else []
     merges = [merge_called(name) for name in _MERGES]
     made_by = [
         Entrant(
             f"merge {at.method.name}",
             f"a merge by {at.method.title}",
             None,
-            _LOOK + at.method.runs_models,
+            1.0,
             None,
             at,
         )
         for at in merges
     ]
     return [*shrunk, *made_by, *entrants]
+
+
+def _is_other(one: Calibrator, other: Calibrator) -> bool:
+    return type(one) is not type(other) or one.get_params() != other.get_params()
 
 
 def _title(name: str, at: Calibrator, start: Calibrator) -> str:

@@ -239,6 +239,20 @@ def tensors_given(frame: Frame) -> dict[str, Tensor]:
     return dict(_named_leaves({**dict(enumerate(frame.args)), **frame.kwargs}))
 
 
+def with_tensors(frame: Frame, given: Mapping[str, Tensor]) -> Frame:
+    """The frame with these in the place of tensors that `tensors_given` names so."""
+
+    def put(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: put(entry, f"{name}.{key}") for key, entry in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(put(entry, f"{name}.{place}") for place, entry in enumerate(value))
+        return given.get(name, value) if isinstance(value, Tensor) else value
+
+    args = tuple(put(value, str(place)) for place, value in enumerate(frame.args))
+    return replace(frame, args=args, kwargs={key: put(value, key) for key, value in frame.kwargs.items()})
+
+
 def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value

@@ -24,6 +24,7 @@ from driftlens.data.samples import halving_batches
 from driftlens.engine import walk
 from driftlens.linalg.gram import GramSum
 from driftlens.runs.run import open_run
+from driftlens.runs.writer import RunWriter
 from tests.accelerator import turn
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import batched, given, ground, updates_of
@@ -146,3 +147,41 @@ def test_a_calibration_says_once_where_its_moments_are(
     calibrated = dl.calibrate(run, name="featcal", device="sim", progress="none")
     told = [text for text in calibrated.manifest.notices if "too little memory" in text]
     assert len(told) == 1 and told[0].endswith("it goes on with moments and solves on the host")
+
+
+def test_what_replaces_a_calibration_and_has_no_room_goes_on_the_host(
+    sim: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is solved for in a phase of its own, before the earlier one makes room."""
+    spec = build(tmp_path / "models").one_task(metrics={"jacobian": False})
+    spec["data"]["defaults"]["batch_size"] = 1
+    path = dl.analyze(spec, out=tmp_path / "run", device="sim", progress="none").path
+    phase, append, peaks = "calibrate:featcal:solve", RunWriter.append, list[int]()
+
+    def seen(self: RunWriter, table: str, rows: pd.DataFrame, **options: Any) -> None:
+        if table == "resources" and rows["phase"][0] == phase:  # which goes with what was there before
+            peaks.append(int(rows["peak_gpu_bytes"][0]))
+        append(self, table, rows, **options)
+
+    monkeypatch.setattr(RunWriter, "append", seen)
+
+    def replaced(limit: int = -1) -> tuple[dict[str, Tensor], list[str]]:
+        gc.collect()
+        turn(limit=limit)
+        made = dl.calibrate(
+            path, name="featcal", replace=True, attribution=False, device="sim", progress="none"
+        )
+        told = [text for text in made.manifest.notices if f"too little memory for {phase}:" in text]
+        return made.calibrated_state("featcal"), told
+
+    replaced()
+    expected, told = replaced()
+    assert not told
+    with devices.sums_moving() as move:
+        move()
+        replaced()
+    high, low = peaks
+    found, told = replaced((low + high) // 2)
+    assert [text.rpartition(" with ")[2] for text in told] == ["moments and solves on the host"]
+    assert low <= peaks[2] <= (low + high) // 2 < high and found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]

@@ -275,13 +275,21 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
     assert all(numbers[called] for called in ("told", "is_as"))
 
 
-@pytest.mark.parametrize("form", ["decoder"])
+_LIBRARY = (
+    "find_packed_sequence_indices",
+    "_ignore_causal_mask_sdpa",
+    "_ignore_bidirectional_mask_sdpa",
+)
+"""What of transformers reads a batch's mask, in every forward pass."""
+
+
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
 def test_padding_is_looked_for_before_texts_leave_the_host(
     sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
 ) -> None:
     """So are tokens that a model doesn't know; the library itself reads masks, batch by batch."""
     suite, reads, seen = Suite(form, tmp_path, learns=False), Counter[str](), []
-    for called in ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa"):
+    for called in _LIBRARY:
         monkeypatch.setattr(masking_utils, called, reading(reads, getattr(masking_utils, called), called))
     spec = suite.spec({"a": suite.data("a", PAIRS)})
     for size in (4, 1):

@@ -32,6 +32,7 @@ from driftlens.models.frames import (
     side_inputs,
     tensors_given,
     unflattened,
+    with_tensors,
     without_padding,
 )
 from driftlens.models.taking_apart import carried
@@ -149,6 +150,7 @@ class Dissection:
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
         self._has_seen_readers = False
         self._is_known_shared = False
+        self._beside_at: list[dict[str, str]] | None = None
         self._fixed = [frozenset[str]()] * len(self.blocks)
         self._forms: dict[str, Any] = {}
 
@@ -186,7 +188,7 @@ class Dissection:
         frames = self._frames
         if frames is None:
             frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
-            frames = [self._with_streams(frame, named) for frame in frames]
+            frames = self._with_streams(frames, named)
         state = {
             name: value
             for name, value in named.values.items()
@@ -194,15 +196,27 @@ class Dissection:
         }
         return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
 
-    def _with_streams(self, frame: Frame, inputs: Inputs) -> Frame:
-        """A frame that holds streams beside the features as the raw inputs do, of which a forward pass sees copies."""
-        streams = [inputs.values[name] for name in self.beside]
+    def _with_streams(self, frames: list[Frame], inputs: Inputs) -> list[Frame]:
+        """Frames that hold streams beside the features as the raw inputs do, of which a forward pass sees copies.
 
-        def shared(value: Any) -> Any:
-            known = (stream for stream in streams if isinstance(value, Tensor) and same_values(value, stream))
-            return next(known, value)
-
-        return replace(frame, args=mapped(frame.args, shared), kwargs=mapped(frame.kwargs, shared))
+        Where they stand is looked for in the first batch, as every look at a device's numbers is a wait.
+        """
+        if not self.beside:
+            return frames
+        if self._beside_at is None:
+            self._beside_at = [
+                {
+                    name: stream
+                    for name, given in tensors_given(frame).items()
+                    for stream in reversed(list(self.beside))
+                    if same_values(given, inputs.values[stream])
+                }
+                for frame in frames
+            ]
+        return [
+            with_tensors(frame, {name: inputs.values[stream] for name, stream in places.items()})
+            for frame, places in zip(frames, self._beside_at, strict=True)
+        ]
 
     @property
     def is_hollow(self) -> bool:

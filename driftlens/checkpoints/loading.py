@@ -216,6 +216,7 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
 
 def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     name, revision = repository_of(repository)
     flag = f" --revision {revision}" if revision else ""
@@ -225,6 +226,8 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
         )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, LocalEntryNotFoundError):  # whatever kept the Hub from answering
+            cause = "no network reaches it"
         reason = "the network is not to be used" if local else cause
         raise CheckpointError(
             f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",

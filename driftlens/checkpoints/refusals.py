@@ -83,8 +83,10 @@ class Family(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do with it."""
-        return route(self.loader)
+        """What to do with it, where it stands beside models of another family or under another's loader."""
+        way = route(self.loader)
+        alike = "Base, experts and merge have to be of one architecture. "
+        return alike + way if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:

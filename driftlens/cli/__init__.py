@@ -161,7 +161,7 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
 
 def _misused(error: Any) -> int:
     """A command line that can't be understood."""
-    message = error.format_message()
+    message = error.format_message().replace("Value error, ", "")  # pydantic's word before ours
     if not message:  # no command at all: the help has been shown
         return SpecError.exit_code
     command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "driftlens"

@@ -179,7 +179,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @data_sources.register("npz")
 def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
-    """The images of one split; array `x_train` gives the ids `train/0`, `train/1` and so on.
+    """The images of one split; array `x_train` gives the ids `train/0`, `train/1` ...; `x` is of all splits.
 
     Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
     index the array `class_names`; without that array the numbers themselves are the names.
@@ -216,8 +216,10 @@ def _arrays(entry: NpzData, split: Split) -> tuple[_File, str, str | None]:
     file = _File(Path(path))
     if arrays is not None:
         return file, arrays.x, arrays.y
-    part = "train" if split == "calibration" else "test"
-    return file, f"x_{part}", f"y_{part}" if f"y_{part}" in file.keys else None
+    end = "_train" if split == "calibration" else "_test"
+    if f"x{end}" not in file.keys and "x" in file.keys:
+        end = ""
+    return file, f"x{end}", f"y{end}" if f"y{end}" in file.keys else None
 
 
 def _labels(file: _File, key: str, count: int) -> tuple[list[str | None], tuple[str, ...] | None]:
@@ -290,7 +292,8 @@ class _File:
         if key not in self.keys:
             raise DataError(
                 f"{self.path}: no array {key}; there are {', '.join(self.keys)}",
-                hint="Name the arrays in the spec: `calibration: {x: KEY, y: KEY}`, and likewise for test.",
+                hint="Call the images x (and their labels y), or x_train and x_test; or name the arrays in the spec: "
+                "`calibration: {x: KEY, y: KEY}`, and likewise for test.",
             )
         try:
             yield

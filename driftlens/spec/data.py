@@ -329,7 +329,7 @@ class NpzArrays(Part):
 
 
 class NpzData(Entry):
-    """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, or with arrays named per split."""
+    """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, `x, y` for all splits, or arrays by name."""
 
     kind: Literal["npz"]
     file: LocalPath | None = None

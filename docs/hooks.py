@@ -38,6 +38,11 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return output.replace(SHIM, f"{'../' * page.url.count('/')}assets/worker.js")
 
 
+def on_post_template(output: str, template_name: str, **_: Any) -> str:
+    """The same of the page for an address that is none, whose files are named from the site's root on."""
+    return output.replace(SHIM, "/assets/worker.js") if template_name == "404.html" else output
+
+
 STILL: dict[str, bytes] = {}
 """Pictures of the gallery by name, from when the page is made until the site is written."""
 

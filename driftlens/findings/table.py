@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from driftlens.findings.reading import NO_VALUE, Kind, half, printable, written
+from driftlens.findings.reading import NO_VALUE, Kind, half, printable, unbroken, written
 from driftlens.runs.tables import plain
 
 Cell = str | int | float | bool | None
@@ -166,8 +166,8 @@ class Table(Part):
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """The table as a reader sees it, for notebooks."""
-        heads, *rows = self.texts()
+        """The table as a reader sees it, for notebooks; no number is broken."""
+        heads, *rows = ([unbroken(cell) for cell in row] for row in self.texts())
         table = pd.DataFrame(rows, columns=heads).to_html(index=False)
         return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
 

@@ -6,6 +6,7 @@ import io
 import itertools
 import pathlib
 import textwrap
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -34,6 +35,8 @@ WIDTH, HEIGHT = 1200, 630
 """Pixels of the picture."""
 _VERDICT = "## Verdict\n\n"
 """What the picture stands under in a model card."""
+_PAIR = 0.605
+"""Where the two pictures of features begin, in parts of the width."""
 _LINE = 40
 """Letters of the sentence in a line, in its size."""
 _SHORT = {"good": "good", "mixed": "unclear", "bad": "worse than base", "none": "not measured"}
@@ -73,16 +76,22 @@ def share_card(run: DriftRun, name: str = "") -> bytes:
     """The PNG of a run, or of its calibration `name`: headline, bar, the features of one task, and the run's id."""
     from matplotlib.figure import Figure
 
+    from driftlens_reports.paper.figures import short
+
     found = headline(run, name)
     with sheet(PAGE):
         figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=LIGHT.surface)
         pair = _pair(run, name)
         _write_words(figure, run, found)
         _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), found)
-        for at, (variant, task, frame) in enumerate(pair):
+        for at, (variant, _, frame) in enumerate(pair):
             shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if at else {}
-            axes = figure.add_axes((0.62 + 0.175 * at, 0.2, 0.165, 0.3), **shared)
-            _draw_points(axes, variant, frame, f"{called(variant)}, {task}")
+            axes = figure.add_axes((_PAIR + 0.18 * at, 0.2, 0.165, 0.3), **shared)
+            _draw_points(axes, variant, frame)
+        for task in {task for _, task, _ in pair}:
+            _say(figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet)
+            expert = {"color": LIGHT.roles["expert"][0], "ha": "right"}
+            _say(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
         target = io.BytesIO()
         figure.savefig(target, format="png", dpi=100, metadata={})
     return target.getvalue()
@@ -109,13 +118,14 @@ def badge(run: DriftRun, name: str = "") -> str:
     )
 
 
+def _say(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
+    # Names are a stranger's: no formula is read in them.
+    figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
+
+
 def _write_words(figure: Figure, run: DriftRun, found: Headline) -> None:
     """Names above, the sentence in its colour, every model's number, and where all that is from."""
-
-    def say(x: float, y: float, text: str, **looks: Any) -> None:
-        # Names are a stranger's: no formula is read in them.
-        figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
-
+    say = partial(_say, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
     say(0.95, 0.94, textwrap.shorten(printable(run.name), 60, placeholder="…"), fontsize=15, ha="right")
     sentence = "\n".join(textwrap.wrap(signs(found.text), _LINE)[:4])
@@ -174,7 +184,7 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
     return [(variant, task, (frames["expert"], frames[variant])) for variant in pair if variant in frames]
 
 
-def _draw_points(axes: Axes, variant: str, frames: Any, title: str) -> None:
+def _draw_points(axes: Axes, variant: str, frames: Any) -> None:
     """The expert's points behind, the variant's before them."""
     behind, before = frames
     is_expert = variant == "expert"
@@ -185,6 +195,6 @@ def _draw_points(axes: Axes, variant: str, frames: Any, title: str) -> None:
     if not is_expert:
         axes.scatter(before["x"], before["y"], color=LIGHT.roles[part_of(variant)][0], **looks)
     axes.set(xticks=[], yticks=[])
-    axes.set_title(printable(title)[:26], fontsize=11, color=LIGHT.ink, parse_math=False)
+    axes.set_title(printable(called(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():
-        side.set_color(LIGHT.grid)
+        side.set(visible=True, color=LIGHT.grid)

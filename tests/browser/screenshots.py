@@ -26,6 +26,7 @@ _SHOTS = {
     for scheme in ("light", "dark")
 }
 _TALLEST = 6000
+_MAIN = "document.querySelector('[data-testid=stMain]')"
 
 
 def main(root: str, out: str, *wanted: str) -> None:
@@ -61,10 +62,12 @@ def _shoot(page: Any, address: str, file: Path) -> None:
         explorer.scroll_into_view_if_needed()  # browsers let frames rest that nobody sees
         frame = explorer.element_handle().content_frame()
         frame.wait_for_function("window.explorer && explorer.frames > 0", timeout=60_000)
-    height = page.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-    page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})
-    page.wait_for_timeout(500)
-    settled(page)
+    for _ in range(2):  # what came into sight may have grown
+        height = page.evaluate(f"{_MAIN}.scrollHeight")
+        page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})
+        page.wait_for_timeout(500)
+        settled(page)
+    page.evaluate(f"{_MAIN}.scrollTop = 0")
     Image.open(io.BytesIO(page.screenshot())).save(file, quality=40, method=6)
     page.close()
 

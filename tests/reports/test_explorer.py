@@ -211,7 +211,9 @@ def test_the_command_writes_one_file_and_into_a_run_one_that_it_lists(
     assert inside.read_bytes() == out.read_bytes() and [*out.parent.iterdir()] == [out]
     assert "reports/view.html" in open_run(path).manifest.files
     assert str(out) in capsys.readouterr().out
-    frame = dl.open_run(path).view(tasks=["cars"])._repr_html_()
+    shown = dl.open_run(path).view(tasks=["cars"])
+    frame = shown._repr_html_()
+    assert repr(shown) == f"<Explorer of {open_run(path).id}; `save(path)` writes its page>"
     assert (
         frame.startswith('<iframe srcdoc="&lt;!doctype')
         and 'sandbox="allow-scripts allow-downloads"' in frame

@@ -103,7 +103,8 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "with shared axes, and quality numbers from the features themselves below each panel.",
     hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
     "Panels share one layout, so positions compare; other tasks have layouts of their own and do not. Distances on the "
-    "plane are indicative only: trust the numbers below the panels.",
+    "plane are indicative only: trust the numbers below the panels. `driftlens view RUN` writes a page in which these "
+    "very samples move from model to model.",
 )
 def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes; arrows show where the samples that drift most have gone."""

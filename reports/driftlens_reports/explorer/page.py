@@ -64,6 +64,9 @@ class Explorer:
     def _data(self) -> dict[str, Any]:
         return gathered(self.run, self._request)
 
+    def __repr__(self) -> str:
+        return f"<Explorer of {self.run.id}; `save(path)` writes its page>"
+
     def _repr_html_(self) -> str:
         """The page in a frame of its own, which may run its script and hand out files, for notebooks."""
         inside = html.escape(self.page.decode())

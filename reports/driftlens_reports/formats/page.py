@@ -156,7 +156,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, written=written)
+    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signs=signs, written=written)
     return environment
 
 

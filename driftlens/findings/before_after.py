@@ -302,24 +302,23 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
     """Which share of the way from the base is kept, and by what it was chosen."""
     told = (
-        f", the share with the lowest held-out {judged_by(shrink['curve'][0]['what'])}"
-        if "curve" in shrink
-        else ""
+        f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
     )
     return f"All weights are base + {shrink['share']:g} (repaired - base){told}."
 
 
-def judged_by(score: str) -> str:
-    """What candidates were compared by, in a word or two, by the record of it."""
-    known = ("KL", "Hellinger distance")
-    return next((name for name in known if score.startswith(name)), "relative drift")
+def judged_by(record: Mapping[str, Any]) -> str:
+    """What candidates were compared by, in a word or two; where a record doesn't say it, by KL as all once were."""
+    return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}.get(
+        record.get("judged_by", ""), "KL"
+    )
 
 
 def _shares(run: DriftRun, name: str) -> Table:
     """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    what = judged_by(curve[0]["what"]) if curve else ""
+    what = judged_by(curve[0]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
@@ -338,7 +337,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
-    what = judged_by(record["score"])
+    what = judged_by(record)
     interval = f"95 % interval, {record['correction']}"
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"

@@ -19,7 +19,7 @@ from driftlens.runs.layout import COMPARISON
 from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 
-NAMES = {"kl": "KL to the experts (nat)", "drift_rel": "relative final drift"}
+NAMES = {"hellinger": "Hellinger distance to the experts", "drift_rel": "relative final drift"}
 
 
 def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:

@@ -208,12 +208,14 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
     job = newest(root / "mine-merges")
     kill(job)
     assert "is gone without a word" in errors(app.run())
-    ends = {f"{key}{end}": 0.5 for key in ("kl", "drift_rel", "behind") for end in ("", "_low", "_high")}
+    ends = {
+        f"{key}{end}": 0.5 for key in ("hellinger", "drift_rel", "behind") for end in ("", "_low", "_high")
+    }
     row = {"merge": "average", "place": 1, "is_tied": False, "reason": "", **ends}
     other = {"merge": "*ties*", "place": None, "reason": "it <b>can't</b>"}
     document = {
         "name": "mine",
-        "score": "kl",
+        "score": "hellinger",
         "samples": {"cars": 4},
         "held_out": False,
         "merges": [row, other],

@@ -86,7 +86,7 @@ def test_the_curve_of_a_share_that_was_chosen_stands_with_its_calibration(open_a
     assert title not in [element.value for element in open_app(run.parent, "repair").subheader]
     manifest = read_manifest(run)
     ends = {f"{of}{end}": 0.5 for of in ("score", "drift") for end in ("", "_low", "_high")}
-    curve = [{"share": share, "what": "KL", "n": 48, **ends} for share in (0.0, 0.4, 1.0)]
+    curve = [{"share": share, "judged_by": "hellinger", "n": 48, **ends} for share in (0.0, 0.4, 1.0)]
     shrunk = {
         name: replace(info, shrink={"share": 0.4, "curve": curve})
         for name, info in manifest.calibrations.items()

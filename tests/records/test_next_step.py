@@ -45,7 +45,7 @@ def row(merge: str, place: int, low: float | None = None, **settings: Any) -> di
 def compared(place: Path, *rows: dict[str, Any], **other: Any) -> None:
     present = row("task_arithmetic", len(rows) + 1, scaling=0.3)
     run = place.parent if place.name == "merges" else place.parent / "run"
-    found = {"name": read_manifest(run).name, "score": "kl", "present": present["merge"]}
+    found = {"name": read_manifest(run).name, "score": "hellinger", "present": present["merge"]}
     found |= {"samples": dict.fromkeys(TASKS, 8), "merges": [*rows, present]} | other
     place.mkdir()
     (place / "merges.json").write_text(json.dumps(found))
@@ -69,7 +69,7 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
     compared(folder / "merges", *rows)
     run = open_run(folder)
     assert of_merges(run) == [
-        "ties scaling=0.4 is nearer to the experts than this merge: KL 0.35 nat lower (0.25 to 0.45)."
+        "ties scaling=0.4 is nearer to the experts than this merge: Hellinger distance 0.35 lower (0.25 to 0.45)."
     ]
     command = shlex.split(verdict(run).command)
     assert command[:3] == ["driftlens", "analyze", f"{folder}/spec.yaml"]
@@ -117,7 +117,8 @@ def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
         "",
         "[]",
         "{}",
-        '{"score": "kl", "merges": [{"method": "a", "merge": "a", "settings": {}, "place": 1, "nearer_low": 1}]}',
+        '{"score": "hellinger", "merges": [{"method": "a", "merge": "a", "settings": {}, "place": 1, '
+        '"nearer_low": 1}]}',
         '{"merges": [{"method": "a", "nearer_low": "x"}]}',
         '{"merges": 3}',
     ],

@@ -145,6 +145,7 @@ def choose_settings(
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
     return chosen, record | {
         "score": tries.judge.score,
+        "judged_by": tries.judge.measure,
         "start": plain_settings(start),
         "chosen": None if record["kept"] else plain_settings(chosen),
         "num_held_out": {task: len(at) for task, at in tries.samples.items()},
@@ -235,7 +236,7 @@ class _Tries:
         reporter: Reporter,
         folder: Path,
     ) -> None:
-        self.study, self.shares, self.judge = study, shares, Judge(study, tests=True)
+        self.study, self.shares, self.judge = study, shares, Judge(study)
         self.entrants = {at.name: at for at in entrants}
         self.bar, self.samples = _OneBar(reporter), unlabelled(study)
         self.parts = {task: folds_of(len(at), task, parts=NUM_PARTS) for task, at in self.samples.items()}
@@ -342,7 +343,7 @@ class _Tries:
         """See `CalibrationInfo.shrink`."""
         at = {share: self._values(name, parts, share) for share in self._measured[Trial(name, parts[0])]}
         at[0.0] = self._values("base", parts, 1.0)
-        return [share_entry(share, values, self.judge.score) for share, values in sorted(at.items())]
+        return [share_entry(share, values, self.judge.measure) for share, values in sorted(at.items())]
 
     def _values(self, name: str, parts: Sequence[int], share: float) -> Values:
         if name in self.entrants:

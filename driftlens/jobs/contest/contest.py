@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -217,19 +217,15 @@ LANE = "lane"
 class Judge:
     """How near models are to the experts on given samples, sample by sample; lower is better, and no label is read.
 
-    What counts is the divergence of the expert's class probabilities from the model's, each through its own score map,
-    and the relative final drift only where a task has no score map. Over 27 settings of four real tasks
-    (docs/benchmarks.md) held-out divergence ranked the settings nearly as test accuracy did, Spearman -0.91; relative
-    drift did worse, -0.52, because it favours targets with more of the expert (alpha 0.6) that class decisions don't
-    gain from. Nats and relative drift have no common mean, so relative drift is what counts for all tasks as soon as
-    one of them lacks a score map.
-
-    Where it `tests` whether one model is better than another, the Hellinger distance takes the divergence's place: it
-    ranks models alike (docs/benchmarks.md), and as it is at most 1, no few samples make up most of mean and variance.
+    What counts is the Hellinger distance of the model's class probabilities from the expert's, each through its own
+    score map, and the relative final drift only where a task has no score map. It ranks models as the divergence does
+    (docs/benchmarks.md), and as it is at most 1, no few samples make up most of mean and variance. Over 27 settings of
+    four real tasks the divergence ranked nearly as test accuracy did, Spearman -0.91; relative drift did worse, -0.52,
+    because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from. The two have no
+    common mean, so relative drift is what counts for all tasks as soon as one of them lacks a score map.
     """
 
     study: Study
-    tests: bool = False
 
     @property
     def bare(self) -> list[str]:
@@ -239,24 +235,38 @@ class Judge:
     @property
     def score(self) -> str:
         """What is compared, in words."""
-        drift = f"relative final drift of all tasks, as there is no head for {', '.join(self.bare)}"
         if self.bare:
-            return drift
-        pair = "Hellinger distance of class probabilities from the expert's"
-        return pair if self.tests else "KL(expert || calibrated) of class probabilities, nat"
+            return f"relative final drift of all tasks, as there is no head for {', '.join(self.bare)}"
+        return "Hellinger distance of class probabilities from the expert's"
+
+    @property
+    def measure(self) -> Literal["hellinger", "drift_rel"]:
+        """The same, as records call it."""
+        return "drift_rel" if self.bare else "hellinger"
 
     def __call__(self, model: str, task: str, found: Tensor, expert: Tensor) -> NDArray[np.float64]:
         """One value per sample of a task, [n], from final features of a model and of the expert, [n, d] each."""
-        given, wanted = self._head(model, task), self.study.head(task, expert_of(task))
-        if self.bare or given is None or wanted is None:
+        if self.bare:
             return drift_scores(found, expert).cpu().numpy()
-        measure = distances if self.tests else divergences
-        return measure(found, given, expert, wanted).cpu().numpy()
+        return self._by(distances, model, task, found, expert)
 
-    def _head(self, model: str, task: str) -> ScoreMap | None:
+    def divergence(self, model: str, task: str, found: Tensor, expert: Tensor) -> NDArray[np.float64]:
+        """KL(expert || model) of every sample, [n], in nat, which decides nothing; every task has a head."""
+        return self._by(divergences, model, task, found, expert)
+
+    def _by(
+        self,
+        measure: Callable[[Tensor, ScoreMap, Tensor, ScoreMap], Tensor],
+        model: str,
+        task: str,
+        found: Tensor,
+        expert: Tensor,
+    ) -> NDArray[np.float64]:
         at = self.study.tasks[task]
         own = at.own_heads.get("merged" if model == LANE else model, at.head)
-        return self.study.pool.score_map(own, model)
+        given, wanted = self.study.pool.score_map(own, model), self.study.head(task, expert_of(task))
+        assert given is not None and wanted is not None
+        return measure(found, given, expert, wanted).cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from driftlens.spec import RunSpec
 
 PHASE = "compare"
 SCALES = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
-MEASURES = ("kl", "drift_rel")
+MEASURES = ("hellinger", "drift_rel")
 
 Values = NDArray[np.float64]
 
@@ -109,11 +109,11 @@ def compare_merges(
         outcomes = compared.outcomes(kept)
         found = {
             "name": spec.name,
-            "score": compared.deciding,
+            "score": compared.judge.measure,
             "samples": {task: len(samples) for task, samples in compared.judged.items()},
             "held_out": compared.held_out,
             "present": present,
-            "merges": _ranked(outcomes, compared.deciding, present),
+            "merges": _ranked(outcomes, compared.judge.measure, present),
         }
         if place is not None:
             write(found, place)
@@ -142,12 +142,7 @@ class _Compared:
         self._quiet = Reporter(cancel=cancel)
         self.held_out = any(merge_methods[merge.method].runs_models for merge in wanted)
         self.shown, self.judged = _samples(study, held_out=self.held_out)
-        self._judge, self._done, self._name = Judge(study), 0, ""
-
-    @property
-    def deciding(self) -> str:
-        """The measure that ranks."""
-        return "drift_rel" if self._judge.bare else "kl"
+        self.judge, self._done, self._name = Judge(study), 0, ""
 
     def outcomes(self, kept: Kept) -> list[tuple[Candidate, Outcome[Scored]]]:
         """What became of the models that are there, which have no method, and of every merge, in their order."""
@@ -196,8 +191,8 @@ class _Compared:
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:
         values = {"drift_rel": drift_scores(features, expert).cpu().numpy()}
-        if not self._judge.bare:
-            values["kl"] = self._judge(model, task, features, expert)
+        if not self.judge.bare:
+            values["hellinger"] = self.judge(model, task, features, expert)
         return values
 
     def _say(self, task: str, model: str) -> None:

@@ -93,14 +93,14 @@ def shares_of_the_way(
 
     ledger = KeptScores[float](kept, lambda share: f"{share:g}", study.team)
     by_share = {share: outcome.value for share, outcome in contest(SHARES, attempts, ledger)}
-    return [share_entry(share, by_share[share] or {}, judge.score) for share in SHARES]
+    return [share_entry(share, by_share[share] or {}, judge.measure) for share in SHARES]
 
 
 def share_entry(
-    share: float, by_task: Mapping[str, Mapping[str, NDArray[np.float64]]], what: str
+    share: float, by_task: Mapping[str, Mapping[str, NDArray[np.float64]]], judged_by: str
 ) -> dict[str, Any]:
     """Means over tasks with their intervals, samples being strata by task."""
-    entry: dict[str, Any] = {"share": share, "what": what}
+    entry: dict[str, Any] = {"share": share, "judged_by": judged_by}
     for name in ("score", "drift"):
         tasks = [of[name] for of in by_task.values()]
         mean = mean_over_tasks([mean_interval(float(of.mean()), float(of.std()), len(of)) for of in tasks])

@@ -277,7 +277,7 @@ def _measured(
     row = {"task": task, **final_drift(found, expert)}
     judge = Judge(study)
     if not judge.bare:
-        row["kl"] = float(judge(model, task, found, expert).mean())
+        row["kl"] = float(judge.divergence(model, task, found, expert).mean())
     # One process has the task, whatever others do meanwhile.
     alone = dataclasses.replace(study, team=ALONE)
     scored = scores_of(alone, task, [model], Reporter()) if accuracy else None

@@ -37,7 +37,7 @@ def _curves(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
         if calibrated(name) in picking.chosen_variants(run, options)
         for entry in info.shrink.get("curve", ())
         # Where a head is missing, drift is what decides, and stands there once.
-        for measure, column in {judged_by(entry["what"]): "score", "relative drift": "drift"}.items()
+        for measure, column in {judged_by(entry): "score", "relative drift": "drift"}.items()
     ]
     return pd.DataFrame(rows)
 

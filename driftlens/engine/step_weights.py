@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from driftlens.base.team import Team
 from driftlens.base.variants import expert_of
 from driftlens.engine.sites import row_weights
 from driftlens.engine.walk import OnStep, Passage, WaitingBatch
+from driftlens.linalg.gram import GramSum, single
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
 
 NUM_PASSES = 2
@@ -219,7 +220,7 @@ class ExpertGradients:
             groups = self._groups(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
-            metrics = [torch.zeros(()) for _ in groups]
+            metrics: list[GramSum | None] = [None for _ in groups]
             for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
@@ -233,11 +234,13 @@ class ExpertGradients:
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
                     energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
                     for g in rows if self.metric else ():
-                        metrics[at] = metrics[at].to(g) + (g * count[:, None]).mT @ g
+                        moment = metrics[at] = metrics[at] or GramSum(g.shape[1], single(g).dtype, g.device)
+                        moment.add_rows(g * count.sqrt()[:, None])
                 if entered != start:
                     batch.drop(entered)
-            for at in range(len(groups)):
-                weighable[layer.index, at] = Weighable(counts[at], energies[at], metrics[at])
+            for at, summed in enumerate(metrics):
+                of = Weighable(counts[at], energies[at])
+                weighable[layer.index, at] = of if summed is None else replace(of, metric=summed.full())
         for batch in self.passage.waiting[task, 0]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")

@@ -47,7 +47,6 @@ def adamerging(
     steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent, each on one batch of every task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
     batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,
-    clamp: Annotated[bool, "whether coefficients stay between 0 and 1"] = False,
     seed: Annotated[int, Bounds(0), "of the order of samples"] = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """base + task vectors, times coefficients for which the merged model's answers are least in doubt.
@@ -101,8 +100,6 @@ def adamerging(
                 hint="Start with smaller coefficients, or learn with a smaller rate.",
             )
         adam.step()
-        if clamp:
-            coefficients.data.clamp_(0, 1)
     weights = _merged(start, vectors, coefficients, parts)
     for key in base:
         value = weights.pop(key, None)

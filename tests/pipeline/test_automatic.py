@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +207,35 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
     assert {len(used) for used in seen} == {COUNT // 2} and record["num_calibrations"] >= 2
     assert record["cost_in_calibrations"] <= 3
     assert sorted(experts) == sorted(at.ids), "experts are read once"
+
+
+@pytest.mark.parametrize("noise", [5.0, 0.1])
+def test_what_is_not_clearly_worse_on_one_half_is_judged_on_the_other(
+    study: Study, monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    """The second candidate is 1 behind on the first half and 4 ahead on the other; less of the way is worse."""
+    tried = Counter[tuple[float, frozenset[str]]]()
+
+    def watch(at: Any, seen: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
+        is_first = seen == next(iter(tried), (0, seen))[1]
+        tried[at.alpha, seen] += 1
+        gap = (1 if is_first else -4) if at.alpha == 0.5 else 0
+
+        def scored(of: Any) -> Any:
+            return 10 + gap + tried[at.alpha, seen] + noise * (at.alpha == 0.5) * (-1) ** np.arange(len(of))
+
+        return all_at(found, scored)
+
+    spoil_merged(monkeypatch)
+    watch_fits(monkeypatch, watch)
+    monkeypatch.setattr(automatic, "_LOOK", 0.2)  # cheap beside FeatCal, as it is beside dear calibrations
+    _, record = chosen(study)
+    entries = {entry["name"]: entry for entry in record["compared"]}
+    kept, every = noise == 5.0, len(TASKS) * COUNT
+    assert record["choice"] == ("featcal rho=3.0 alpha=0.5" if kept else "start")
+    assert entries["featcal rho=3.0 alpha=0.5"]["n"] == (every if kept else every // 2)
+    assert [entry["share"] for entry in record["curve"]] == [0, 0.8, 1] and record["share"] == 1
+    assert set(tried.values()) == {2}
 
 
 @pytest.mark.slow

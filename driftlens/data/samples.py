@@ -103,7 +103,7 @@ class Batch:
 
     def inputs_of(self, places: Tensor) -> Any:
         """The raw inputs of some of its samples, by their places in it."""
-        return _cut(self.inputs, places)
+        return cut(self.inputs, places)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -112,16 +112,16 @@ class Batch:
         return tuple(_digest(_unpadded(inputs)) for inputs in parts)
 
     def _part(self, first: int, last: int) -> Batch:
-        cut = _cut(self.inputs, slice(first, last))
-        return Batch(self.start + first, min(self.stop, self.start + last), cut, self.copied[first:last])
+        inputs = cut(self.inputs, slice(first, last))
+        return Batch(self.start + first, min(self.stop, self.start + last), inputs, self.copied[first:last])
 
 
-def _cut(inputs: Any, places: slice | Tensor) -> Any:
+def cut(inputs: Any, places: slice | Tensor) -> Any:
     """Raw inputs of some samples: of every tensor in them the rows, all else as it is."""
     if isinstance(inputs, Mapping):
-        return {name: _cut(entry, places) for name, entry in inputs.items()}
+        return {name: cut(entry, places) for name, entry in inputs.items()}
     if isinstance(inputs, list | tuple):
-        return tuple(_cut(entry, places) for entry in inputs)
+        return tuple(cut(entry, places) for entry in inputs)
     return inputs[places] if hasattr(inputs, "shape") else inputs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -70,7 +71,8 @@ class Fitting(Calibrator):
         study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.kinds)
-        check_closure(study, request.closure_samples)
+        # Of the base nothing but weights is asked.
+        check_closure(replace(study, variants=("merged",)), request.closure_samples)
         ground = Ground(
             study.pool,
             {task: [at_hand.calibration or at_hand.diagnosis] for task, at_hand in study.tasks.items()},

@@ -26,6 +26,7 @@ from driftlens.engine.inputs import sent
 from driftlens.engine.walk import (
     ROUNDING,
     LayerView,
+    layer_states,
     not_closed,
     tolerance,
     waiting_bytes,
@@ -92,8 +93,8 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
                 index = view.layer.index
                 meter.step(index - 1, f"drift, layer {index} of {num_layers}")
             recorder.add(view)
-            if library is not None:
-                library.compare(view)
+            if library is not None and view.start == 0:
+                library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
     if library is not None:
         library.settle()
     found = Walked(recorder.columns(), recorder.features(), recorder.routing())
@@ -293,6 +294,7 @@ class LibraryDrift:
 
     def __init__(self, study: Study, task: str, most: int | None = None) -> None:
         pool, samples = study.pool, study.tasks[task].diagnosis
+        self._task = task
         num_states = len(pool.chain.layers) * (1 + len(study.variants))
         per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
         fitting = max(1, study.settings.feature_budget // max(1, per_sample))
@@ -311,21 +313,17 @@ class LibraryDrift:
                 for variant in study.variants
             }
         self.error: dict[tuple[str, int], float] = {}
-        self._compared: list[tuple[Layer, str, str, Tensor]] = []
+        self._compared: list[tuple[Layer, str, Tensor]] = []
 
-    def compare(self, view: LayerView) -> None:
+    def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
         """Keep the closure error of the first samples; `settle` tells it, of all variants of a layer together."""
-        if view.start != 0:
-            return
-        if self._compared and self._compared[0][0] is not view.layer:
+        if self._compared and self._compared[0][0] is not layer:
             self.settle()
         merged, expert = (
-            {name: leaf[: self.batch.stop] for name, leaf in state.items()}
-            for state in (view.merged_out, view.expert_out)
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
         )
-        theirs = self._drift[view.variant][view.layer.index - 1]
-        sizes = _sizes(subtract(merged, expert), theirs, expert)
-        self._compared.append((view.layer, view.task, view.variant, sizes))
+        sizes = _sizes(subtract(merged, expert), self._drift[variant][layer.index - 1], expert)
+        self._compared.append((layer, variant, sizes))
 
     def settle(self) -> None:
         """Read what was compared since the last time, at once.
@@ -335,11 +333,11 @@ class LibraryDrift:
         """
         compared, self._compared = self._compared, []
         read = torch.stack([sizes for *_, sizes in compared]).tolist() if compared else []
-        for (layer, task, variant, _), sizes in zip(compared, read, strict=True):
+        for (layer, variant, _), sizes in zip(compared, read, strict=True):
             error, limit, is_off = _apart(sizes, self._dtype)
             self.error[variant, layer.index] = error
             if is_off:
-                raise not_closed(layer.index, layer.path, task, variant, error, limit, self._model)
+                raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
 
 
 def _sizes(ours: State, theirs: State, features: State) -> Tensor:
@@ -388,12 +386,17 @@ def unheld(task: str, reason: str) -> str:
     )
 
 
+@torch.no_grad()
 def check_closure(study: Study, most: int | None = None) -> None:
     """Hold the first samples of every task, a batch or `most`, against the library's own forward passes."""
-    for task, at_hand in study.tasks.items():
+    pool = study.pool
+    for task in study.tasks:
         library = LibraryDrift(study, task, most)
-        for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
-            library.compare(view)
+        models = pool.expert(task), *study.variants
+        passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
+        for (layer, [(_, expert, _)]), *others in zip(*passes, strict=True):
+            for variant, (_, [(_, state, _)]) in zip(study.variants, others, strict=True):
+                library.compare(layer, variant, state, expert)
         library.settle()
 
 

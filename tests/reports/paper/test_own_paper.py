@@ -22,7 +22,7 @@ from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_lat
 from driftlens_reports.paper.style import WIDTHS
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
-from tests.reports.paper.drawn import PAGE, code_of, line_points, lines, segments, texts, typeset, words
+from tests.reports.paper.drawn import PAGE, bars, code_of, line_points, lines, segments, texts, typeset, words
 from tests.reports.paper.drawn import draw as drawn
 from tests.reports.paper.saved_runs import figure_run
 
@@ -254,6 +254,18 @@ def with_ends(run: DriftRun) -> DriftRun:
         rows[f"{column}_low"], rows[f"{column}_high"] = rows[column] - 0.05, rows[column] + 0.1
     copy._frames["layers"] = rows
     return copy
+
+
+def test_negative_shares_are_drawn_below_zero(run: DriftRun) -> None:
+    copy, rows = open_run(run.path), run.layers()
+    rows["final_share"] = np.where(rows["layer"] == 2, -0.2, 0.4)
+    copy._frames["layers"] = rows
+    figure = drawn("contributions", copy).figure
+    assert figure is not None
+    stack, splits = figure.axes[0], figure.axes[-1]
+    lefts = [min(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars(stack)]
+    assert min(lefts) == pytest.approx(-0.2) and stack.get_xlim()[0] < -0.2
+    assert min(bar.get_height() for bar in bars(splits)) < 0 and splits.get_ylim()[0] < -0.2
 
 
 def test_no_whisker_crosses_a_layers_number(run: DriftRun) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import DriftLensError, SpecError
 from driftlens.base.files import entries, write_text_atomic
 from driftlens.findings.reading import size
-from driftlens.spec.drafted import split_entry
+from driftlens.runs.layout import SPEC
+from driftlens.runs.run import DriftRun
+from driftlens.spec.drafted import ROWS, split_entry
 from driftlens_app.calibration import methods
 from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.requests import MOST_BYTES
-from driftlens_app.settings import is_inside
-from driftlens_app.show import plain
+from driftlens_app.settings import Settings, is_inside
+from driftlens_app.show import caption, plain
 
 PASTED = "Paste or drop YAML"
 """What stands among the specs for one that is none of the files."""
@@ -27,6 +30,7 @@ PASTED_AS = "pasted"
 """How its file is called, but for the ending and a number."""
 
 _KEPT, _TEXT, _DRAWER = "_draft", "pasted", "begin-draft"
+_RECIPE, _WRITTEN, _TOLD, _PROBLEM = "_recipe", "_written", "_chosen-for-draft", "_draft-problem"
 _PARTS = {"expert": "experts.{}.weights", "head": "heads.{}", "data": "data.{}", "baseline": "baselines.{}"}
 _PATHS = {"base": "base.weights", "merged model": "merged.weights", "device": "compute.device"}
 
@@ -38,19 +42,31 @@ _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 _HEADS = """
 # Scores need heads, task by task; `suite` names a published task, which brings its class names and prompts.
 #heads:
-#  {task}: {{suite: {task}}}
-#  {task}: {{classes: [cat, dog], templates: ['a photo of a {{}}.']}}
+#  TASK: {suite: TASK}
+#  TASK: {classes: [cat, dog], templates: ['a photo of a {}.']}
 """
 
 
 def draft(root: Path) -> str:
     """The text in the field, which a dropped file or the pickers fill; refused where it is larger than specs may be."""
+    state = st.session_state
+    if _DRAWER not in state or state.pop(
+        _WRITTEN, False
+    ):  # open for whoever begins; then the text is to be seen
+        state[_DRAWER] = not state.get(_TEXT)
+    for key in [key for key in state if str(key).startswith("pick-")]:
+        state[key] = state[key]  # what is not drawn while the drawer is closed would be forgotten
     drawer = st.expander("Drop a file, or pick base, experts and data", key=_DRAWER, on_change="rerun")
     with drawer:
         about = "A run's spec, or a recipe of mergekit, whose models then stand in one."
         st.file_uploader(
             "Drop a spec or a recipe", ["yaml", "yml"], key="dropped", on_change=_take, help=about
         )
+        if (recipe := state.pop(_RECIPE, None)) is not None:
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+                file.write(recipe)
+                file.flush()
+                _write(root, (), [file.name])
         if drawer.open:
             _pick(root)
     text = st.text_area(
@@ -61,7 +77,10 @@ def draft(root: Path) -> str:
         placeholder="version: 1\nname: ...",
         help="YAML. It is kept as a file in this folder once it is checked, and relative paths begin here.",
     )
-    if problem := st.session_state.get("_undropped") or st.session_state.get("_unspread"):
+    written, told = state.get(_TOLD, ("", ()))
+    for sentence in told if text == written else ():
+        caption(f"{sentence[:1].upper()}{sentence[1:]}.")
+    if problem := state.get(_PROBLEM):
         raise SpecError(problem[0], hint=problem[1])
     if (given := len(text.encode())) > MOST_BYTES:
         raise SpecError(f"the text has {size(given)}; a spec may have {size(MOST_BYTES)}", hint="Shorten it.")
@@ -73,34 +92,59 @@ def begin_with(text: str) -> None:
     st.session_state.update({"spec": PASTED, _TEXT: text})
 
 
+def compare_merges(run: DriftRun, command: str) -> None:
+    """Let the page of new runs begin with a run's own spec, and with the merges that a command compares."""
+    own, known = (
+        (run.path / SPEC).relative_to(Settings.from_environment().root).as_posix(),
+        methods("merge_methods"),
+    )
+    asked = re.search(r"--compare[ =](\S+)", command)
+    names = [name for name in (asked[1].split(",") if asked else ()) if name in known]
+    st.session_state.update({"spec": own, "new-merge": True, "merges": names})
+
+
 def _take() -> None:
-    dropped = st.session_state.get("dropped")
-    st.session_state["_undropped"] = None
-    if dropped is not None:
-        try:
-            st.session_state[_TEXT] = as_spec(dropped.getvalue().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            problem = f"the dropped file is not UTF-8 text ({error.reason})", "It should be a YAML file."
-            st.session_state["_undropped"] = problem
-        except SpecError as error:  # of a recipe that no merge method here takes
-            st.session_state["_undropped"] = error.message, error.hint
+    dropped, state = st.session_state.get("dropped"), st.session_state
+    state[_PROBLEM] = None
+    if dropped is None:
+        return
+    try:
+        text = dropped.getvalue().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"the dropped file is not UTF-8 text ({error.reason})", "It should be a YAML file."
+        state[_PROBLEM] = problem
+        return
+    state[_RECIPE if _is_recipe(text) else _TEXT] = text
 
 
-def as_spec(text: str) -> str:
-    """The text, or the spec with the models of the recipe of mergekit that it is."""
-    from driftlens.spec.mergekit import is_recipe, recipe_of
+def _is_recipe(text: str) -> bool:
+    """Whether the text is a recipe of mergekit; what can't be read is none, and the check tells where it is wrong."""
+    from driftlens.spec.mergekit import is_recipe
     from driftlens.spec.yaml_text import from_yaml
 
     try:
         given = from_yaml(text, "dropped")
-    except SpecError:  # the check tells where it is wrong
-        return text
-    if not isinstance(given, Mapping) or not is_recipe(given):
-        return text
-    recipe = recipe_of(given)
-    base = recipe.base or recipe.models[0]
-    experts = [model for model in recipe.models if model != base]
-    return spec_text("hf-decoder", base, base, {_task(expert): (expert, None) for expert in experts})
+    except SpecError:
+        return False
+    return isinstance(given, Mapping) and is_recipe(given)
+
+
+def _write(root: Path, options: Sequence[str], models: Sequence[str]) -> None:
+    """Put the spec that `driftlens init` makes of models into the field, which is drawn later; or tell why it can't."""
+    state = st.session_state
+    state[_PROBLEM] = None
+    try:
+        with st.spinner("Reading configurations and data"):
+            made = ask(("init", *options, "--json", "--", *models), root)
+    except DriftLensError as error:
+        state[_PROBLEM] = error.message, error.hint
+        return
+    text = str(made["spec"])
+    if "\nheads:" not in text:
+        text += _HEADS
+    state[_TEXT], state[_WRITTEN] = text, True
+    state[_TOLD] = text, tuple(made["chosen"])
+    st.rerun()
 
 
 def keep(root: Path, text: str) -> str:
@@ -168,35 +212,53 @@ def _pick(root: Path) -> None:
     choose = {"index": None, "accept_new_options": True, "placeholder": "in this folder, or a Hub id"}
     models, data = checkpoints(root), data_sets(root)
     with left:
-        loader = st.selectbox(
-            "Family of models", [*methods("loaders")], key="pick-loader", help="By `driftlens methods`."
-        )
         base = st.selectbox("Base", models, key="pick-base", **choose)
     with right:
-        told = "Configuration or name of the architecture; the base's own where it has one."
-        source = st.selectbox("Architecture", models, key="pick-source", help=told, **choose)
         experts = st.multiselect(
             "Experts", models, key="pick-experts", accept_new_options=True, placeholder="one per task"
         )
-    rows: dict[str, tuple[str, Mapping[str, str] | None]] = {}
+    tasks, places = dict[str, str](), dict[str, str]()
     for number, expert in enumerate(experts, 1):
         proposed, about = _task(expert), plain(expert)
         name, picked = st.columns(2)
-        task = name.text_input(f"Task {number}", proposed, key=f"pick-task-{expert}", help=about)
-        of = picked.selectbox(
-            f"Data of task {number}", [*data], key=f"pick-data-{expert}", index=None, help=about
-        )
-        rows[task.strip()] = expert, data[of] if of else None
-    is_whole = bool(base and rows)
-    made = spec_text(str(loader), source or str(base), str(base), rows) if is_whole else ""
-    st.button(
+        said = name.text_input(f"Task {number}", key=f"pick-task-{expert}", placeholder=proposed, help=about)
+        task = said.strip() or proposed
+        tasks[task] = expert
+        if of := picked.selectbox(
+            f"Data of task {number}", data, key=f"pick-data-{expert}", index=None, help=about
+        ):
+            places[task] = of
+    told = _pick_family(models, choose)
+    lacking = [task for task in tasks if task not in places] if places else []
+    reason = f"Data is missing for {', '.join(lacking)}." if lacking else None
+    options = [f"--data={task}={place}" for task, place in places.items()]
+    if st.button(
         "Write the spec",
         icon=":material/edit_note:",
         key="pick",
-        disabled=not is_whole,
-        # The drawer closes, so that the text stands where one looks.
-        on_click=lambda: st.session_state.update({_TEXT: made, _DRAWER: False}),
-    )
+        disabled=not base or not tasks or bool(lacking),
+        help=reason or "Without data a few dozen built-in texts or pictures are read.",
+    ):
+        pairs = [f"{task}={expert}" for task, expert in tasks.items()]
+        _write(root, [*options, *told], [str(base), *pairs])
+
+
+def _pick_family(models: Sequence[str], choose: Mapping[str, Any]) -> list[str]:
+    """Options that say of which family the models are, where somebody says so; else the base does."""
+    with st.expander("What nothing beside the base says"):
+        left, right = st.columns(2)
+        loader = left.selectbox(
+            "Family of models",
+            [*methods("loaders")],
+            key="pick-loader",
+            index=None,
+            placeholder="by the base's configuration",
+            help="By `driftlens methods`.",
+        )
+        told = "Configuration or name of the architecture; the base's own where it has one."
+        source = right.selectbox("Architecture", models, key="pick-source", help=told, **choose)
+    given = {"loader": loader, "source": source}
+    return [f"--set=architecture.{name}={value}" for name, value in given.items() if value]
 
 
 def _task(expert: str) -> str:
@@ -207,10 +269,10 @@ def _task(expert: str) -> str:
 def _spread(root: Path, where: str) -> None:
     """Fill the pickers with what a folder in the root holds; what is in the way is told where the text stands."""
     folder = (root / where.strip()).resolve()
-    st.session_state["_unspread"] = None
+    st.session_state[_PROBLEM] = None
     if not folder.is_dir() or not is_inside(folder, root):
         problem = f"{where.strip()} is no folder in {root}", "Open the dashboard on the one that holds it."
-        st.session_state["_unspread"] = problem
+        st.session_state[_PROBLEM] = problem
         return
     inside = folder.relative_to(root.resolve())
     found = [(inside / name).as_posix() for name in checkpoints(folder)]
@@ -220,29 +282,11 @@ def _spread(root: Path, where: str) -> None:
     if base is None or not experts:
         there = ", ".join(models) or "no model"
         hint = f"One of them should be called {' or '.join(_BASES)}; the others are experts."
-        st.session_state["_unspread"] = f"{where.strip()} holds no base and experts, but {there}", hint
+        st.session_state[_PROBLEM] = f"{where.strip()} holds no base and experts, but {there}", hint
         return
     data = {Path(name).stem: (inside / name).as_posix() for name in data_sets(folder)}
     chosen = {f"pick-data-{expert}": data.get(Path(expert).stem) for expert in experts}
     st.session_state.update({"pick-base": base, "pick-experts": experts, **chosen})
-
-
-def spec_text(
-    loader: str, source: str, base: str, tasks: Mapping[str, tuple[str, Mapping[str, str] | None]]
-) -> str:
-    """A spec in YAML of these parts, merged by Task Arithmetic; of each task the expert and its entry under `data`."""
-    from driftlens.spec.yaml_text import to_yaml
-
-    parts: dict[str, Any] = {
-        "version": 1,
-        "name": "picked",
-        "architecture": {"loader": loader, "source": source},
-        "base": {"weights": base},
-        "merge": {"method": "task_arithmetic", "scaling": 0.3},
-        "experts": {task: {"weights": expert} for task, (expert, _) in tasks.items()},
-        "data": {task: dict(entry) for task, (_, entry) in tasks.items() if entry is not None},
-    }
-    return to_yaml(parts) + _HEADS.format(task=next(iter(tasks)))
 
 
 def checkpoints(root: Path) -> list[str]:
@@ -257,11 +301,12 @@ def checkpoints(root: Path) -> list[str]:
     return sorted(itertools.islice(found, MOST_PLACES))
 
 
-def data_sets(root: Path) -> dict[str, dict[str, str]]:
-    """By path, relative to the root, what a spec says of the data there: files of rows, folders of splits."""
-    names = {place.relative_to(root).as_posix(): place for place in _places(root)}
-    found = {name: entry for name, place in names.items() if (entry := split_entry(place, name)) is not None}
-    return dict(sorted(found.items())[:MOST_PLACES])
+def data_sets(root: Path) -> list[str]:
+    """Paths, relative to the root, of folders of splits and of files of rows that are no split themselves."""
+    places = [*_places(root)]
+    folders = {place for place in places if split_entry(place, "") is not None}
+    rows = {place for place in places if place.suffix.lower() in ROWS and place.parent not in folders}
+    return sorted(place.relative_to(root).as_posix() for place in folders | rows)[:MOST_PLACES]
 
 
 def _places(root: Path) -> Iterator[Path]:

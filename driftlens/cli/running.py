@@ -79,22 +79,65 @@ def demo(
     )
 
 
+DataPaths = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="[TASK=]PATH",
+        help="JSON lines, a table, .npz or a folder of images, with or without labels: once for all experts, or "
+        "once for each. Left out, a few dozen built-in samples are read.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
+]
+
+
 @app.command()
+@flagged
 def init(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BASE [TASK=]EXPERT...]",
+            help="Models to fill in: folders, files of weights or Hub ids in this order; or a recipe of mergekit.",
+        ),
+    ] = None,
+    data: DataPaths = None,
     out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[str, typer.Option(help="generic or clip-ta.")] = "generic",
+    template: Annotated[str, typer.Option(help="generic or clip-ta, where no models are given.")] = "generic",
+    overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    *,
+    job: Annotated[Job, "offline"],
+    as_json: JsonFlag = False,
 ) -> None:
-    """Write a commented run spec to start from."""
+    """Write a run spec to start from: a commented one, or one of models and their data."""
     from driftlens.base.files import write_text_atomic
     from driftlens.spec.templates import template_text
 
-    text = template_text(template)
-    if str(out) == "-":
+    is_shown = as_json or str(out) == "-"
+    if out.exists() and not force and not is_shown:
+        raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
+    chosen: tuple[str, ...] = ()
+    if models:
+        from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
+
+        asked = asked_about(models, recipe_in(models), is_merged=False)
+        probe = Path("probe") if is_shown else out.with_name(f"{out.stem}-probe")
+        drafted = draft(asked, data or (), overrides or (), probe, job.access)
+        text, chosen = drafted.text, drafted.chosen
+    else:
+        text = template_text(template)
+    if as_json:
+        say_json({"spec": text, "chosen": chosen})
+        return
+    for told in chosen:
+        note(f"notice: {told}")
+    if is_shown:
         say(text.rstrip("\n"))
         return
-    if out.exists() and not force:
-        raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
     write_text_atomic(out, text)
     say(f"wrote {out}; edit it, then: driftlens validate {out}")
 
@@ -341,20 +384,9 @@ def why(
             "it made (left out, it is made).",
         ),
     ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="[TASK=]PATH",
-            help="JSON lines, a table, .npz or a folder of images, with or without labels: once for all experts, or "
-            "once for each. Left out, a few dozen built-in samples are read.",
-        ),
-    ] = None,
+    data: DataPaths = None,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/why"),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     *,
     job: Job,

@@ -139,8 +139,8 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
     else:
         file, where = Path(source).absolute(), str(source)
         folder, raw = file.parent, _read(file, where)
-    for override in overrides:
-        _override(raw, override)
+    for text in overrides:
+        override(raw, text)
     _check_version(raw, where)
     return checked(RunSpec, raw, where, {"folder": folder})
 
@@ -162,11 +162,12 @@ def _read(file: Path, where: str) -> dict[str, Any]:
     return raw
 
 
-def _override(raw: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
+def override(raw: dict[str, Any], text: str) -> None:
+    """Set one value of a spec in place, by `a.b=value`, the value in YAML."""
+    path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise SpecError(f"--set {override}: expected a.b=value", hint="For example --set data.defaults.n=64.")
+        raise SpecError(f"--set {text}: expected a.b=value", hint="For example --set data.defaults.n=64.")
     here = raw
     for depth, key in enumerate(keys[:-1], start=1):
         # An absent section, or one left empty in the file, starts as an empty mapping.
@@ -176,9 +177,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(here, dict):
             parent = ".".join(keys[:depth])
             raise SpecError(
-                f"--set {override}: {parent} is {here!r}, which has no keys", hint=f"Set {parent} itself."
+                f"--set {text}: {parent} is {here!r}, which has no keys", hint=f"Set {parent} itself."
             )
-    here[keys[-1]] = from_yaml(text, f"--set {override}")
+    here[keys[-1]] = from_yaml(value, f"--set {text}")
 
 
 def _check_version(raw: Mapping[str, Any], where: str) -> None:

@@ -15,8 +15,10 @@ from streamlit.testing.v1 import AppTest
 from driftlens.base.errors import RunError, SpecError
 from driftlens.findings.before_after import calibration_sheets
 from driftlens.findings.verdict import verdict
+from driftlens.runs.layout import CANDIDATE
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import SCHEMA_VERSION
+from driftlens.runs.status import append_event
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import checked
 from driftlens_app.jobs import watch
@@ -81,6 +83,17 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
         assert (
             tab.text_input(key="name").value == "failing" and tab.number_input(key="featcal.rho").value == 1.5
         )
+
+
+def test_what_the_choice_tries_is_told_while_it_goes_on(open_app: Open, root: Path, run: Path) -> None:
+    append_event(run, CANDIDATE, of="steady", name="of an earlier job", part=0, score=0.1)
+    app = calibrate_as(open_app(root, "repair"), "steady")
+    until(lambda: state(run) == "running", "it runs")
+    for name, part, score in (("near", 0, 0.2), ("far", 0, 0.9), ("near", 1, 0.4), ("none", 0, None)):
+        append_event(run, CANDIDATE, of="steady", name=name, part=part, score=score)
+    tried = app.run().dataframe[0].value
+    assert tried["candidate"].tolist() == ["near", "far", "none"] and tried["parts"].tolist() == [2, 1, 1]
+    assert tried["distance"].iloc[0] == pytest.approx(0.3) and "Lower is nearer" in said(app)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -16,9 +17,8 @@ from streamlit.testing.v1 import AppTest
 from driftlens.base.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.status import Status, write_status
-from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import from_yaml
-from driftlens_app.drafts import PASTED, PASTED_AS, as_spec
+from driftlens_app.drafts import PASTED, PASTED_AS
 from driftlens_app.jobs import Job, processes, start
 from driftlens_app.jobs.processes import ask
 from driftlens_app.jobs.record import dismiss, job_of
@@ -230,6 +230,7 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
     assert "holds no comparison of merges" in errors(app.run())
 
 
+DROP = "Drop a file, or pick base, experts and data"
 BROKEN, MENDED = "version: 1\nnmae: mine\n", "version: 1\nname: mine\n"
 
 
@@ -238,41 +239,42 @@ def paste(app: AppTest, text: str) -> AppTest:
     return app.text_area(key="pasted").set_value(text).run()
 
 
+def picked(app: AppTest) -> dict[str, Any]:
+    """What the command line was asked for by the pickers, as the stand-in writes it into the field."""
+    assert not errors(press(app, "Write the spec")), errors(app)
+    assert "Built-in texts are read." in said(app)
+    return dict(from_yaml(app.text_area(key="pasted").value, "spec"))
+
+
 def test_base_experts_and_data_are_picked_into_a_spec(open_app: Open, root: Path, tmp_path: Path) -> None:
-    """What lies in the folder is offered, what leaves it or is hidden is not, and the text is read as a spec."""
+    """What lies in the folder is offered, what leaves it or is hidden is not; the command line makes the spec."""
     places = ("zoo/base/config.json", "zoo/cars.safetensors", ".hidden/a.safetensors", "sets/cars/train.csv")
-    places += (
-        "sets/cars/test.csv",
-        "sets/signs/train/a/1.png",
-        "sets/signs/val/a/1.png",
-        "sets/x.npz",
-        "sets/odd/train.csv",
-    )
+    places += ("sets/cars/test.csv", "sets/signs/train/a/1.png", "sets/signs/val/a/1.png", "sets/rows.jsonl")
     for place in places:
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).touch()
     (root / "leaves").symlink_to(tmp_path.parent)
     app = open_app(root, "new_run")
-    app.selectbox(key="spec").set_value(PASTED).run()
-    opened_drawers(app, "Drop a file, or pick base, experts and data")
+    assert app.selectbox(key="spec").value == PASTED, "who has no spec of their own has models"
     assert app.selectbox(key="pick-base").options == ["zoo/base", "zoo/cars.safetensors"]
     assert is_disabled(app, "Write the spec")
-    app.selectbox(key="pick-loader").set_value("hf-clip")
     app.selectbox(key="pick-base").set_value("zoo/base")
     app.multiselect(key="pick-experts").set_value(["zoo/cars.safetensors", "owner/signs"]).run()
-    data = app.selectbox(key="pick-data-zoo/cars.safetensors")
-    assert data.options == ["sets/cars", "sets/signs", "sets/x.npz"]
-    data.set_value("sets/cars")
+    assert picked(app)["options"] == ["--json"], "the family follows from the base"
+    data = opened_drawers(app, DROP) and app.selectbox(key="pick-data-zoo/cars.safetensors")
+    assert data.options == ["sets/cars", "sets/rows.jsonl", "sets/signs"]
+    data.set_value("sets/cars").run()
+    assert is_disabled(app, "Write the spec"), "data of the other task is missing"
+    app.selectbox(key="pick-loader").set_value("hf-clip")
     app.selectbox(key="pick-data-owner/signs").set_value("sets/signs")
     app.text_input(key="pick-task-zoo/cars.safetensors").set_value("autos").run()
-    press(app, "Write the spec")
-    (root / "picked.yaml").write_text(app.text_area(key="pasted").value)
-    spec = load_spec(root / "picked.yaml")
-    assert (spec.tasks, spec.architecture.loader) == (("autos", "signs"), "hf-clip")
-    assert spec.architecture.source == spec.base.weights == str(root / "zoo/base")
-    assert spec.experts["signs"].weights == "owner/signs"
-    assert [entry.kind for entry in spec.data.tasks.values()] == ["table", "imagefolder"]
-    assert spec.data.tasks["signs"].test == str(root / "sets/signs/val")
+    made = picked(app)
+    assert (made["base"], made["experts"]) == (
+        "zoo/base",
+        ["autos=zoo/cars.safetensors", "signs=owner/signs"],
+    )
+    family = "--set=architecture.loader=hf-clip"
+    assert made["options"] == ["--data=autos=sets/cars", "--data=signs=sets/signs", family, "--json"]
 
 
 def test_one_folder_that_holds_all_fills_the_pickers(open_app: Open, root: Path) -> None:
@@ -280,34 +282,35 @@ def test_one_folder_that_holds_all_fills_the_pickers(open_app: Open, root: Path)
     for place in (*places, "data/cars/train.csv", "data/cars/test.csv", "merged.safetensors"):
         (root / "zoo" / place).parent.mkdir(parents=True, exist_ok=True)
         (root / "zoo" / place).touch()
+    (root / "zoo/data/signs.npz").touch()
     app = open_app(root, "new_run")
-    app.selectbox(key="spec").set_value(PASTED).run()
-    opened_drawers(app, "Drop a file, or pick base, experts and data")
     for wrong, why in (("..", "is no folder in"), ("zoo/data", "no base and experts, but no model")):
         app.text_input(key="pick-folder").set_value(wrong).run()
         assert why in errors(press(app, "Fill in from the folder"))
     app.text_input(key="pick-folder").set_value("zoo").run()
     assert not errors(press(app, "Fill in from the folder"))
+    made = picked(app)
+    assert made["base"] == "zoo/base"
+    assert made["experts"] == ["cars=zoo/experts/cars.safetensors", "signs=zoo/experts/signs.pt"]
+    assert made["options"] == ["--data=cars=zoo/data/cars", "--data=signs=zoo/data/signs.npz", "--json"]
+
+
+def test_what_no_spec_can_be_made_of_is_told_where_the_text_would_stand(open_app: Open, root: Path) -> None:
+    (root / "nothing.pt").touch()
+    app = open_app(root, "new_run")
+    app.selectbox(key="pick-base").set_value("nothing.pt")
+    app.multiselect(key="pick-experts").set_value(["owner/signs"]).run()
     press(app, "Write the spec")
-    (root / "picked.yaml").write_text(app.text_area(key="pasted").value)
-    spec = load_spec(root / "picked.yaml")
-    assert spec.base.weights == str(root / "zoo/base") and spec.tasks == ("cars", "signs")
-    assert [*spec.data.tasks] == ["cars"] and spec.experts["signs"].weights.endswith("experts/signs.pt")
+    assert "nothing beside nothing.pt says how it is built" in errors(app) and "Say it." in errors(app)
+    assert not app.text_area(key="pasted").value
 
 
-def test_the_models_of_a_recipe_stand_in_a_spec() -> None:
-    recipe = {
-        "merge_method": "ties",
-        "base_model": "owner/base",
-        "models": [{"model": f"owner/{name}"} for name in ("code", "math")],
-    }
-    made = from_yaml(as_spec(json.dumps(recipe)), "spec")
-    assert made["base"] == {"weights": "owner/base"} and made["architecture"]["loader"] == "hf-decoder"
-    assert {task: entry["weights"] for task, entry in made["experts"].items()} == {
-        "code": "owner/code",
-        "math": "owner/math",
-    }
-    assert as_spec(MENDED) == MENDED
+def test_the_button_of_the_verdict_fills_in_the_merges_to_compare(open_app: Open, root: Path) -> None:
+    """The run's own spec, though another one lies in the folder, with the merges that its command names."""
+    (root / "mine.yaml").write_text("version: 1\n")
+    app = press(open_app(root, "overview"), "Compare merges").switch_page("views/new_run.py").run()
+    assert app.selectbox(key="spec").value == "full/spec.yaml"
+    assert app.multiselect(key="merges").value == ["average", "ties", "iso_c", "tsv_m"]
 
 
 def test_a_draft_takes_no_other_files_place(open_app: Open, root: Path, tmp_path: Path) -> None:

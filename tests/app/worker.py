@@ -23,6 +23,8 @@ def main(arguments: list[str]) -> int:
     command = arguments[0]
     if command == "validate":
         return validate(Path(arguments[1]))
+    if command == "init":
+        return init(arguments[1:])
     if "--dry-run" in arguments:
         return answer({"ready": True, "findings": [], "estimate": ESTIMATE})
     print("called with", *arguments, flush=True)
@@ -68,6 +70,16 @@ def validate(spec: Path) -> int:
     is_ready = "base" not in text or "nothing" not in text
     findings = [well] if is_ready else [well, FINDING]
     return answer({"ready": is_ready, "findings": findings, "estimate": None})
+
+
+def init(arguments: list[str]) -> int:
+    """A spec that names what it was asked for; a base called `nothing.pt` is of no known family."""
+    options, (base, *experts) = arguments[: (at := arguments.index("--"))], arguments[at + 1 :]
+    if "nothing" in base:
+        print(f"error: nothing beside {base} says how it is built\nhint: Say it.", file=sys.stderr)
+        return 2
+    made = {"version": 1, "base": base, "experts": experts, "options": options}
+    return answer({"spec": json.dumps(made, indent=1), "chosen": ["built-in texts are read"]})
 
 
 def work(run: Path, name: str) -> int:

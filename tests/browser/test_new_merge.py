@@ -24,6 +24,13 @@ from tests.suites.conftest import TINY
 from tests.zoo.world import World
 
 
+def begin_with(page: Any, spec: str) -> None:
+    page.get_by_role("combobox", name="Spec from").fill(spec)
+    page.get_by_role("option", name=spec, exact=True).click()
+    settled(page)
+    open_drawer(page, "New merge")
+
+
 def choose(page: Any, title: str) -> None:
     page.get_by_role("combobox", name="Merge the experts by").fill(title)
     page.get_by_role("option", name=title, exact=True).click()
@@ -40,7 +47,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
     with serving(root, tmp_path / "log") as address:
         page.goto(f"{address}/new_run")
         settled(page)
-        open_drawer(page, "New merge")
+        begin_with(page, "light/spec.yaml")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
         choose(page, "TIES-Merging")
         scaling = page.get_by_role("spinbutton", name="scaling")
@@ -55,7 +62,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
 
         page.goto(f"{address}/new_run")
         settled(page)
-        open_drawer(page, "New merge")
+        begin_with(page, "light/spec.yaml")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
         for title in ("Simple Averaging", "TIES-Merging"):
             choose(page, title)
@@ -85,7 +92,7 @@ def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
     with serving(root, tmp_path / "log") as address:
         page.goto(f"{address}/new_run")
         settled(page)
-        open_drawer(page, "New merge")
+        begin_with(page, "light/spec.yaml")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
         for title in ("Simple Averaging", "WUDI-Merging"):
             choose(page, title)
@@ -113,11 +120,11 @@ def test_what_lies_in_the_folder_is_picked_mended_and_analyzed(
     with serving(root, tmp_path / "log") as address:
         page.goto(f"{address}/new_run")
         settled(page)
-        open_drawer(page, "Drop a file, or pick base, experts and data")
+        open_drawer(page, "What nothing beside the base says")
         picks = {
             "Family of models": ["open-clip"],
-            "Base": ["mine/open_clip/base.safetensors"],
             "Architecture": ["mine/model_config.json"],
+            "Base": ["mine/open_clip/base.safetensors"],
             "Experts": [f"mine/open_clip/{task}.safetensors" for task in world.tasks],
         } | {f"Data of task {at}": [f"mine/{task}.npz"] for at, task in enumerate(world.tasks, 1)}
         for label, choices in picks.items():
@@ -130,14 +137,18 @@ def test_what_lies_in_the_folder_is_picked_mended_and_analyzed(
                 settled(page)
         page.get_by_role("button", name="Write the spec").click()
         text = page.get_by_role("textbox", name="Spec")
-        expect(text).to_have_value(re.compile("task_arithmetic"))
+        expect(text).to_have_value(re.compile("task_arithmetic"), timeout=PATIENCE)
+        settled(page)
+        written = text.input_value()
+        text.fill(written.replace("task_arithmetic", "task_arithmetik"))
+        text.press("Control+Enter")
+        settled(page)
         page.get_by_role("button", name="Check the spec").click()
         wrong = page.get_by_test_id("stAlertContentError").first
         expect(wrong).to_be_visible(timeout=PATIENCE)
         box = wrong.bounding_box()
         assert box is not None and box["y"] + box["height"] < 1000, "what is wrong is below the fold"
-        defaults = "metrics: {jacobian: false}\ndata:\n  defaults: {n: 4, n_diagnosis: 5, batch_size: 3}\n"
-        text.fill(text.input_value().replace("data:\n", defaults))
+        text.fill(written)
         text.press("Control+Enter")
         settled(page)
         check(page)

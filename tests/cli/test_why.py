@@ -15,6 +15,7 @@ from driftlens.base.errors import SpecError
 from driftlens.data.drafted import data_entry
 from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
 from driftlens.runs.run import open_run
+from driftlens.spec import load_spec
 from driftlens.suites import probe
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
@@ -83,6 +84,38 @@ def test_a_recipe_is_followed_and_texts_are_judged_by_their_labels_where_they_ha
     )
     assert ("Same answer as the expert" in done.out) != is_labelled
     assert {*run.accuracy()["metric"]} == ({"accuracy"} if is_labelled else set())
+
+
+def test_a_spec_is_made_of_models_that_are_to_be_merged(
+    world: World, models: list[str], tmp_path: Path, run_cli: Cli
+) -> None:
+    base, one, other, _ = models
+    given = [base, f"autos={one}", other, f"--data={world.data(world.tasks[0])}"]
+    done = run_cli("init", *given, "--out", tmp_path / "run.yaml")
+    assert done.code == 0, done.err
+    spec = load_spec(tmp_path / "run.yaml")
+    assert spec.tasks == ("autos", world.tasks[1]) and spec.experts["autos"].weights == one
+    assert spec.architecture.loader == "hf-clip" and spec.merge.method == "task_arithmetic"
+    assert run_cli("validate", tmp_path / "run.yaml").code == 0
+    done = run_cli("init", base, f"a={one}", f"a={other}", "--json")
+    assert (done.code, "two tasks are called a" in done.message) == (2, True)
+
+
+def test_the_spec_of_a_recipe_says_which_merge_is_nearest(tmp_path: Path, run_cli: Cli) -> None:
+    for seed, name in enumerate(("base", "one", "two")):
+        saved(CONFIGS["Llama, untied"], tmp_path / name, seed)
+    recipe: dict[str, Any] = {"merge_method": "dare_ties", "base_model": str(tmp_path / "base")}
+    recipe |= {
+        "models": [{"model": str(tmp_path / name), "parameters": {"weight": 1}} for name in ("one", "two")]
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    rows = texts(tmp_path / "rows.jsonl")
+    done = run_cli("init", tmp_path / "recipe.yaml", "--data", rows, "--json")
+    made = json.loads(done.out)
+    spec = yaml.safe_load(made["spec"])
+    assert [*spec["experts"]] == ["one", "two"] and spec["base"]["weights"] == str(tmp_path / "base")
+    assert spec["architecture"]["loader"] == "hf-decoder" and spec["merge"] == {"method": "dare"}
+    assert "the recipe says dare_ties, and the spec dare" in made["chosen"][0]
 
 
 def test_of_a_merge_of_two_neither_is_the_base(tmp_path: Path) -> None:

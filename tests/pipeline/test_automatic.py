@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ from driftlens.jobs.study.reopening import Kept, reopened
 from driftlens.jobs.study.study import Study, TaskSamples
 from driftlens.merging.method import merge_called
 from driftlens.models.heads import Head
+from driftlens.runs.layout import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
@@ -77,6 +79,12 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     whole = 100 * record["cost_in_calibrations"]
     assert done[-1] == totals[-1] == pytest.approx(whole, abs=1) and record["cost_in_calibrations"] <= 3
     assert whole / 2 <= totals[0] <= 2 * whole
+    # Every candidate is told as soon as it is judged on a part.
+    judged = [event for event in said if "score" in event.metrics]
+    made = {
+        at["title"] for at in record["compared"] if at["name"] not in ("merged", "base") and "score" in at
+    }
+    assert {event.label for event in judged} == made and {event.metrics["part"] for event in judged} >= {0}
     return found, record
 
 
@@ -293,6 +301,9 @@ def test_the_run_says_how_its_settings_were_chosen(
     spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(lam=3.0), name=NAME, auto=True, layers=[2])
+    told = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+    told = [event for event in told if event["event"] == CANDIDATE]
+    assert {event["of"] for event in told} == {NAME} and all(event["score"] >= 0 for event in told)
     config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
     selection = config["selection"]
     assert config["automatic"] and run.manifest.calibrations[NAME].automatic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from pydantic import TypeAdapter
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, SpecError
 from driftlens.base.files import Guard, from_json
 from driftlens.base.progress import ProgressEvent
-from driftlens.runs.layout import COMPARISON, EVENTS, STATUS
+from driftlens.runs.layout import CANDIDATE, COMPARISON, EVENTS, STATUS
 from driftlens.runs.status import Failure, Status, living_owner_of, process_started, read_status, utc_now
 from driftlens_app.jobs.record import Job, Kind, Request, job_of, note_cancelled, write_job
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
@@ -353,14 +354,32 @@ def log_text(log: Path) -> str:
 def running_drift(job: Job) -> dict[int, float]:
     """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
     found: dict[int, float] = {}
-    for _, event in _lines(job.run / EVENTS, _EVENT_BYTES):
-        if str(event.get("time", "")) < job.started:
-            continue  # half a line, left for the next look, or an earlier job's
+    for event in _events(job):
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
         if isinstance(layer, int | float) and isinstance(drift, int | float):
             found[int(layer)] = float(drift)
     return dict(sorted(found.items()))
+
+
+def running_scores(job: Job) -> dict[str, dict[int, float]]:
+    """Held-out scores of what the job's choice has tried so far, by candidate and part of the samples."""
+    found: dict[str, dict[int, float]] = {}
+    for event in _events(job):
+        name, part, score = (event.get(key) for key in ("name", "part", "score"))
+        if event.get("event") != CANDIDATE or not isinstance(name, str) or not isinstance(part, int):
+            continue
+        found.setdefault(name, {})[part] = float(score) if isinstance(score, int | float) else math.inf
+    return found
+
+
+def _events(job: Job) -> Iterator[dict[str, Any]]:
+    """What the run's events tell since the job began; half a line is left for the next look."""
+    return (
+        event
+        for _, event in _lines(job.run / EVENTS, _EVENT_BYTES)
+        if str(event.get("time", "")) >= job.started
+    )
 
 
 def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:

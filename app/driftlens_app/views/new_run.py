@@ -32,6 +32,8 @@ PAGE = Page(
 )
 
 _FOUND = "_preflight"
+_SPEC, _MERGES, _DRAWER = "spec", "merges", "new-merge"
+"""Keys that `drafts.compare_merges` fills, too."""
 
 
 def show() -> None:
@@ -43,7 +45,8 @@ def show() -> None:
         )
         return
     show_new_runs(settings)
-    specs = [*requests.spec_files(settings.root), *requests.own_specs(settings.root)]
+    files = requests.spec_files(settings.root)
+    specs = [*files, *requests.own_specs(settings.root)]
     if not specs:
         note(
             f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one."
@@ -54,10 +57,12 @@ def show() -> None:
         specs.append(PASTED)
     if not specs:
         return
+    if st.session_state.get(_SPEC) not in specs:  # who comes without a spec of their own has models
+        st.session_state[_SPEC] = PASTED if not files and PASTED in specs else specs[0]
     spec = st.selectbox(
         "Spec from",
         specs,
-        key="spec",
+        key=_SPEC,
         help="YAML files in this folder and one level below, those of runs, or a text of your own.",
     )
     with shown_errors():
@@ -69,7 +74,7 @@ def show() -> None:
 
 def _chosen() -> dict[str, Method]:
     """The merge methods that were chosen in place of the spec's, by name."""
-    drawer = st.expander("New merge", icon=":material/merge:", key="new-merge", on_change="rerun")
+    drawer = st.expander("New merge", icon=":material/merge:", key=_DRAWER, on_change="rerun")
     if not drawer.open:
         return {}
     with drawer:
@@ -79,7 +84,7 @@ def _chosen() -> dict[str, Method]:
             [*known],
             format_func=lambda name: known[name].title,
             placeholder="what the spec says",
-            key="merges",
+            key=_MERGES,
             help="One is analyzed in place of the spec's merge; several are ranked without labels.",
         )
     return {name: known[name] for name in names}

@@ -17,6 +17,7 @@ from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
+from driftlens_app.drafts import compare_merges
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import explore, pictures, show_explorer
@@ -116,6 +117,8 @@ def _step(run: DriftRun, label: str, command: str) -> None:
     kind: Literal["primary", "secondary"] = "primary" if command else "secondary"
     about = shareable(run, command) or None
     if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
+        if page == "new_run":
+            compare_merges(run, command)
         st.switch_page(path_of(page), query_params={RUN: run.id})
 
 

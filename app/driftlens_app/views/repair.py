@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from urllib.parse import urlencode
 
+import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn
 
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted, listed
@@ -19,7 +22,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens_app import calibration
 from driftlens_app.jobs import Job, View, watch
-from driftlens_app.jobs.processes import ask, is_at_work, running_drift
+from driftlens_app.jobs.processes import ask, is_at_work, running_drift, running_scores
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
@@ -38,6 +41,7 @@ from driftlens_app.show import (
     show_data,
     show_drawn,
     show_sheet,
+    show_table,
     shown_errors,
     with_command,
 )
@@ -140,9 +144,26 @@ def _curve(run: DriftRun, view: View) -> None:
     name = view.job.name
     if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
         st.rerun()  # it shows the first numbers beside the work that goes on
+    if tried := running_scores(view.job):
+        _tried(tried)
     if found := running_drift(view.job):
         drawn = running_curve(run, name, found, dark=selection().options().dark)
         show_drawn("running", run.id, drawn)
+
+
+def _tried(scores: Mapping[str, Mapping[int, float]]) -> None:
+    """What the choice has tried so far, the nearest to the experts first among those that came as far."""
+    rows = pd.DataFrame(
+        [(name, fmean(parts.values()), len(parts)) for name, parts in scores.items()],
+        columns=["candidate", "distance", "parts"],
+    )
+    rows = rows.sort_values(["parts", "distance"], ascending=[False, True])
+    looks = {"distance": NumberColumn("distance to the experts", format="%.4f")}
+    show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
+    caption(
+        "On held-out calibration samples, without labels. Lower is nearer; after each part of them the more "
+        "distant half is left behind."
+    )
 
 
 def _results(run: DriftRun, job: View | None) -> None:

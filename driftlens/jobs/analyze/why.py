@@ -1,4 +1,4 @@
-"""From models on the command line to a spec: what they are, which data suits them, and how little of it tells why."""
+"""From models alone to a spec: what they are, which data suits them, and how little of it tells why a merge is bad."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from driftlens.data.drafted import data_entry
 from driftlens.data.sources import SplitView, data_sources
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.mergekit import METHODS, Recipe, is_recipe, recipe_of
-from driftlens.spec.yaml_text import read_mapping
+from driftlens.spec.run import override
+from driftlens.spec.yaml_text import read_mapping, to_yaml
 
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
 """Samples per task at most: enough for an interval, few enough for minutes."""
@@ -46,23 +47,27 @@ _PLAIN = re.compile(
     r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
 )
 """Names of files and folders that say nothing of the task."""
+_OPEN_CLIP = "model_config.json"
+"""How people call a configuration of open_clip that lies beside weights."""
 _CONFIGS = ("open_clip_config.json", "config.json")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Models to ask about: a base (None where a recipe has none), experts by task, and their merge."""
+    """Models to ask about: a base (None where a recipe has none), experts by task, and their merge, or how to merge."""
 
     base: str | None
     experts: Mapping[str, str]
-    merged: str
+    merged: str | Mapping[str, Any]
+    chosen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A spec made of what was given, and what was chosen on the way, in sentences."""
+    """A spec made of what was given, what of it says so, and what was chosen on the way, in sentences."""
 
     spec: RunSpec
+    text: str
     chosen: tuple[str, ...]
 
 
@@ -83,28 +88,37 @@ def recipe_in(models: Sequence[str]) -> Recipe | None:
     return recipe_of(given)
 
 
-def asked_about(models: Sequence[str], recipe: Recipe | None) -> Asked:
-    """The models by what they are; of a recipe its own, and the merge behind it.
+def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
+    """The models by what they are; of a recipe its own, and the merge behind it, unless there is none yet.
 
     Raises:
         SpecError: they are too few, one is given twice, or one is not there.
     """
-    base: str | None = None
+    base, names, chosen = None, dict[str, str](), tuple[str, ...]()
+    merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
+    if not is_merged:
+        models = [*models, ""]
     if recipe is not None:
         # Of methods for two models, the base that they name is one of the two.
         is_pair = METHODS[recipe.method].models == (2, 2) and len(recipe.models) == 2
         base = None if is_pair else recipe.base
         merged, experts = models[-1], [name for name in recipe.models if name != base]
+        merge = {"method": METHODS[recipe.method].near}
+        if not is_merged:
+            near = f"the recipe says {recipe.method}, and the spec {merge['method']} with settings of its own"
+            chosen = (f"{near}; `driftlens why RECIPE` measures the recipe's very merge",)
     else:
         if len(models) < 3:
             raise SpecError(
-                "expected a base, one expert or more, and their merge, in this order; got "
-                f"{counted(len(models), 'model')}",
-                hint="driftlens why BASE EXPERT EXPERT MERGED, each a folder, a file of weights or a Hub id; or a "
-                "recipe of mergekit and the folder that it made.",
+                f"expected a base, one expert or more{', and their merge' * is_merged}, in this order; got "
+                f"{counted(len([*filter(None, models)]), 'model')}",
+                hint=f"Give BASE EXPERT EXPERT{' MERGED' * is_merged}, each a folder, a file of weights or a Hub "
+                f"id; or a recipe of mergekit{' and the folder that it made' * is_merged}.",
             )
-        base, merged, experts = models[0], models[-1], list(models[1:-1])
-    every = [*([base] if base else []), *experts, merged]
+        base, merged = models[0], models[-1]
+        pairs = [_named(expert) for expert in models[1:-1]]
+        experts, names = [place for _, place in pairs], {place: task for task, place in pairs if task}
+    every = [name for name in (base, *experts, merged) if name]
     twice = next((name for name, count in Counter(every).items() if count > 1), None)
     if twice is not None:
         raise SpecError(f"{twice} is given twice", hint="The order is BASE EXPERT... MERGED.")
@@ -118,7 +132,16 @@ def asked_about(models: Sequence[str], recipe: Recipe | None) -> Asked:
                 f"{whole}, the {what}, holds LoRA adapters, not a whole model",
                 hint="The order is BASE EXPERT... MERGED; adapters may be experts.",
             )
-    return Asked(base, dict(zip(_tasks(experts), experts, strict=True)), merged)
+    tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
+    if twice := next((task for task, count in Counter(tasks).items() if count > 1), None):
+        raise SpecError(f"two tasks are called {twice}", hint="Give each a name of its own: TASK=EXPERT.")
+    return Asked(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
+
+
+def _named(expert: str) -> tuple[str, str]:
+    """The task and the model of TASK=MODEL; no task where only a model is given."""
+    task, sign, place = expert.partition("=")
+    return (task, place) if sign and not expanded(expert).exists() else ("", expert)
 
 
 def _tasks(experts: Sequence[str]) -> list[str]:
@@ -158,13 +181,18 @@ def draft(
     loader = architecture.get("loader") or _override(overrides, "architecture.loader")
     reads = "text" if loader in _TEXT_LOADERS else "image" if loader in _IMAGE_LOADERS else "text"
     entries, chosen = _entries(asked, data, reads, probe)
+    chosen += asked.chosen
     made: dict[str, Any] = {
         "version": 1,
-        "name": "why",
+        "name": "why" if isinstance(asked.merged, str) else "picked",
         "architecture": architecture,
         **({"base": {"weights": _absolute(asked.base)}} if asked.base else {}),
         "experts": {task: {"weights": _absolute(place)} for task, place in asked.experts.items()},
-        "merged": {"weights": _absolute(asked.merged)},
+        **(
+            {"merged": {"weights": _absolute(asked.merged)}}
+            if isinstance(asked.merged, str)
+            else {"merge": dict(asked.merged)}
+        ),
         "data": {
             "defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST, "batch_size": BATCH},
             **entries,
@@ -188,7 +216,9 @@ def draft(
     if heads:
         made["heads"] = heads
         chosen.append(f"accuracy is by the prompt {_PROMPT!r}, as nothing else says how classes are named")
-    return Draft(load_spec(made, overrides), tuple(chosen))
+    for text in overrides:
+        override(made, text)
+    return Draft(load_spec(made), to_yaml(made), tuple(chosen))
 
 
 def _has_text_tower(place: str, access: Access) -> bool:
@@ -222,6 +252,9 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
     keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
     family = family_of_keys(keys)
     told = f" (by its keys, {family.what})" if family else ""
+    beside = expanded(whole).parent / _OPEN_CLIP
+    if family and family.loader == "open-clip" and beside.is_file():
+        return {"loader": family.loader, "source": str(beside.resolve())}
     loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
     raise SpecError(
         f"nothing beside {place} says how the model is built{told}",

@@ -340,7 +340,8 @@ class _Work:
         begun = self.team.once(lambda: scratch.begun)
 
         def tried() -> None:
-            self.plan = plan.chosen(choose, self.study, self.reporter, begun, scratch.tried)
+            reporter = _Candidates(self.reporter, writer, plan.name)
+            self.plan = plan.chosen(choose, self.study, reporter, begun, scratch.tried)
 
         run_phases(writer, [Phase(phase, tried, self.study, again=True, sums=True)])
         if not begun["selection"]:
@@ -452,6 +453,19 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
     elif merge:
         text += f": {reach:g} times the step that {merge['title']} makes from the base"
     return [f"{text}; {plan.control} measures it alone"]
+
+
+class _Candidates(Reporter):
+    """Keeps what is measured of every candidate among the run's events, for whoever watches."""
+
+    def __init__(self, reporter: Reporter, writer: RunWriter, name: str) -> None:
+        self._reporter, self._writer, self._of = reporter, writer, name
+
+    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
+        """As of a `Reporter`."""
+        if "score" in metrics:
+            self._writer.event(layout.CANDIDATE, of=self._of, name=label, **metrics)
+        self._reporter.step(phase, done, total, label, **metrics)
 
 
 class CalibrationScratch(Begun):

@@ -217,6 +217,10 @@ class _OneBar(Reporter):
         """The batch at hand is over, and those from here on take `ahead`."""
         self._most = self._spent + self._batch + ahead
 
+    def tell(self, name: str, **measured: float) -> None:
+        """What was measured of an entrant, beside the bar as it stands."""
+        self._reporter.step(PHASE, round(100 * self._at), round(100 * self._most), name, **measured)
+
     def finish(self) -> None:
         """All is tried."""
         self._at = self._spent + self._batch
@@ -271,6 +275,8 @@ class _Tries:
             self.num_fits, self.spent = self.num_fits + 1, self.spent + cost
             if outcome.value is not None:
                 self._measured[trial] = _by_share(outcome.value)
+                share, scores = self.best_of(trial.name, [part])
+                self.bar.tell(self.entrants[trial.name].title, score=scores.mean, share=share, part=part)
                 continue
             assert outcome.error is not None
             if trial.name == "start":

@@ -23,7 +23,7 @@ from driftlens_app.jobs.requests import MOST_BYTES
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import caption, plain
 
-PASTED = "Paste or drop YAML"
+PASTED = "Models of your own, or pasted YAML"
 """What stands among the specs for one that is none of the files."""
 
 PASTED_AS = "pasted"

@@ -180,7 +180,8 @@ def test_what_a_run_of_live_modules_was_made_from_is_not_offered(open_app: Open,
     manifest = read_manifest(root / "full")
     live = dataclasses.replace(manifest, architecture={**manifest.architecture, "loader": "live"})
     write_manifest(root / "full", live)
-    assert "There is no spec" in said(open_app(root, "new_run"))
+    assert open_app(root, "new_run").selectbox(key="spec").options == [PASTED]
+    assert "There is no spec" in said(open_app(root, "new_run", read_only=True))
 
 
 def choose(app: AppTest, *merges: str) -> AppTest:

@@ -32,7 +32,7 @@ def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
     app = open_app(tmp_path, view)
     assert not app.error
     if view == "new_run":
-        assert "driftlens init" in said(app)
+        assert not app.text_area(key="pasted").value
     else:
         assert [button.label for button in app.button] == ["Make the demo run"]
         assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Images", "Texts"]

@@ -47,15 +47,14 @@ def show() -> None:
     show_new_runs(settings)
     files = requests.spec_files(settings.root)
     specs = [*files, *requests.own_specs(settings.root)]
-    if not specs:
-        note(
-            f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one."
-        )
     if settings.read_only:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     else:
         specs.append(PASTED)
     if not specs:
+        note(
+            f"There is no spec in {plain(settings.root)}. `driftlens init` writes one of models, or a commented one."
+        )
         return
     if st.session_state.get(_SPEC) not in specs:  # who comes without a spec of their own has models
         st.session_state[_SPEC] = PASTED if not files and PASTED in specs else specs[0]

@@ -137,6 +137,7 @@ def calibration_form(
     *,
     taken: Container[str],
     blocked: bool,
+    obstacle: str,
     exports: str | None,
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
@@ -144,7 +145,7 @@ def calibration_form(
 ) -> tuple[CalibrationRequest, str]:
     """What the form says, `last` at first, and which of its buttons was pressed: `estimate`, `calibrate` or none.
 
-    `counts` are calibration samples by task.
+    `counts` are calibration samples by task, `obstacle` is why no calibration of the run could begin.
     """
     first = methods()[DEFAULT_METHOD]
     few = next((task for task, count in counts.items() if count < first.fewest), None)
@@ -152,9 +153,11 @@ def calibration_form(
         "Repair with the best method",
         type="primary",
         icon=":material/auto_awesome:",
-        disabled=blocked or few is not None,
+        disabled=blocked or few is not None or bool(obstacle),
         key=_BEST,
     )
+    if obstacle:
+        st.warning(f"A calibration can't begin: {plain(obstacle)}", icon=":material/warning:")
     if few is not None:
         note(
             f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "

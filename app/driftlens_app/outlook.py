@@ -18,7 +18,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
 from driftlens_app.jobs import Job
-from driftlens_app.show import caption, plain
+from driftlens_app.show import plain
 
 _LEVELS = ("problem", "notice", "ok")
 STAGES: Mapping[str, str] = {
@@ -133,13 +133,6 @@ def _told(finding: Mapping[str, Any]) -> str:
     text, hint = finding["text"], finding["hint"]
     stop = "." if hint and not text.endswith((".", "?", "!", ":")) else ""
     return f"**{plain(finding['subject'])}**: {plain(text + stop)} {plain(hint)}".rstrip()
-
-
-def show_outlook(run: DriftRun) -> None:
-    """Draw what a calibration would stumble over, and what the last work of its kind took on this run."""
-    if text := obstacle(run):
-        st.warning(f"A calibration can't begin: {plain(text)}", icon=":material/warning:")
-    caption(past_cost(run))
 
 
 def obstacle(run: DriftRun) -> str:

@@ -19,10 +19,11 @@ from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import processes
 from driftlens_app.outlook import ahead, choosing_cost, obstacle, past_cost
 from tests.app.conftest import Open
-from tests.app.pages import said
+from tests.app.pages import is_disabled, said
 from tests.quick import few
 
 pytestmark = pytest.mark.usefixtures("worker")
+BEST = "Repair with the best method"
 START = "A calibration can't begin: "
 
 
@@ -126,8 +127,10 @@ def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     lock.acquire()
     text = obstacle(opened)
     assert "is being written to by" in text and str(os.getpid()) in text
-    assert f"{START}{run} is being written to" in said(open_app(root, "repair"))
+    app = open_app(root, "repair")
+    assert f"{START}{run} is being written to" in said(app) and is_disabled(app, BEST)
     lock.release()
+    assert not is_disabled(open_app(root, "repair"), BEST)
     live = "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     assert obstacle(edit(run, "architecture", loader="live")) == live
 

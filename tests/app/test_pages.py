@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from driftlens.findings.headline import headline
@@ -20,7 +21,7 @@ from driftlens_app.pages import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
 from tests.quick import few
-from tests.records.full_run import write_full_run
+from tests.records.full_run import Size, write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
 
@@ -45,6 +46,18 @@ def test_many_warnings_do_not_push_the_numbers_off_the_screen(open_app: Open, ro
     app = open_app(root, "overview", run=manifest.id)
     (warning,) = app.warning
     assert len(warning.value.splitlines()) == 3 and "trouble 8" in said(app)
+
+
+@pytest.mark.slow
+def test_while_a_run_is_on_the_headline_counts_what_is_measured(open_app: Open, root: Path) -> None:
+    size = Size(blocks=1, samples=6, width=4, classes=2, tests=40)
+    path = write_full_run(root / "many", tasks=[f"task {at:02d}" for at in range(20)], size=size)
+    file = path / "tables" / "accuracy.parquet"
+    rows = pd.read_parquet(file)
+    rows[rows["task"] < "task 09"].to_parquet(file, index=False)
+    app = open_app(root, "overview", run=open_run(path).id)
+    (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
+    assert '<p class="so-far">9 of 20 tasks measured</p>' in head.replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize("view", VIEWS)

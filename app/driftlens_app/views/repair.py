@@ -25,7 +25,7 @@ from driftlens_app.jobs import Job, View, watch
 from driftlens_app.jobs.processes import ask, is_at_work, running_drift, running_scores
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.live import begin, show_bad_end, show_live
-from driftlens_app.outlook import choosing_cost, show_findings, show_outlook
+from driftlens_app.outlook import choosing_cost, obstacle, past_cost, show_findings
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import opened
 from driftlens_app.samples import show_explorer
@@ -75,6 +75,7 @@ def show() -> None:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     left, right = st.columns([1, 2])
     blocked = is_at_work(run.path) or settings.read_only
+    reason = "" if blocked else obstacle(run)
     with left, shown_errors():
         known = calibration.methods()
         choosing = known[DEFAULT_METHOD].choosing
@@ -83,6 +84,7 @@ def show() -> None:
             _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
+            obstacle=reason,
             exports=None if settings.is_one_run else str(run.path),
             loader=run.manifest.architecture.get("loader", ""),
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
@@ -120,7 +122,7 @@ def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bo
     if known is not None and known[:2] == (run.id, wanted):
         show_findings(known[2])
     elif not blocked:
-        show_outlook(run)
+        caption(past_cost(run))
 
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:

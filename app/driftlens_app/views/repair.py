@@ -163,8 +163,8 @@ def _tried(scores: Mapping[str, Mapping[int, float]]) -> None:
     looks = {"distance": NumberColumn("distance to the experts", format="%.4f")}
     show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
     caption(
-        "On held-out calibration samples, without labels. Lower is nearer; after each part of them the more "
-        "distant half is left behind."
+        "On calibration samples that are held out, without labels. Lower is nearer; what is clearly worse on one "
+        "part of them is not tried on the next."
     )
 
 

@@ -12,9 +12,6 @@ export default function ({ parentElement, data, setTriggerValue }) {
     if (!box.isKept) return;
     sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked, task: data.task }));
     box.state = state;
-    const task = new URLSearchParams(state).get("task");
-    if (box.task && task && task !== box.task) setTriggerValue("task", task); // other pages show it, too
-    box.task = task;
     if (location.hash.slice(1) !== state) history.replaceState(history.state, "", `#${state}`);
   };
   const start = () => {

@@ -18,7 +18,7 @@ from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
 from driftlens_app.pages import path_of
 from driftlens_app.runs import key_of
-from driftlens_app.selection import RUN, TASK, selection
+from driftlens_app.selection import RUN, selection
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, is_dark, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
@@ -80,14 +80,9 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             "title": "Samples that move from model to model",
         }
         embedded = component("explorer", "<div></div>", _FRAME)
-        clicked = embedded(
-            data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=lambda: None
-        )
+        clicked = embedded(data=data, key=f"explorer-{part}", on_open_change=lambda: None)
         if clicked.open:
             explore(run, str(clicked.open))
-        if part == "" and clicked.task in run.tasks and clicked.task != selection().task:
-            st.session_state[TASK] = clicked.task
-            st.rerun()
 
 
 def offer_page(run: DriftRun) -> None:

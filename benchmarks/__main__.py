@@ -27,6 +27,7 @@ NAMES = (
     "busy",
     "mixtures",
     "mergekit",
+    "authors",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -57,6 +58,16 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     hosts = [part for name in allowed_hosts(host) for part in ("--server.allowedHosts", name)]
     return [sys.executable, "-P", "-m", "streamlit", "run", str(_HERE / "server.py"), *flags, *hosts]
+
+
+def require_streamlit() -> None:
+    """Refuse to start a server that is not installed: whatever else there is does without."""
+    if importlib.util.find_spec("streamlit") is None:
+        raise RunError(
+            "the dashboard needs Streamlit, which is not installed here",
+            hint="pip install streamlit; without it `driftlens view RUN` writes a page to explore samples in, and "
+            "`driftlens report RUN` one to read.",
+        )
 
 
 def require_free(host: str, port: int) -> None:

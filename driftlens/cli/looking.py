@@ -318,6 +318,7 @@ def ui(
         raise RunError(
             f"{root} is not a folder", hint="Give a run, or a folder of runs; `driftlens demo` makes one."
         )
+    launch.require_streamlit()
     is_remote = not launch.is_local(host)
     if is_remote:
         note(

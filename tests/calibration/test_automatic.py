@@ -135,7 +135,13 @@ def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_th
     assert not scores["other"].compared_with(scores["one"], among=2).is_clear
     assert decide(scores).name == "one"
     assert decide(scores, [["one", "other"]]).name == "other"
+    for drift, name in (
+        (0.2, "one"),
+        (0.4, "other"),
+    ):  # which is known better than a score that tells nothing
+        assert decide(scores, [["one", "other"]], drifts={"one": drift, "other": 0.3}).name == name
     scores["other"] = Scores({task: values + 1 for task, values in scores["other"].by_task.items()})
+    assert decide(scores, [["one", "other"]], drifts={"one": 0.4, "other": 0.3}).name == "one"
     assert decide(scores, [["one", "other"]]).name == "one"
 
 

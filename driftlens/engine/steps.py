@@ -431,13 +431,13 @@ class StepWalk(CalibrationWalk):
         streams: Mapping[str, str],
     ) -> _Sums:
         """Moments of one group of all that this process has of tasks; sizes of those of which it is the first."""
-        dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         merged_map = _affine(merged, group)
         outputs, inputs = merged_map.shape
-        lend = partial(self.grams.lend, inputs, device=self.pool.device)
         # Products of float32 rows are no better than float32, and few of them are summed up.
-        folds = [JointSums(lend(dtype=merged_map.dtype), outputs) for _ in range(self.calibrator.num_folds)]
-        product, task_gram = lend(dtype=merged_map.dtype), lend(dtype=merged_map.dtype)
+        dtype = torch.promote_types(merged_map.dtype, torch.float32)
+        lend = partial(self.grams.lend, inputs, dtype, self.pool.device)
+        folds = [JointSums(lend(), outputs) for _ in range(self.calibrator.num_folds)]
+        product, task_gram = lend(), lend()
         key = layer.index, at
         weights = {task: by_key[key] for task, by_key in self.weighted.items() if key in by_key}
         known = [of[key] for task in self.tasks if key in (of := self.energies.get(task, {}))]
@@ -454,10 +454,9 @@ class StepWalk(CalibrationWalk):
             task_gram.clear()
             task_sums: list[JointSums] = []
             if self.calibrator.mu:
-                metric = self._metric(
-                    weighted, merged_map.to(place_of_sums(dtype, merged_map.device), dtype), is_first=is_first
-                )
-                task_sums = [JointSums(lend(dtype=dtype), outputs)]
+                place = merged_map.to(place_of_sums(dtype, merged_map.device), dtype)
+                metric = self._metric(weighted, place, is_first=is_first)
+                task_sums = [JointSums(lend(), outputs)]
                 sums.tasks[task] = metric, task_sums[0]
             rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
             for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
@@ -499,8 +498,8 @@ class StepWalk(CalibrationWalk):
         sums.factors = {task: factor for task, (_, factor) in sizes.items()}
         for fold in sums.folds:
             self.team.sum(fold.tensors, to=to)
-        dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         outputs, inputs = _shape(merged, group)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         for task in sorted(sizes) if self.calibrator.mu else ():
             metric, task_sums = sums.tasks.get(task) or (
                 torch.zeros(outputs, outputs, dtype=dtype, device=place_of_sums(dtype, like.device)),

@@ -186,11 +186,7 @@ def solve(
     if settings.folds is not None:
         l0, l1, t = chosen([plus(parts) for parts in zip(*sums.values(), strict=True)], settings.share)
     metrics = {task: metric(slopes.get(task), outputs, settings.mu) for task in by_task}
-    parts = ("local", l0, 1.0), ("upstream", l1, t)
-    return sum(
-        (share * with_metric(by_task, metrics, of, ridge, settings) for of, ridge, share in parts),
-        torch.zeros(outputs, inputs + 1, dtype=torch.float64),
-    )
+    return with_metric(by_task, metrics, l0, (l1, t), settings)
 
 
 def token_weights(
@@ -247,13 +243,23 @@ def metric(slopes: Sequence[Tensor] | None, outputs: int, mu: float) -> Tensor:
 
 
 def with_metric(
-    tasks: Mapping[str, Sums], metrics: Mapping[str, Tensor], of: str, ridge: float, settings: Settings
+    tasks: Mapping[str, Sums],
+    metrics: Mapping[str, Tensor],
+    l0: float,
+    upstream: tuple[float, float],
+    settings: Settings,
 ) -> Tensor:
-    """C (A + l I)^-1, and from there five preconditioned conjugate gradients to sum S_i D A_i + l D = sum S_i C_i."""
-    gram = plus(list(tasks.values())).gram
-    found = ridged(getattr(plus(list(tasks.values())), of), gram, ridge)
+    """D0 + D1 = C0 (A + l0 I)^-1 + t Cd (A + l1 I)^-1, and E by five preconditioned conjugate gradients from 0.
+
+    Towards sum_i S_i (D0 + D1 + E) A_i + l0 D0 + l1 D1 + l E = sum_i S_i C_i, l = l1, or l0 where t is 0.
+    """
+    whole, (l1, t) = plus(list(tasks.values())), upstream
+    gram = whole.gram
+    parts = ridged(whole.local, gram, l0), t * ridged(whole.upstream, gram, l1)
+    found = sum(parts[1:], parts[0])
     if not settings.mu:
         return found
+    ridge = l1 if t else l0
     mean = torch.stack([*metrics.values()]).mean(dim=0)
 
     def eased(rest: Tensor) -> Tensor:
@@ -263,7 +269,9 @@ def with_metric(
     def image(change: Tensor) -> Tensor:
         return ridge * change + sum(metrics[task] @ change @ sums.gram for task, sums in tasks.items())
 
-    left = sum(metrics[task] @ getattr(sums, of) for task, sums in tasks.items()) - image(found)
+    left = -l0 * parts[0] - l1 * parts[1]
+    for task, sums in tasks.items():
+        left = left + metrics[task] @ (sums.local + t * sums.upstream - found @ sums.gram)
     better = eased(left)
     direction = better
     for _ in range(5):

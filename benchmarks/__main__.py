@@ -18,6 +18,7 @@ NAMES = (
     "calibration_memory",
     "processes",
     "plan",
+    "growth",
     "residual",
     "text",
     "report",

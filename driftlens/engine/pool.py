@@ -33,6 +33,7 @@ from driftlens.engine.attached import (
     site_of,
 )
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
+from driftlens.models.frames import known_on_host
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.taking_apart.interception import buffers_on, plain_experts
 
@@ -77,6 +78,26 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     if device.type != "cpu" and tensor.device.type == "cpu":
         tensor = pinned(tensor, device, dtype)
     return tensor.to(device, dtype)
+
+
+def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
+    if isinstance(inputs, Tensor):
+        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
+    if isinstance(inputs, Mapping):
+        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(on_device(value, device, dtype) for value in inputs)
+    return inputs
+
+
+def input_bytes(inputs: object) -> int:
+    """Bytes of raw inputs, as `on_device` takes them."""
+    if isinstance(inputs, Tensor):
+        return inputs.nbytes
+    if isinstance(inputs, Mapping):
+        return sum(input_bytes(value) for value in inputs.values())
+    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
 def in_one_memory(
@@ -308,6 +329,18 @@ class ModelPool:
         if (model, slot) not in self._known_finite:
             self.stored(model, slot)  # and read anew: what was looked through would stay in memory
         return Table.of(self.stored(model, slot), self.dtype)
+
+    @contextmanager
+    def sent(self, inputs: object) -> Iterator[Any]:
+        """Raw inputs as the models take them; while this is open, nobody waits to read what the host has of them."""
+        there = on_device(inputs, self.device, self.dtype)
+        with known_on_host(inputs, there):
+            yield there
+
+    def begun(self, inputs: object) -> tuple[State, SideInputs]:
+        """The state at boundary 0 of a batch of raw inputs, and all that the layers need beside it."""
+        with self.sent(inputs) as there:
+            return self.chain.start(there)
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
         """One layer of one model for one task, with what is attached behind it; its parameters are read now."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from driftlens.checkpoints.sources import TensorHeader
 from driftlens.data.samples import SampleSet
-from driftlens.engine.inputs import begun
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Pool
 from driftlens.models.heads import LmHead, ScoreMap
@@ -46,7 +45,7 @@ class Asked:
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
         """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
-        state, side = begun(self._pool, self._samples.load(rows))
+        state, side = self._pool.begun(self._samples.load(rows))
         held = _Held(weights)
         for layer in self._pool.chain.layers:
             parameters = {

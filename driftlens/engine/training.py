@@ -21,7 +21,6 @@ from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.attached import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.calibrating import Ground, Memory, Method, Step
-from driftlens.engine.inputs import begun
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import added_to
@@ -98,7 +97,7 @@ class FrozenWalk:
             if not len(rows):
                 continue
             inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(rows)
-            state, side = begun(self.pool, inputs)
+            state, side = self.pool.begun(inputs)
             for layer_map in self.maps:
                 layer = layer_map.layer
                 attachment = (attached or {}).get(layer.index)
@@ -127,7 +126,7 @@ class FrozenWalk:
         sites = {}
         batch, waiting = self._batches[0]
         inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(torch.arange(1))
-        state, side = begun(self.pool, inputs)
+        state, side = self.pool.begun(inputs)
         for layer_map in self.maps:
             layer = layer_map.layer
             names = {site.name for site in layer.sites if site.kind == "linear"}

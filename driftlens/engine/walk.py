@@ -26,7 +26,6 @@ from driftlens.base.devices import has_float64, memory
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch, fitting_batch
-from driftlens.engine.inputs import begun
 from driftlens.engine.pool import LayerMap, ModelPool, moved
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
@@ -156,7 +155,7 @@ class Passage:
         batches: list[WaitingBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}-{part}"
         for number, batch in enumerate(self.parts[task][part].batches()):
-            state, side = begun(self.pool, batch.inputs)
+            state, side = self.pool.begun(batch.inputs)
             waiting = WaitingBatch(self.store, f"{name}-{number}", side, batch.start, batch.stop)
             for model in self.models:
                 (waiting.put if waits else waiting.lend)(model, state)
@@ -639,7 +638,7 @@ def forward(
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
     """Bytes of one sample that wait at a boundary: features of so many models behind the stem, and side inputs."""
-    state, side = begun(pool, inputs)
+    state, side = pool.begun(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
     return num_models * sum(leaf.nbytes // len(leaf) for leaf in out.values()) + side.nbytes

@@ -20,8 +20,15 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource, module_source
-from driftlens.engine.inputs import input_bytes, on_device
-from driftlens.engine.pool import LayerMap, ModelPool, ReadAhead, replaced, streamed_weights
+from driftlens.engine.pool import (
+    LayerMap,
+    ModelPool,
+    ReadAhead,
+    input_bytes,
+    on_device,
+    replaced,
+    streamed_weights,
+)
 from driftlens.engine.walk import capture, forward, waiting_bytes, walk
 from driftlens.models.taking_apart.mixtures import assembled
 from tests.calibration.helpers import layers_of, subject, updates_of

@@ -22,7 +22,6 @@ from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.engine.inputs import sent
 from driftlens.engine.walk import (
     ROUNDING,
     LayerView,
@@ -302,7 +301,7 @@ class LibraryDrift:
         self.batch = next(samples.batches()).first(min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
-        with sent(self.batch.inputs, pool) as inputs:
+        with pool.sent(self.batch.inputs) as inputs:
             expert = pool.library_states(pool.expert(task), inputs)
             self.unheld = require_as_peft(study, task, inputs, expert[-1])
             self._drift: dict[str, list[State]] = {

@@ -25,8 +25,7 @@ from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of, title
 from driftlens.data.related import Comparison, Related, number_of
 from driftlens.data.samples import SampleSet, few_of, part_of
-from driftlens.engine.inputs import input_bytes
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate

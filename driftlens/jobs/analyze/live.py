@@ -27,8 +27,7 @@ from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet, cut
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.inputs import on_device
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import ModelPool, on_device
 from driftlens.jobs.analyze.job import Phases, describe
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study.opening import OpenModels, lm_head, task_samples

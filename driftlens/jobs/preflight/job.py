@@ -21,7 +21,6 @@ from driftlens.base.progress import Reporter
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import Batch, few_of
 from driftlens.data.task_data import TaskData
-from driftlens.engine.inputs import sent
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import coverage, select_sites
 from driftlens.engine.walk import forward, waiting_bytes
@@ -364,7 +363,7 @@ def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
     if reason := no_room(study):
         checks.notice(f"expert of {task}", unheld(task, reason))
         return
-    with sent(samples.load([0]), pool) as inputs:
+    with pool.sent(samples.load([0])) as inputs:
         states = pool.library_states(name, inputs)
     said = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
     if said:

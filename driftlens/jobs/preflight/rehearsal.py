@@ -22,7 +22,7 @@ import numpy as np
 
 from driftlens.base.files import temporary_folder
 from driftlens.data.samples import SampleSet
-from driftlens.engine.inputs import input_bytes
+from driftlens.engine.pool import input_bytes
 from driftlens.engine.walk import waiting_bytes
 from driftlens.jobs.preflight.shortened import Shortened, Size, shortened
 from driftlens.jobs.study.opening import OpenModels

@@ -308,10 +308,11 @@ def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
 
 
 def judged_by(record: Mapping[str, Any]) -> str:
-    """What candidates were compared by, in a word or two; where a record doesn't say it, by KL as all once were."""
-    return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}.get(
-        record.get("judged_by", ""), "KL"
-    )
+    """What candidates were compared by, in a word or two; older records have it in words of their own."""
+    if "judged_by" in record:
+        return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
+    told = record.get("what") or record["score"]
+    return next((name for name in ("KL", "Hellinger distance") if told.startswith(name)), "relative drift")
 
 
 def _shares(run: DriftRun, name: str) -> Table:

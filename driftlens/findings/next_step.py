@@ -16,7 +16,11 @@ from driftlens.runs.standing import is_live
 
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,karcher"}
 """Merges of weights alone that are worth a comparison, with a base and without."""
-_LOWER = {"hellinger": "Hellinger distance {} lower", "drift_rel": "relative drift {} lower"}
+_LOWER = {
+    "hellinger": "Hellinger distance {} lower",
+    "kl": "KL {} nat lower",  # of comparisons made by earlier versions
+    "drift_rel": "relative drift {} lower",
+}
 
 
 def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:

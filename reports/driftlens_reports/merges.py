@@ -19,7 +19,11 @@ from driftlens.runs.layout import COMPARISON
 from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 
-NAMES = {"hellinger": "Hellinger distance to the experts", "drift_rel": "relative final drift"}
+NAMES = {
+    "hellinger": "Hellinger distance to the experts",
+    "kl": "KL to the experts (nat)",  # by which earlier versions ranked
+    "drift_rel": "relative final drift",
+}
 
 
 def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
@@ -30,7 +34,7 @@ def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
 def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     """The ranking; its note says which of its differences are none, and why a merge is missing."""
     placed = [row for row in ranking["merges"] if row["place"]]
-    heads = {key: name for key, name in NAMES.items() if any(row[key] is not None for row in placed)}
+    heads = {key: name for key, name in NAMES.items() if any(row.get(key) is not None for row in placed)}
     columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merge"), "place": ("count", "place")}
     for key, name in {**heads, "behind": "behind the first"}.items():
         columns |= with_ends(name, "number", (key, f"{key}_low", f"{key}_high"))
@@ -68,7 +72,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
 
     rows = table_of(ranking)
     rows = rows[rows["place"].notna()][::-1]
-    measures = [measure for measure in NAMES if rows[measure].notna().any()]
+    measures = [measure for measure in NAMES if measure in rows and rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
     look = theme.look(("merged",), "merged", dark=dark)
     for column, measure in enumerate(measures, 1):

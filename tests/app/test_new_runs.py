@@ -225,6 +225,9 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
     app.run()
     assert not app.error and "not made, as it <b>can't</b>" in said(app).replace("\\", "")
     assert app.dataframe[0].value["merge"].tolist() == ["average"]
+    of_old = json.dumps(document).replace("hellinger", "kl")
+    (job.run / "merges.json").write_text(of_old)
+    assert not errors(app.run()) and "Ranked by KL to the experts" in said(app)
     with pytest.raises(SpecError, match="exists already"):
         compare_request(Settings(root), "mine.yaml", "mine-merges", {"average": {}})
     (job.run / "merges.json").write_text('{"merges": [1]}')

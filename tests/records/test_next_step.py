@@ -92,6 +92,7 @@ def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
     ("other", "is_taken"),
     [
         ({}, True),
+        ({"score": "kl"}, True),  # as earlier versions ranked
         ({"name": "another"}, False),
         ({"samples": {"cars": 8}}, False),
         ({"present": "task_arithmetic scaling=1"}, False),

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
-from driftlens.findings.before_after import judged_by
 from driftlens.findings.frame import paired_by_task, pairing
 from driftlens.findings.measures import SCORE, change
 from driftlens.runs.manifest import LayerInfo
@@ -431,9 +430,19 @@ def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: Dr
     assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
 
 
-@pytest.mark.parametrize("what", [{}, {"judged_by": "hellinger"}, {"judged_by": "drift_rel"}])
-def test_the_share_that_was_taken_is_ringed_on_its_curve(full: DriftRun, what: dict[str, str]) -> None:
-    """Drift stands once where it is what decided."""
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ({"judged_by": "hellinger"}, "Hellinger distance"),
+        ({"judged_by": "drift_rel"}, "relative drift"),
+        ({"what": "KL(expert || calibrated) of class probabilities, nat"}, "KL"),
+        ({"what": "relative final drift of all tasks, as there is no head for dtd"}, "relative drift"),
+    ],
+)
+def test_the_share_that_was_taken_is_ringed_on_its_curve(
+    full: DriftRun, what: dict[str, str], name: str
+) -> None:
+    """Drift stands once where it is what decided; older records say in words what that was."""
     assert "--shrink auto" in str(charts["shares"].missing(full, ChartOptions()))
     curve = [
         {"share": share, "n": 48, **what}
@@ -443,7 +452,7 @@ def test_the_share_that_was_taken_is_ringed_on_its_curve(full: DriftRun, what: d
     info = replace(full.calibration_info("featcal"), shrink={"share": 0.4, "curve": curve})
     run = DriftRun(full.path, replace(full.manifest, calibrations={"featcal": info}))
     drawn = charts["shares"].draw(run)
-    measures = list(dict.fromkeys([judged_by(what), "relative drift"]))
+    measures = list(dict.fromkeys([name, "relative drift"]))
     assert list(drawn.data["measure"].unique()) == measures and "takes 0.400 with 0.300" in drawn.alt
     for line, ring in zip(drawn.figure.data[::2], drawn.figure.data[1::2], strict=True):
         assert (list(line.x), list(line.y)) == ([0, 0.4, 1], [0.5, 0.3, 0.4])

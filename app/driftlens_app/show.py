@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from html import escape
@@ -188,7 +188,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         st.subheader(plain(chart.title), anchor=False, help=chart.hint)
         lacking = chart.missing(run, options)
         if lacking is None:
-            drawn = _drawn(name, run, options, "on_select" in plotly, is_narrow())
+            drawn = kept(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
             return show_drawn(name, run.id, drawn, chart.caption, **plotly)
         from driftlens_app.live import offer_addition  # which shows jobs by what stands here
 
@@ -330,10 +330,20 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
 
 
 @st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: key_of})
-def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool, narrow: bool) -> Drawn:
-    """The chart, shared by all readers: nobody changes it, and a copy would take longer than most of a page."""
+def kept(
+    name: str,
+    run: DriftRun,
+    _draw: Callable[..., Drawn],
+    *arguments: Any,
+    selecting: bool = False,
+    narrow: bool = False,
+) -> Drawn:
+    """What `_draw(run, *arguments)` draws under a name of its own, shared by all readers.
+
+    Nobody changes it, and a copy would take longer than most of a page.
+    """
     with one_column(narrow):
-        drawn = charts[name].draw(run, options)
+        drawn = _draw(run, *arguments)
     drawn_once(drawn.figure, selecting=selecting)
     return drawn
 

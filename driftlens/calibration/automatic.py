@@ -2,7 +2,7 @@
 
 Samples fall into folds; whole samples are held out, never tokens: those of one image are not independent. All
 candidates are compared in pairs, each at Bonferroni's level for their number. The simplest stays that no other is
-clearly better than; of candidates that are equally simple one that isn't clearly worse is taken, that with least drift.
+clearly better than; of candidates equally simple the last is taken that is within a standard error of the best.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,18 +88,15 @@ class Decision:
 
 
 def decide(
-    scores: Mapping[str, Scores],
-    alike: Sequence[Collection[str]] = (),
-    *,
-    among: int | None = None,
-    drifts: Mapping[str, float] = MappingProxyType({}),
+    scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
 ) -> Decision:
     """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`.
 
-    Names `alike` are equally simple; of each such set only one can be chosen: of those that nothing is clearly better
-    than, the one with the least of `drifts`, and without these the lowest mean. Few samples decide between neighbours
-    by their scores as a coin does; how far features are from the experts' is known better. `among` so many comparisons
-    the error is shared, those with what was left behind earlier included; None takes the others' number.
+    Names `alike` are equally simple; of each such set only one can be chosen: the last whose mean is within one
+    standard error of the paired difference from the lowest (the one-standard-error rule of cross-validation; Breiman
+    et al., 1984). Few samples decide between neighbours as a coin does, so they come in the order in which they are
+    trusted beforehand. `among` so many comparisons the error is shared, those with what was left behind earlier
+    included; None takes the others' number.
     """
     among = max(1, len(scores) - 1) if among is None else among
 
@@ -111,9 +107,10 @@ def decide(
     standing = usable
     for names in alike:
         there = [name for name in usable if name in names]
-        near = [name for name in there if not any(beats(other, name) for other in usable)] or there
-        first = min(near, key=lambda name: (drifts.get(name, 0.0), scores[name].mean), default="")
-        standing = [name for name in standing if name == first or name not in there]
+        lowest = min(there, key=lambda name: scores[name].mean, default="")
+        behind = {name: scores[lowest].compared_with(scores[name]) for name in there}
+        near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
+        standing = [name for name in standing if name in near[-1:] or name not in there]
     name = next(name for name in standing if not any(beats(other, name) for other in usable))
     others = [other for other in scores if other != "merged"]
     return Decision(

@@ -24,7 +24,7 @@ from driftlens.findings.reading import (
 )
 from driftlens.findings.verdict import share_of
 from driftlens.findings.verdict import shares as shares_of
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.standing import last_work
 
 _SYNTHETIC = (
@@ -39,6 +39,7 @@ def origin_variant(run: DriftRun) -> str:
     return "merged" if "merged" in variants else "".join(variants[-1:])
 
 
+@remembered
 def origins(run: DriftRun) -> dict[str, str]:
     """Which layers each task's final drift comes from, at most three; "not measured" is said."""
     variant = origin_variant(run)

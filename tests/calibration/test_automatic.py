@@ -124,7 +124,9 @@ def test_comparisons_with_what_was_left_behind_count() -> None:
     assert many.over_merged["start"].low < few.over_merged["start"].low
 
 
-def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_the_simplest() -> None:
+def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_and_of_others_the_simplest() -> (
+    None
+):
     flat = {task: 0 * values for task, values in NOISE.items()}
     by = {"merged": 2.0, "one": 1.0, "other": 0.99}
     noisy = {task: values - values.mean() for task, values in NOISE.items()}
@@ -135,14 +137,10 @@ def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_th
     assert not scores["other"].compared_with(scores["one"], among=2).is_clear
     assert decide(scores).name == "one"
     assert decide(scores, [["one", "other"]]).name == "other"
-    for drift, name in (
-        (0.2, "one"),
-        (0.4, "other"),
-    ):  # which is known better than a score that tells nothing
-        assert decide(scores, [["one", "other"]], drifts={"one": drift, "other": 0.3}).name == name
-    scores["other"] = Scores({task: values + 1 for task, values in scores["other"].by_task.items()})
-    assert decide(scores, [["one", "other"]], drifts={"one": 0.4, "other": 0.3}).name == "one"
-    assert decide(scores, [["one", "other"]]).name == "one"
+    error = scores["other"].compared_with(scores["one"]).standard_error
+    for behind, name in ((0.9, "other"), (1.1, "one")):  # in standard errors, after .01 ahead
+        later = {task: values + 0.01 + behind * error for task, values in scores["other"].by_task.items()}
+        assert decide(scores | {"other": Scores(later)}, [["one", "other"]]).name == name
 
 
 def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:

@@ -27,6 +27,7 @@ from driftlens_app.show import (
     caption,
     component,
     is_narrow,
+    kept,
     note,
     page_title,
     plain,
@@ -78,7 +79,7 @@ def show() -> None:
     chosen = selection(TASK, VARIANTS, MEASURE)
     with shown_errors():
         # No chart of reports: those of single tasks are on Layers.
-        drawn = mean_curves(chosen.run, chosen.options())
+        drawn = kept("mean-drift", chosen.run, mean_curves, chosen.options())
         st.subheader("Mean drift by layer", anchor=False, help="A line below that of merged has come nearer.")
         show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
@@ -206,15 +207,14 @@ def _origins(chosen: Selection) -> None:
     cells, strip = row.container(), row.container(width="stretch" if is_narrow() else 320)
     with cells, shown_errors():
         if charts[_CELLS].missing(chosen.run, options) is None:
-            drawn = charts[_CELLS].draw(chosen.run, options)
+            drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options)
             show_drawn(_CELLS, chosen.run.id, drawn, "A click on a cell opens its layer and task.")
             _open_cell(chosen)
         else:  # of local mismatch alone there are sentences
             st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
     with strip, shown_errors():
-        show_drawn(
-            "layer-strip", chosen.run.id, layer_strip(chosen.run, chosen.options(), options.variants[0])
-        )
+        strips = kept("layer-strip", chosen.run, layer_strip, chosen.options(), options.variants[0])
+        show_drawn("layer-strip", chosen.run.id, strips)
 
 
 def _open_cell(chosen: Selection) -> None:

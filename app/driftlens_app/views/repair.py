@@ -33,7 +33,7 @@ from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     caption,
-    is_dark,
+    kept,
     note,
     open_part,
     plain,
@@ -201,7 +201,7 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
-        drawn = left_curves(run, name, dark=is_dark())
+        drawn = kept("drift-left", run, left_curves, name, selection().options())
         st.subheader(
             "Share of the merged model's drift that is left, by layer",
             anchor=False,

@@ -5,8 +5,9 @@ for, by what calibrators declare as their `candidates`, and by other merges; eac
 base. Samples fall into two halves. All are made from one half and judged on the other; those that the best is not
 clearly better than are then made from the other half, too, as far as `BUDGET` lasts. So no two models that are judged
 share a sample, and what is dear is made twice from half of the samples at most. The merged model stays, or else the
-base, unless something is clearly better; of what is made, and not clearly worse than the best, that with the least
-drift is taken. Where the merged model or the base stays, the calibration solves no module, and its variant is that very
+base, unless something is clearly better; of what is made the last is taken, in the order of candidates, whose score is
+within a standard error of the best: merges come first, repairs with views last, which did best wherever the arena
+measured them. Where the merged model or the base stays, the calibration solves no module, and its variant is that very
 model under the name that was asked for.
 """
 
@@ -333,10 +334,6 @@ class _Tries:
         """At a share of the way from the base, on these parts, each judged by a model that was made without it."""
         return Scores({task: of["score"] for task, of in self._values(name, parts, share).items()})
 
-    def drift(self, name: str, parts: Sequence[int], share: float) -> float:
-        """The mean relative final drift where `scores` are measured."""
-        return Scores({task: of["drift"] for task, of in self._values(name, parts, share).items()}).mean
-
     def best_of(self, name: str, parts: Sequence[int]) -> tuple[float, Scores]:
         """The share with the lowest mean score on these parts, the largest of equals, and the scores there."""
         shares = sorted(self._measured[Trial(name, parts[0])], reverse=True)
@@ -446,20 +443,18 @@ def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
     """The decision among what is left and the models as they are, and every candidate, as plain values."""
     plain = _as_they_are(tries.study.has_base)
     parts = tries.parts_of(left[0].name) if left else [0]
-    best = {at.name: tries.best_of(at.name, parts) for at in left}
+    standing = {at.name for at in left}
+    best = {name: tries.best_of(name, parts) for name in tries.entrants if name in standing}
     scores = {name: tries.scores(name, parts) for name in plain} | {
         name: of for name, (_, of) in best.items()
     }
-    drifts = {name: tries.drift(name, parts, share) for name, (share, _) in best.items()}
-    decision = decide(scores, [[*best]], among=len(plain) + len(tries.entrants) - 1, drifts=drifts)
+    decision = decide(scores, [[*best]], among=len(plain) + len(tries.entrants) - 1)
     compared = [_entry(tries, name, None, scores[name], decision) for name in plain]
     for name in tries.entrants:
         # What was left behind is told on the parts that it was judged on, beside the merged model on the same.
         own = tries.parts_of(name)
         share, found = best.get(name) or (tries.best_of(name, own) if own else (None, None))
         compared.append(_entry(tries, name, share, found, decision))
-        if share is not None:
-            compared[-1]["drift"] = _finite(tries.drift(name, parts if name in best else own, share))
     record: dict[str, Any] = {
         "kept": decision.name if decision.name in _PLAIN else "",
         "choice": decision.name,

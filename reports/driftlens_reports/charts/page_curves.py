@@ -38,9 +38,9 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
-def left_curves(run: DriftRun, name: str, *, dark: bool) -> Drawn:
+def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
     """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each."""
-    options = ChartOptions(variants=("merged", compared_variants(run, name)[-2]), dark=dark)
+    options = ChartOptions(variants=("merged", compared_variants(run, name)[-2]), dark=options.dark)
     rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
     there = pd.MultiIndex.from_frame(rows[["task", "layer"]])

@@ -322,7 +322,7 @@ def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full:
 
 
 def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftRun) -> None:
-    drawn = left_curves(full, "featcal", dark=False)
+    drawn = left_curves(full, "featcal", ChartOptions())
     rows = full.layers().pivot_table(index=["layer", "task"], columns="variant", values="drift_l2_mean")
     shares = (rows["calibrated:featcal"] / rows["merged"]).groupby("layer").mean()
     (line,) = (t for t in drawn.figure.data if t.showlegend and t.legendgroup == "calibrated:featcal")

@@ -157,7 +157,8 @@ def _require_readable(path: pathlib.Path) -> None:
     if path.suffix.lower() in _PICKLES:
         kind, remedy = "a pickle, which may hold code", conversion(path)
     else:
-        kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", "Save it as safetensors."))
+        remedy = "Save the weights as safetensors, or name the folder that holds them."
+        kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", remedy))
     raise CheckpointError(f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy)
 
 

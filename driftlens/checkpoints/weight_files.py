@@ -192,7 +192,7 @@ def _require_weights(pickled: Pickled, size: int) -> None:
             else f"a {type(pickled.top).__name__}"
         )
         raise CheckpointError(
-            f"it holds {content} without tensors where modules and state dicts keep them",
+            f"it holds no weights, but {content} without tensors in it",
             hint="Save `model.state_dict()`, best as safetensors.",
         )
     total = sum(header.nbytes for header in pickled.headers.values())

@@ -7,12 +7,16 @@ export default function ({ parentElement, data, setTriggerValue }) {
   const box = parentElement.querySelector("div"), key = `driftlens ${data.run}`;
   const read = () => { try { return JSON.parse(sessionStorage.getItem(key)) ?? {}; } catch { return {}; } };
   box.isKept = data.show === "";
+  box.at ??= location.pathname; // on the way to another page this one still stands, and the address is no longer its own
   box.open = (state) => setTriggerValue("open", state);
   const keep = (state) => {
     if (!box.isKept) return;
     sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked, task: data.task }));
     box.state = state;
-    if (location.hash.slice(1) !== state) history.replaceState(history.state, "", `#${state}`);
+    const task = new URLSearchParams(state).get("task");
+    if (box.task && task && task !== box.task) setTriggerValue("task", task); // other pages show it, too
+    box.task = task;
+    if (location.pathname === box.at && location.hash.slice(1) !== state) history.replaceState(history.state, "", `#${state}`);
   };
   const start = () => {
     const kept = read(), isNew = data.asked && data.asked !== kept.asked;
@@ -39,7 +43,7 @@ export default function ({ parentElement, data, setTriggerValue }) {
     if (typeof said?.state === "string" && said.state.length < MOST) keep(said.state);
     if (typeof said?.open === "string" && said.open.length < MOST) box.open(said.open);
   };
-  const travel = () => { if (box.isKept && location.hash.slice(1) !== box.state) load(start()); };
+  const travel = () => { if (box.isKept && location.pathname === box.at && location.hash.slice(1) !== box.state) load(start()); };
 
   if (box.page !== data.page || box.asked !== data.asked) {
     Object.assign(box, { page: data.page, asked: data.asked });

@@ -18,7 +18,7 @@ from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
 from driftlens_app.pages import path_of
 from driftlens_app.runs import key_of
-from driftlens_app.selection import RUN, selection
+from driftlens_app.selection import RUN, TASK, selection
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, is_dark, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
@@ -80,9 +80,18 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             "title": "Samples that move from model to model",
         }
         embedded = component("explorer", "<div></div>", _FRAME)
-        clicked = embedded(data=data, key=f"explorer-{part}", on_open_change=lambda: None)
+        clicked = embedded(
+            data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
+        )
         if clicked.open:
             explore(run, str(clicked.open))
+
+
+def _choose_task() -> None:
+    """Let all pages show the task that was chosen in the whole explorer."""
+    task = st.session_state["explorer-"].get("task")
+    if task:
+        st.query_params[TASK] = str(task)  # as if it had been asked for in the address
 
 
 def offer_page(run: DriftRun) -> None:

@@ -109,6 +109,29 @@ def test_a_link_brings_back_what_was_chosen_and_choosing_asks_no_server(
     assert selected(frame_of(page)) == inside and page.said == []
 
 
+def test_a_task_that_is_chosen_in_the_explorer_is_that_of_other_pages_and_back(
+    page: Any, full: DriftRun, opened: Callable[..., Any]
+) -> None:
+    """And one of another page's is the explorer's."""
+    frame = opened("samples", task=full.tasks[0])
+    for at, back in ((1, 2), (2, 0)):
+        frame.locator("#task").select_option(str(at))
+        page.wait_for_url(f"**task={full.tasks[at]}**")
+        settled(page)
+        page.get_by_role("link", name="Layers", exact=True).click()
+        field = page.get_by_role("combobox", name="Task")
+        expect(field).to_have_value(full.tasks[at])
+        settled(page)
+        field.fill(full.tasks[back])
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"**task={full.tasks[back]}**")
+        page.get_by_role("link", name="Samples", exact=True).click()
+        page.get_by_role("heading", name="Samples", exact=True).wait_for()
+        frame = frame_of(page)
+        assert frame.evaluate("explorer.state.task") == back
+    assert page.said == []
+
+
 def test_one_click_leads_from_the_verdict_to_the_flips_behind_it_and_one_press_back(
     page: Any, full: DriftRun, opened: Callable[..., Any]
 ) -> None:

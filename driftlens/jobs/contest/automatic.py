@@ -5,10 +5,9 @@ for, by what calibrators declare as their `candidates`, and by other merges; eac
 base. Samples fall into two halves. All are made from one half and judged on the other; those that the best is not
 clearly better than are then made from the other half, too, as far as `BUDGET` lasts. So no two models that are judged
 share a sample, and what is dear is made twice from half of the samples at most. The merged model stays, or else the
-base, unless something is clearly better; of what is made the last is taken, in the order of candidates, whose score is
-within a standard error of the best: merges come first, repairs with views last, which did best wherever the arena
-measured them. Where the merged model or the base stays, the calibration solves no module, and its variant is that very
-model under the name that was asked for.
+base, unless something is clearly better; of what is made the dearest is taken whose score is within a standard error of
+the best: repairs with views are, and did best wherever the arena measured them. Where the merged model or the base
+stays, the calibration solves no module, and its variant is that very model under the name that was asked for.
 """
 
 from __future__ import annotations
@@ -444,7 +443,8 @@ def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
     plain = _as_they_are(tries.study.has_base)
     parts = tries.parts_of(left[0].name) if left else [0]
     standing = {at.name for at in left}
-    best = {name: tries.best_of(name, parts) for name in tries.entrants if name in standing}
+    by_cost = sorted(tries.entrants.values(), key=lambda at: at.cost)
+    best = {at.name: tries.best_of(at.name, parts) for at in by_cost if at.name in standing}
     scores = {name: tries.scores(name, parts) for name in plain} | {
         name: of for name, (_, of) in best.items()
     }

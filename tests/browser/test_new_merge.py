@@ -73,12 +73,12 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
         merges = {row["merge"] for row in document["merges"] if row["place"]}
         assert merges == {"base", "average", "ties", "task_arithmetic scaling=0.3"}  # the spec's own, too
         page.get_by_test_id("stPlotlyChart").wait_for()
-        expect(page.get_by_text("Ranked by KL to the experts")).to_be_visible()
+        expect(page.get_by_text("Ranked by Hellinger distance")).to_be_visible()
         # Repair has it beside the comparisons of the run whose experts were merged.
         page.goto(f"{address}/repair?run={light.id}&repair=Compare")
         drawn(page, page.get_by_role("heading", name="Compared merges"), timeout=PATIENCE)
         expect(page.get_by_test_id("stPlotlyChart").last).to_be_visible()
-        expect(page.get_by_text("Ranked by KL to the experts")).to_be_visible()
+        expect(page.get_by_text("Ranked by Hellinger distance")).to_be_visible()
     assert not said
 
 

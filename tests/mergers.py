@@ -45,8 +45,9 @@ WHEN = {
 
 ANCHOR = f"""
 Which is best for your experts is an empirical question: `driftlens merge SPEC --compare all` (or
-`dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by KL and final drift to the
-experts, with intervals, on calibration samples that no method has read, and says which can't be told apart.
+`dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by the
+Hellinger distance of class probabilities and final drift to the experts, with intervals, on calibration samples that no
+method has read, and says which can't be told apart.
 
 FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is the merged model. Elsewhere it is
 another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all

@@ -44,10 +44,10 @@ class Method:
     """A calibrator or a merge method, as `driftlens methods --json` tells it.
 
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
-    chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside
-    a base alone), `candidates` what `--auto` tries. `effort` is the processor time against FeatCal's, `choosing` as
-    how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how many samples a task it
-    needs.
+    chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside a
+    base alone), `candidates` what `--auto` compares from each preset on. `effort` is the processor time against
+    FeatCal's, `choosing` as how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how
+    many samples a task it needs.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Method:
     automatic: tuple[str, ...] = ()
     swept: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     of_base: tuple[str, ...] = ()
-    candidates: tuple[Mapping[str, Any], ...] = ()
+    candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     effort: float = 1.0
     choosing: float = 0.0
     fewest: int = 0
@@ -167,7 +167,7 @@ def calibration_form(
         caption(cost)
     caption(_ON_BEST)
     preset = first.preset_for(loader)
-    st.markdown("\n".join(f"- {plain(tried)}" for tried in _tried_by_best(methods(), first, preset)))
+    st.markdown("\n".join(f"- {plain(tried)}" for tried in first.candidates[preset or ""]))
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
         start = _chosen_method(last, taken, loader)
         _fill_name(start, taken)
@@ -298,13 +298,6 @@ def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, A
         help="float32 keeps the small changes that a half-precision type would round away.",
     )
     return {"export": export, "out_dtype": out_dtype}
-
-
-def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> list[str]:
-    """What is compared, with the values that it begins with."""
-    start = f" ({_preset_label(preset, first.presets)})" if preset else ""
-    tried = ["the merged model and the base", "other merges of the same experts", first.title + start]
-    return tried + [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
 
 
 def _fill_name(start: CalibrationRequest, taken: Container[str]) -> None:

@@ -5,6 +5,7 @@ The dashboard, which never imports torch, asks the command line for it: `driftle
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from driftlens.base.settings import expected, schemas_of, settings_of
@@ -13,6 +14,8 @@ from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.jobs.contest.automatic import BEST
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
+
+_VIEWS = re.compile(r"\b\d+ views\b")
 
 
 def catalog() -> dict[str, dict[str, Any]]:
@@ -37,8 +40,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "automatic": _varied(kind),
                 "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
                 "of_base": [*kind.of_base],
-                "candidates": [dict(settings) for settings in kind.candidates],
-                "choosing": _choosing(kind),
+                **_choosing(kind),
                 "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
             }
             # Those with published settings first.
@@ -69,9 +71,12 @@ def _varied(kind: type[Calibrator]) -> list[str]:
     ]
 
 
-def _choosing(kind: type[Calibrator]) -> float:
-    starts = [kind(**values) for values in kind.presets.values()] if kind.candidates else []
-    return max((BEST.outlook(start, {}, has_base=True)[1] for start in starts), default=0.0)
+def _choosing(kind: type[Calibrator]) -> dict[str, Any]:
+    """What the choice of the best compares from each preset on, and its cost; how many views depends on the samples."""
+    presets = kind.presets if kind.candidates else {}
+    outlooks = {name: BEST.outlook(kind(**values), {}, has_base=True) for name, values in presets.items()}
+    compared = {name: [_VIEWS.sub("views", title) for title in of] for name, (of, _) in outlooks.items()}
+    return {"candidates": compared, "choosing": max((cost for _, cost in outlooks.values()), default=0.0)}
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

@@ -185,8 +185,8 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
     press(app, "Repair with the best method")
     parts = called(root / "full")
     assert {"--preset=llama-3b", "--auto", "--name=best"} <= {*parts}
-    assert "- FeatCal rho 3, alpha 0.5" in said(app)
-    assert "- Residual calibration mu 0.9" in said(app)
+    assert "- featcal with rho 3.0, alpha 0.5" in said(app)
+    assert "- residual with mu 0.9 and views of every sample" in said(app)
     assert not [part for part in parts if part.startswith(("--set", "--method"))]
 
 

@@ -493,7 +493,9 @@ def test_compared_merges_are_a_table_that_says_what_was_not_made(
     rows = json.loads((out / "merges.json").read_text())["merges"]
     frame = found.frame()
     assert list(frame["merge"]) == [row["merge"] for row in rows if row["place"]]
-    assert list(frame["Hellinger distance to the experts"]) == [row["hellinger"] for row in rows if row["place"]]
+    assert list(frame["Hellinger distance to the experts"]) == [
+        row["hellinger"] for row in rows if row["place"]
+    ]
     assert "task_arithmetic scaling=0.5: not made, as a weight is infinite" in found.notes()
     assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
     assert not [child for child in out.iterdir() if child.is_dir()]

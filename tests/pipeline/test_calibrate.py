@@ -409,11 +409,11 @@ FILES = {
 @pytest.mark.parametrize(
     ("method", "at"),
     [
-        ("surgery", 2),
+        pytest.param("surgery", 2, marks=pytest.mark.every),
         ("surgery", 5),
-        ("prob_surgery", 5),
-        ("surgery_v2", 3),
-        ("interv_merge", 5),
+        pytest.param("prob_surgery", 5, marks=pytest.mark.every),
+        pytest.param("surgery_v2", 3, marks=pytest.mark.every),
+        pytest.param("interv_merge", 5, marks=pytest.mark.every),
         ("distill", 2),
     ],
 )

@@ -42,7 +42,8 @@ GEMMA = pytest.mark.family("Gemma 3")
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
+    "name",
+    [pytest.param("Llama, untied", marks=[LLAMA, pytest.mark.every]), pytest.param("Gemma 3", marks=GEMMA)],
 )
 def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
@@ -93,7 +94,12 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA), "Mixtral"]
+    "name",
+    [
+        pytest.param("Llama, untied", marks=[LLAMA, pytest.mark.every]),
+        pytest.param("Gemma 3", marks=GEMMA),
+        "Mixtral",
+    ],
 )
 def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
     """Fewer keys than queries, tied embeddings of which few rows are read, heads of each model's own."""
@@ -122,7 +128,7 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("config", families("GPT-2", some=EACH_KIND + EACH_LAYOUT))
+@pytest.mark.parametrize("config", families("GPT-2", some=EACH_LAYOUT))
 def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     config: Any, tmp_path: Path
 ) -> None:

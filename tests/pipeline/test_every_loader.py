@@ -15,6 +15,7 @@ import transformers
 import driftlens as dl
 from driftlens.models.architecture import Architecture, load_architecture, loaders
 from driftlens.models.language.texts import Text
+from tests.quick import paced
 from tests.zoo import saved_families, seq2seq, world
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
@@ -158,8 +159,8 @@ MADE: dict[str, tuple[str, Callable[[Path], Made]]] = {
 """By name, the loader and what it is to open."""
 
 
-FAST = ("timm ViT", "CLIP of open_clip")
-"""Those that no other test walks from files to a folder faster."""
+FAST, SOME = ("timm ViT", "CLIP of open_clip"), ("CLIP of transformers", "LLaVA")
+"""Those that no other test walks from files to a folder faster, and what CI walks beside them."""
 
 
 def test_no_loader_is_left_out() -> None:
@@ -170,12 +171,8 @@ def test_no_loader_is_left_out() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
-            for name in MADE
-            if name not in seq2seq.NAMES
-        ),
-        *seq2seq.families(some=("BART", "Marian", "T5Gemma")),
+        *(pytest.param(name, marks=paced(name, FAST, SOME)) for name in MADE if name not in seq2seq.NAMES),
+        *seq2seq.families(some=("BART",)),
         pytest.param("T5", marks=pytest.mark.slow),
     ],
 )

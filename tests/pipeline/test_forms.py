@@ -31,6 +31,7 @@ from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.merging.applying import FEW
 from tests.models.writing import write_mergekit
 from tests.pipeline.checking import check, found, rehearsed_once
+from tests.quick import paced
 from tests.zoo.suite import CLASSES, PAIRS, Suite, spec_of_folders
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import LOADERS, SCALING, SIZE, TASKS, Form, World, tower
@@ -300,14 +301,14 @@ def own_features(run: Path, variant: str, task: str, samples: list[Any]) -> torc
     return state["hidden"]
 
 
-SHORT = {("interv_merge", "hf")}
-"""Which runs in the fast line: inside blocks, where most can go wrong."""
+SHORT, SOME = {("interv_merge", "hf")}, {("surgery_v2", "open_clip"), ("react", "hf")}
+"""Which runs in the fast line, inside blocks, where most can go wrong, and which in CI."""
 
 
 @pytest.mark.parametrize(
     ("method", "form"),
     [
-        pytest.param(method, form, marks=[] if (method, form) in SHORT else pytest.mark.slow)
+        pytest.param(method, form, marks=paced((method, form), SHORT, SOME))
         for method in METHODS
         for form in ("open_clip", "hf")
     ],

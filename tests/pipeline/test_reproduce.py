@@ -27,6 +27,7 @@ from driftlens_reports.paper.published import published_tables
 from driftlens_reports.reproduced import _looked_up
 from tests.forked import Forked
 from tests.models.writing import train
+from tests.quick import few
 from tests.zoo.cases import perturbed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
 from tests.zoo.world import TASKS, World
@@ -232,7 +233,7 @@ def texts_in_cache(form: str, home: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["encoder-decoder", "decoder"])
+@pytest.mark.parametrize("form", few(["encoder-decoder", "decoder"], (), some=("decoder",)))
 def test_a_tiny_suite_of_texts_runs_from_the_hubs_cache(form: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     file = tmp_path / "texts.yaml"

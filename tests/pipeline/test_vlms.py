@@ -75,7 +75,7 @@ def fed(model: Any, path: str, given: Any) -> torch.Tensor:
 
 
 @pytest.mark.shows("drift", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("name", vlms(some=KINDS))
+@pytest.mark.parametrize("name", vlms(some=KINDS[:1]))
 def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec = text_spec(tmp_path)
@@ -98,7 +98,7 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
 
 
 @pytest.mark.shows("drift", "attribution", "sites", files="hf-vlm", heads="each model's own", reloads="yes")
-@pytest.mark.parametrize("name", vlms(only=PROCESSORS, some=KINDS))
+@pytest.mark.parametrize("name", vlms(only=PROCESSORS, some=KINDS[1:]))
 def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec = picture_spec(tmp_path, metrics={"jacobian": {"nodes": 8, "samples": 1}})

@@ -212,6 +212,7 @@ def prose(text: str) -> str:
     def code(part: str) -> str:
         literal = "".join(_LITERAL.get(letter, letter) for letter in escape(part))
         literal = literal.replace(r"\_", r"{\char95}")  # else a rule, not a letter
+        literal = literal.replace(",", r",\allowbreak{}")  # of a setting's values
         return rf"\texttt{{{literal}}}"
 
     return with_code(text, escape, code)

@@ -158,6 +158,8 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert following.startswith("Next: `driftlens report ")
     # Folders of the machine have no place on a page.
     expect(page.get_by_text("driftlens report light", exact=True)).to_be_visible()
+    # First numbers are shown while the job goes on; at its end the page is drawn anew, with other files to hand out.
+    expect(page.get_by_text("Calibration featcal is done.")).to_be_visible(timeout=PATIENCE)
     settled(page)  # the wall of samples comes last, and buttons are drawn anew until then
     with page.expect_download() as taken:
         page.get_by_role("button", name="Calibrated checkpoint").click()

@@ -63,6 +63,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)  # before some are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[SHOWN] = shown(items)
+    # What takes minutes comes first: at the end all but one worker would wait for it.
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     for item in items:  # keywords would have the names of folders, too
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))

@@ -51,7 +51,7 @@ def test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it(name: s
             assert relative_error(total, split.drift) <= 1e-12
 
 
-@pytest.mark.parametrize("name", mixtures("Mixtral"))
+@pytest.mark.parametrize("name", mixtures("Mixtral", some=["gpt-oss", "DeepSeek-V3", "Qwen3.5-MoE"]))
 def test_contributions_sum_to_the_drift_where_tokens_go_elsewhere(name: str) -> None:
     models, contributions = of(name), Contributions(SETTINGS)
     seen = views(models)

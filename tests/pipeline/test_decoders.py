@@ -97,7 +97,7 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Pat
     "name",
     [
         pytest.param("Llama, untied", marks=[LLAMA, pytest.mark.every]),
-        pytest.param("Gemma 3", marks=GEMMA),
+        pytest.param("Gemma 3", marks=[GEMMA, pytest.mark.every]),
         "Mixtral",
     ],
 )

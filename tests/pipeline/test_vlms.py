@@ -290,8 +290,9 @@ def test_of_each_task_a_run_of_both_measures_what_one_of_it_alone_does(name: str
             both = (one.features(task, variant, layer="final") for one in (run, alone[task]))
             np.testing.assert_allclose(*both, rtol=2e-3, atol=2e-3)  # kept in float16
     for method, calibrator in {"featcal": dl.FeatCal(), "residual": ResidualCal(folds=2)}.items():
-        run.calibrate(calibrator, name=method, save_weights=tmp_path / f"{method}-ab")
-        alone["a"].calibrate(calibrator, name=method, save_weights=tmp_path / f"{method}-a")
+        for tasks, of in (("ab", run), ("a", alone["a"])):
+            folder = tmp_path / f"{method}-{tasks}"
+            of.calibrate(calibrator, name=method, save_weights=folder, attribution=False)
         mixed, pictures = (weights_in(tmp_path / f"{method}-{tasks}") for tasks in ("ab", "a"))
         of_tower = [key for key in mixed if "vi" in key and "language_model" not in key]
         before = weights_in(tmp_path / "merged")
@@ -302,7 +303,7 @@ def test_of_each_task_a_run_of_both_measures_what_one_of_it_alone_does(name: str
     assert torch.isfinite(logits(tmp_path / "featcal-ab", "is it red")).all()
 
 
-@pytest.mark.parametrize("name", few(PROCESSORS, (), some=KINDS))
+@pytest.mark.parametrize("name", few(PROCESSORS, (), some=["Qwen2.5-VL"]))
 def test_no_number_depends_on_batches_or_on_the_order_of_samples(name: str, tmp_path: Path) -> None:
     saved_vlms(name, tmp_path)
     spec, tables = mixed_spec(tmp_path), []

@@ -168,7 +168,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("method", few(DIVIDED, ["streams", "residual"]))  # the others: above
-@pytest.mark.parametrize("size", few([2, 3, 5], quick=[3]))
+@pytest.mark.parametrize("size", few([2, 3, 5], quick=[3], some=[5]))
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(method: str, size: int) -> None:
     world, calibrator = DIVIDED[method]
     case = case_of(world)
@@ -235,9 +235,11 @@ def test_many_calibrations_side_by_side_are_divided_too() -> None:
 
 SHORT = list(itertools.product((2, 3), ("featcal", "residual"), ("half", "nothing")))
 """Processes (three share tasks), method, and which batches fit into the memory of one of them."""
+QUICK = [(2, "featcal", "nothing"), (3, "residual", "half")]
+SOME = [(2, "residual", "half"), (3, "featcal", "nothing")]
 
 
-@pytest.mark.parametrize("short", few(SHORT, [(2, "featcal", "nothing"), (3, "residual", "half")]), ids=str)
+@pytest.mark.parametrize("short", few(SHORT, QUICK, some=SOME), ids=str)
 def test_all_begin_anew_where_one_has_too_little_memory(short: tuple[int, str, str]) -> None:
     size, method, fitting = short
     fits = {"half": 2, "nothing": 0}[fitting]

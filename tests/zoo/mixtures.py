@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from tests.quick import paced
 from tests.zoo.cases import Case, with_seed
 from tests.zoo.decoders import MIXTURES, MORE
 
 
-def mixtures(*fast: str) -> list[Any]:
-    """Their names as parameters of a test, all but `fast` ones slow."""
+def mixtures(*fast: str, some: Collection[str] | None = None) -> list[Any]:
+    """Their names as parameters of a test: all but `fast` ones slow, all but these and `some`, if given, `every`'s."""
     return [
-        pytest.param(name, marks=[pytest.mark.family(name), *([] if name in fast else [pytest.mark.slow])])
-        for name in MIXTURES
+        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in MIXTURES
     ]
 
 

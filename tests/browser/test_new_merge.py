@@ -20,7 +20,7 @@ from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe
 from tests.browser.reading import PATIENCE, check, drawn, open_drawer, settled
 from tests.browser.server import serving
-from tests.suites.conftest import TINY
+from tests.suites.conftest import TINY, alone
 from tests.zoo.world import World
 
 
@@ -164,7 +164,8 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which a suite that took seconds to make stands where the one that takes minutes would."""
     folder = tmp_path_factory.mktemp("cache")
     recipe = dataclasses.replace(TINY, num_train=80, num_test=140)
-    made = embedded_suite(cache=folder / "driftlens", recipe=recipe)
+    with alone():
+        made = embedded_suite(cache=folder / "driftlens", recipe=recipe)
     digest = Recipe().digest(0)
     record = made.folder / RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "digest": digest}))

@@ -54,12 +54,12 @@ def cache(common: Path) -> Path:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(kind: type[Worker] = Worker) -> Iterator[None]:
     """This process does all that two would share; those two import what takes longer than the work."""
 
     def work_alone(work: Any, arguments: Any, on_news: Any, num_values: int) -> None:
         news = SimpleNamespace(send=lambda told: on_news(*told))
-        work(Worker(0, news, Lock(), Barrier(1), bytearray(4 * 2 * num_values)), *arguments)  # type: ignore[arg-type]
+        work(kind(0, news, Lock(), Barrier(1), bytearray(4 * 2 * num_values)), *arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "NUM_WORKERS", 1)

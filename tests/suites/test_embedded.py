@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -146,39 +147,35 @@ def test_a_half_written_suite_is_built_again_and_comes_out_the_same(suite: Suite
 
 
 @pytest.mark.slow
-def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
-    before = (copy.folder / RECORD).stat().st_ino
-    embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True)
+def test_rebuilding_replaces_a_suite_that_is_whole_and_counts_every_phase_to_its_end(copy: Suite):
+    before, events = (copy.folder / RECORD).stat().st_ino, list[ProgressEvent]()
+    embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True, reporter=Reporter(events.append))
     assert (copy.folder / RECORD).stat().st_ino != before
     assert copy.is_whole()
-
-
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(phase, marks=pytest.mark.slow) for phase in ("draw", "train base", "train experts")],
-)
-def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: Path):
-    token = CancelToken()
-
-    def stop(event: ProgressEvent) -> None:
-        if event.phase == phase and event.done:
-            token.cancel()
-
-    with pytest.raises(Cancelled):
-        embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(stop, token))
-    assert all(path.suffix == ".lock" for path in tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_progress_counts_every_phase_to_its_end(tmp_path: Path):
-    events: list[ProgressEvent] = []
-    embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(events.append))
     last = {event.phase: event for event in events}
     assert list(last) == ["draw", "train base", "train experts"]
     assert all(event.done == event.total for event in last.values())
     done = [event.done for event in events if event.phase == "train experts"]
     assert done == sorted(done) and done[0] == 0
     assert [event.label for event in events if event.phase == "train experts"][-1].endswith("(8 of 8 done)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "workers"), [("draw", alone), ("train base", nullcontext), ("train experts", alone)]
+)
+def test_cancelling_leaves_nothing_half_built(
+    phase: str, workers: Callable[[], AbstractContextManager[None]], tmp_path: Path
+):
+    token = CancelToken()
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == phase and event.done:
+            token.cancel()
+
+    with workers(), pytest.raises(Cancelled):
+        embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(stop, token))
+    assert all(path.suffix == ".lock" for path in tmp_path.iterdir())
 
 
 def test_a_second_process_waits_and_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

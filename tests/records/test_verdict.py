@@ -87,7 +87,7 @@ def test_words_follow_the_tables_in_every_branch(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(made=tables(most_tasks=5), drawn=SHARES, stored=st.booleans())
 def test_words_follow_more_tables(
     manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]], stored: bool

@@ -15,6 +15,7 @@ from driftlens.merging.method import merge_methods
 from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
 from tests.models.writing import train
+from tests.quick import few
 from tests.zoo.world import World, write_spec
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
@@ -26,6 +27,8 @@ Spec = dict[str, Any]
 KEY = "transformer.resblocks.1.mlp.c_fc.weight"
 """Of the image tower, whose tensors lie in whole CLIPs behind `visual.`."""
 FIRST, SECOND = "flowers", "shapes"
+KINDS = ("average", "dare", "slerp", "ties", "lot", "wudi", "regmean", "adamerging")
+"""By what methods read: entries, tensors, sites, moments, samples; one of two models alone, and one with a seed."""
 
 
 def outside(name: str) -> list[tuple[str, object]]:
@@ -79,7 +82,7 @@ class Merging:
         assert {path.name for path in self.folder.iterdir()} <= before | {"spec.yaml"}
 
 
-@pytest.fixture(params=list(merge_methods))
+@pytest.fixture(params=few(merge_methods, (), some=KINDS))
 def merging(request: pytest.FixtureRequest, world: World, tmp_path: Path, run_cli: Cli) -> Merging:
     return Merging(request.param, world, tmp_path, run_cli)
 

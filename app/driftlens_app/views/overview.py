@@ -207,7 +207,7 @@ def _origins(chosen: Selection) -> None:
     cells, strip = row.container(), row.container(width="stretch" if is_narrow() else 320)
     with cells, shown_errors():
         if charts[_CELLS].missing(chosen.run, options) is None:
-            drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options)
+            drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
             show_drawn(_CELLS, chosen.run.id, drawn, "A click on a cell opens its layer and task.")
             _open_cell(chosen)
         else:  # of local mismatch alone there are sentences

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base.variants import calibrated
-from driftlens.findings.reading import number
+from driftlens.findings.reading import number, signs
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -21,6 +21,8 @@ from driftlens_reports.charts.per_task import block_of
 
 _ROW, _LEAST = 26, 72
 """Pixels: of a row of cells, and of a panel."""
+_BAR_BELOW = 66
+"""Pixels of a colour bar below the panels of a narrow window, with its title and numbers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def draw_cells(
         )
         grid.add(at, coloured, _numbers(coloured, scales[panel.scale]))
     grid.add_lines("x", *panels.borders(run.layers()))
-    shown_names = [words.label(name) for name in names]
+    is_narrow = panels.is_narrow() and len(scales) == 1
+    shown_names = [words.label(name, words.LONGEST_OF_TWO if is_narrow else words.LONGEST) for name in names]
     ticks = {"tickvals": list(range(len(names))), "ticktext": shown_names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
     grid.set_axes(x={**panels.layer_axis(run, beyond), "showgrid": False}, y={**ticks, **first_on_top})
@@ -90,12 +93,22 @@ def draw_cells(
     # Numbers that don't fit into their cell are left out; hovering tells.
     written = {"uniformtext": {"minsize": theme.SMALL - 2, "mode": "hide"}, "bargap": 0}
     room = panels.room_beside(shown_names)
+    if is_narrow:
+        layout = figure.layout
+        room |= {"r": 12, "b": layout.margin.b + _BAR_BELOW}
+        figure.update_layout(height=layout.height + _BAR_BELOW)
     figure.update_layout(**written, plot_bgcolor=theme.palette(dark).gap, margin=room)
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
         beside = theme.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
         if len(scales) > 1:
             beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
+        elif is_narrow:
+            beside |= {"title": {"text": shades.title, "side": "top"}, "orientation": "h"}
+            # Measured from the container, a low chart would have no room left for its cells.
+            margin = figure.layout.margin
+            inner = figure.layout.height - margin.t - margin.b
+            beside |= {"y": -(margin.b - _BAR_BELOW) / inner, "yanchor": "top"}
         ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
         figure.update_layout({f"coloraxis{at + 1 if at else ''}": {**ends, "colorbar": beside}})
     return figure
@@ -141,7 +154,7 @@ def _task_cells(
         if beyond:
             values[layers[-1] + 1] = part.groupby("task")[beyond].max()
         cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
-    return draw_cells(run, cells, [shades], y_title="task", beyond=beyond, dark=dark)
+    return draw_cells(run, cells, [shades], y_title="task", beyond="rest" if beyond else "", dark=dark)
 
 
 @chart(
@@ -218,7 +231,7 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def _shares(values: pd.DataFrame, dark: bool) -> Scale:
     highest, colours = values.astype(float).abs().max().max(), theme.palette(dark).diverging
-    title, write = "share of final drift (%)", lambda value: f"{round(value, 2) + 0.0:.0%}"
+    title, write = "share of final drift (%)", lambda value: signs(f"{round(value, 2) + 0.0:.0%}")
     return Scale(title, -highest, highest, colours, write, theme.SHARE)
 
 

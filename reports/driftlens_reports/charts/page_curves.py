@@ -114,6 +114,7 @@ def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
         xaxis={
             "title": "mean L2 drift (width)",
             "showticklabels": False,
+            "ticks": "",
             "showgrid": False,
             "zeroline": False,
         },

@@ -20,8 +20,8 @@ from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, 
 
 MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
-_LEGEND_ROW, _LEGEND_WIDTH, _SYMBOL, _LEGEND_LETTER = 24, 600, 46, 7
-"""Pixels: a row of the legend, its width in a narrow window, and what an entry takes of it."""
+_LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
+"""Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it."""
 _TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
 """Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and numbers."""
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
@@ -40,6 +40,11 @@ def one_column(is_narrow: bool = True) -> Iterator[None]:
         yield
     finally:
         _ONE_COLUMN.reset(token)
+
+
+def is_narrow() -> bool:
+    """Whether what is drawn now is for a narrow window."""
+    return _ONE_COLUMN.get()
 
 
 def titled(label: str, table: str, column: str) -> str:
@@ -66,8 +71,10 @@ def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
     if not beyond:
         return {"autorangeoptions": whole(0.5, last + 0.5), "tickvals": ticks}
+    ticks = ticks[:-1] if step > 1 else ticks  # the title says which is the last, and the name needs its room
     named = {"tickvals": [*ticks, last + 1], "ticktext": [*map(str, ticks), beyond]}
-    return {"autorangeoptions": whole(0.5, last + 1.5), **named}
+    # Slanted, the numbers would be as hard to read as the name.
+    return {"autorangeoptions": whole(0.5, last + 1.5), "tickangle": 0, **named}
 
 
 def whole(low: float, high: float) -> dict[str, Any]:
@@ -180,7 +187,7 @@ def panel_grid(
 ) -> Grid:
     """Empty panels with escaped titles; y axes share a range by column, row or not; `below`: pixels for lines."""
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
-    columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
+    columns = 1 if is_common and is_narrow() else min(columns, len(titles))
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
@@ -199,7 +206,7 @@ def panel_grid(
     theme = theme_layout(dark)
     # Of one row where the names are not known.
     wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
-    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTH)) + _TITLE
+    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTHS[is_narrow()])) + _TITLE
     settings = {
         **theme,
         **axes,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+from threadpoolctl import threadpool_limits
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import is_control, part_of, title
@@ -35,6 +36,8 @@ from driftlens_reports.charts.words import overlap_notes
 MOST_PICTURES = 2000
 """Of one page, about 1.5 kB each."""
 NEIGHBOURS = 8
+_FEW_ROWS = 10_000
+"""Features of a task and layer, of all its models, that are laid out in less time by one thread than by several."""
 _ORDER = ("base", "merged", "baseline", "calibrated", "expert")
 """Stages that samples move through, by the part that a model plays."""
 _BY_LAYER = {
@@ -87,7 +90,10 @@ def gathered(
     if only_points:
         stored = [at for at in layers if any(_is_stored(run, each.task, "expert", at) for each in shown)]
         layers = (stored or layers)[-1:]
-    planes = [_planes(run, each, layers, stages, request) for each in shown]
+    rows = len(stages) * max(len(run.sample_ids(each.task)) for each in shown)
+    # Threads that wait for one another at small products take five times the processor time of one.
+    with threadpool_limits(1 if rows < _FEW_ROWS else None):
+        planes = [_planes(run, each, layers, stages, request) for each in shown]
     judged = verdict(run)
     columns, words = _columns(run, shown, stages, layers)
     return {

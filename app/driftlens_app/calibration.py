@@ -19,7 +19,7 @@ from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype
 from driftlens.spec.words import layers_named
 from driftlens_app.jobs.processes import ask
 from driftlens_app.settings import Settings
-from driftlens_app.show import caption, note, plain
+from driftlens_app.show import caption, coded, is_narrow, note, plain
 
 _START, _ESTIMATE, _BEST = "start-calibration", "estimate-calibration", "best-calibration"
 _SUGGESTED = "_suggested_name"
@@ -157,7 +157,7 @@ def calibration_form(
         key=_BEST,
     )
     if obstacle:
-        st.warning(f"A calibration can't begin: {plain(obstacle)}", icon=":material/warning:")
+        st.warning(f"A calibration can't begin: {coded(obstacle)}", icon=":material/warning:")
     if few is not None:
         note(
             f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "
@@ -167,7 +167,9 @@ def calibration_form(
         caption(cost)
     caption(_ON_BEST)
     preset = first.preset_for(loader)
-    st.markdown("\n".join(f"- {plain(tried)}" for tried in first.candidates[preset or ""]))
+    # Between the button and what a repair has done a telephone has no room for them.
+    tried = st.expander("What it compares") if is_narrow() else st.container()
+    tried.markdown("\n".join(f"- {plain(name)}" for name in first.candidates[preset or ""]))
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
         start = _chosen_method(last, taken, loader)
         _fill_name(start, taken)

@@ -12,6 +12,7 @@ import streamlit as st
 
 from driftlens.base.errors import RunLockedError
 from driftlens.base.progress import ProgressEvent, duration
+from driftlens.base.words import some_of
 from driftlens.findings.reading import printable, size
 from driftlens.runs.manifest import LATER, Manifest, PhaseInfo, is_phase_of
 from driftlens.runs.run import DriftRun
@@ -143,7 +144,7 @@ def obstacle(run: DriftRun) -> str:
         return f"{error.message}. {error.hint}"
     if is_live(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    missing = ", ".join(unanalyzed(run.manifest))
+    missing = some_of(unanalyzed(run.manifest))
     goes_on = "`driftlens analyze --resume` goes on"
     return f"the run is unfinished; still to be done: {missing}. {goes_on}" if missing else ""
 

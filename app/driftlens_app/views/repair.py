@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 from urllib.parse import urlencode
 
 import pandas as pd
@@ -40,12 +41,14 @@ from driftlens_app.show import (
     show_chart,
     show_data,
     show_drawn,
+    show_headline,
     show_sheet,
     show_table,
     shown_errors,
     with_command,
 )
 from driftlens_app.views import compare
+from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.page_curves import left_curves, running_curve
 
 PAGE = Page(
@@ -171,6 +174,8 @@ def _tried(scores: Mapping[str, Mapping[int, float]]) -> None:
 def _results(run: DriftRun, job: View | None) -> None:
     names = list(run.manifest.calibrations)
     if not names:
+        with shown_errors():
+            show_headline(run)
         if job is None:
             note("This run has no calibrated variant yet.")
         return
@@ -230,7 +235,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
-        caption(notice, 90)
+        caption(f"{notice[:1].upper()}{notice[1:]}", 90)
 
 
 def _headline(run: DriftRun, found: Verdict) -> None:
@@ -252,17 +257,27 @@ def _headline(run: DriftRun, found: Verdict) -> None:
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     """How much settings matter, as far as they were varied, with the run's calibrations among them."""
     show_bad_end(watch(run.path, "sweep"))
-    show_chart("sweeps", run, selection().options(variants=None))
+    _chart(run, "sweeps", "Drawn once the button below has varied them one by one.", variants=None)
     swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
     if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
         with shown_errors():
             begin(sweep_request(run))
 
 
+def _chart(run: DriftRun, name: str, without: str, **options: Any) -> None:
+    """The chart, or a sentence in its place: what it lacks a button below it adds."""
+    drawn = charts[name]
+    if drawn.missing(run, chosen := selection().options(**options)) is None:
+        show_chart(name, run, chosen)
+    else:
+        st.subheader(plain(drawn.title), anchor=False, help=drawn.hint)
+        caption(without)
+
+
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
     show_bad_end(watch(run.path, "arena"))
-    show_chart("arena", run, selection().options())
+    _chart(run, "arena", "Drawn once there are two repairs: the button below makes those that are chosen.")
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
             show_sheet(arena_sheet(run))

@@ -210,8 +210,32 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     named = {name: TextColumn(name, width=120 if is_narrow() else 220) for name in long}
+    # Formats of Streamlit write a hyphen where numbers have a minus.
+    signed, written = _below_zero(rows, columns), rows
+    if signed:
+        say = {name: functools.partial(_signed, form) for name, form in signed.items()}
+        written = rows.style.format(say, na_rep="–")
+        columns = {**columns, **{name: _unformatted(columns[name]) for name in signed}}
     looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
-    return st.dataframe(rows, key=key, alt=alt, **looks, **more)
+    return st.dataframe(written, key=key, alt=alt, **looks, **more)
+
+
+def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
+    """Columns that hold negative numbers, and the format of each."""
+    formats = {name: ((look or {}).get("type_config") or {}).get("format") for name, look in columns.items()}
+    return {
+        name: form
+        for name, form in formats.items()
+        if form and name in rows and pd.api.types.is_numeric_dtype(rows[name]) and (rows[name] < 0).any()
+    }
+
+
+def _signed(form: str, value: float) -> str:
+    return signs(form % value)
+
+
+def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:
+    return {**look, "type_config": {**look["type_config"], "format": None}}
 
 
 def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
@@ -220,7 +244,9 @@ def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
     st.subheader(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
-    caption(sheet.notes())
+    # Of a column that is not to be seen a note would only puzzle.
+    said = [text for text in _SENTENCES.split(sheet.notes()) if not text.lower().startswith(tuple(folded))]
+    caption(" ".join(said))
 
 
 def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -230,6 +256,7 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     rows, columns = pd.DataFrame(texts, columns=names), dict[str, Any]()
     for head, shown in zip(names, sheet.shown(), strict=True):
         if shown.head != head:
+            rows[head] = rows[head].map(signs)
             columns[head] = TextColumn(shown.head)
         elif shown.kind in _NUMBERS and len(shown.at) == 1:  # else a text beside its interval
             factor, digits = _NUMBERS[shown.kind]
@@ -237,7 +264,7 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
             # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.
             if factor == 100:
                 rows[head] = rows[head].round(1)
-            columns[head] = NumberColumn(format=digits)
+            columns[head] = NumberColumn(head.replace(" - ", " − "), format=digits)
     return rows, columns
 
 

@@ -17,7 +17,7 @@ from driftlens.base.variants import part_of
 from driftlens.base.words import counted
 from driftlens.findings.headline import Headline, headline
 from driftlens.findings.projection import looked_at
-from driftlens.findings.reading import estimate, is_measured, printable, signs, written
+from driftlens.findings.reading import estimate, is_measured, printable, signs, unbroken, written
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
@@ -128,7 +128,7 @@ def _write_words(figure: Figure, run: DriftRun, found: Headline) -> None:
     say = partial(_say, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
     say(0.95, 0.94, textwrap.shorten(printable(run.name), 60, placeholder="…"), fontsize=15, ha="right")
-    sentence = "\n".join(textwrap.wrap(signs(found.text), _LINE)[:4])
+    sentence = "\n".join(textwrap.wrap(unbroken(signs(found.text)), _LINE)[:4])
     figure.text(
         *(0.05, 0.85, sentence),
         **{"fontsize": 33, "fontweight": "bold", "va": "top", "linespacing": 1.2, "parse_math": False},

@@ -14,7 +14,9 @@ from playwright.sync_api import expect
 from driftlens.findings.outcomes import outcomes
 from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
+from driftlens_reports.explorer.gathering import gathered
 from driftlens_reports.explorer.page import Explorer
+from driftlens_reports.explorer.page import page as explorer_page
 from tests.browser.reading import Opened, eventually
 from tests.records.full_run import Size, write_full_run
 
@@ -292,11 +294,24 @@ def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_f
         shown = Opened(page, path)
         frame = page.frames[1]
     else:
-        shown = opened("task=0", Explorer(run).save(tmp_path / "page.html"))
+        told = gathered(run)
+        told["ids"] = [EVIL[at % 3] + str(at) for at in range(len(told["ids"]))]
+        told["layers"] = told["sentences"] = told["notes"] = [*EVIL]
+        told["stages"] = [stage | {"title": "".join(EVIL)} for stage in told["stages"]]
+        (tmp_path / "page.html").write_bytes(explorer_page(told))
+        shown = opened("task=0", tmp_path / "page.html")
         frame = page.main_frame
     frame.locator(".card").first.click()
     expect(frame.locator("#detail h2")).to_contain_text("Sample")
     assert EVIL[0] in frame.locator(".card .text").first.inner_text()
+    for what in ("table", "groups", "cards"):
+        frame.locator("#as").select_option(what)
+    if not as_frame:
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name="CSV").click()
+        cells = Path(waiting.value.path()).read_text(encoding="utf-8").split(",")
+        assert any(EVIL[2] in cell for cell in cells)
+        assert not [cell for cell in cells if cell.strip('"').startswith(("=", "+", "@"))]
     assert "ran" not in (page.title(), frame.evaluate("document.title")) and frame.locator("img").count() == 0
     assert shown.said == [] and not [name for name in shown.asked if name.startswith("http")]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 
 import driftlens as dl
 from driftlens.base.errors import DataError
@@ -22,6 +23,7 @@ from driftlens.findings.projection import project, stored_projection
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
+from driftlens_reports.explorer import gathering
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
 from driftlens_reports.explorer.page import Explorer
 from tests.records.full_run import Size, write_full_run, write_run
@@ -191,6 +193,19 @@ def test_the_verdict_stands_above_without_the_command_that_follows(
     assert len(told) == len(judged.sentences) - bool(judged.command) and not any(
         "Next:" in text for text in told
     )
+
+
+def test_small_layouts_take_one_thread(full: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several wait for one another: five times the processor time of a page."""
+    seen: list[int] = []
+
+    def looked(*_: Any) -> list[None]:
+        seen.extend(library["num_threads"] for library in threadpool_info())
+        return [None]
+
+    monkeypatch.setattr(gathering, "_planes", looked)
+    gathered(full)
+    assert {*seen} == {1}
 
 
 def test_an_unknown_task_is_refused_by_name(full: DriftRun) -> None:

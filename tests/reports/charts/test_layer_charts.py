@@ -250,6 +250,10 @@ def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> No
     with panels.one_column():
         narrow = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
         beside = charts["decomposition"].draw(full, ChartOptions(controls=True)).figure
+        cells = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure.layout
+    # Its colours stand below its cells, which have the room of both.
+    assert cells.coloraxis.colorbar.orientation == "h" and cells.coloraxis.colorbar.y < 0
+    assert cells.margin.r < charts["contributions-heatmap"].draw(full, ChartOptions()).figure.layout.margin.r
     ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, beside)]
     assert len(ends[0]) > 1 == len(ends[1]) and narrow.layout.height > wide.layout.height
     assert len(ends[2]) > 1, "kinds of one task stay beside one another"

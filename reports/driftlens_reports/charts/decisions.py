@@ -358,6 +358,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
     drawn, thinned = picking.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
+    names = list(drawn["variant"].unique())
     grid = panels.panel_grid(
         [title for _, title in _ESTIMATES.values()],
         x_title="bound (score units, log)",
@@ -365,8 +366,8 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
         columns=2,
         height=230,
         dark=options.dark,
+        legend=[words.shown(str(name)) for name in names],
     )
-    names = list(drawn["variant"].unique())
     brush = theme.Brush(run.variants, options.dark)
     texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
     for at, estimate in enumerate(_ESTIMATES):
@@ -386,7 +387,9 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     for at in range(len(_ESTIMATES)):
         theme.identity_line(grid.figure, *reach, dark=options.dark, **grid.place(at))
-    axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}}
+    # Of two decades plotly else writes every digit, one over the other.
+    step = "D2" if reach[1] < 1000 * reach[0] else 1
+    axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
     lost = sum(int((~_drawable(drawn, estimate)).sum()) for estimate in _ESTIMATES)
     said = "without a place on logarithmic axes: no drift, or no finite bound."

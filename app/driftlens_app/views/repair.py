@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted, listed
@@ -34,6 +34,7 @@ from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     caption,
+    is_narrow,
     kept,
     note,
     open_part,
@@ -163,7 +164,10 @@ def _tried(scores: Mapping[str, Mapping[int, float]]) -> None:
         columns=["candidate", "distance", "parts"],
     )
     rows = rows.sort_values(["parts", "distance"], ascending=[False, True])
-    looks = {"distance": NumberColumn("distance to the experts", format="%.4f")}
+    about = "To the experts."
+    looks = {"distance": NumberColumn("distance", format="%.4f", width=80, help=about)}
+    if is_narrow():  # else names push the distances out of sight
+        looks |= {"candidate": TextColumn("candidate", width=165), "parts": NumberColumn("parts", width=60)}
     show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
     caption(
         "On calibration samples that are held out, without labels. Lower is nearer; what is clearly worse on one "

@@ -41,6 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ProbSurgery, a map per task": {"method": "prob_surgery"},
     "IntervMerge, a map per task and block": {"method": "interv_merge"},
     "SurgeryV2, a map per task and block": {"method": "surgery_v2"},
+    "low-rank corrections per task and module": {"method": "low_rank"},
     "distillation of all weights": {"method": "distill"},
 }
 Found = dict[str, dict[str, dict[str, list[float]]]]

@@ -111,10 +111,6 @@ class Calibrator(Method):
         """What of a calibration leaves the folder."""
         return "a checkpoint and attachments" if cls.needs_task_id else "a checkpoint"
 
-    def added(self, widths: Sequence[int]) -> int:
-        """How many numbers it adds to the model for every task, whose features are so wide at its boundaries."""
-        return 0
-
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
         changed = [

@@ -40,7 +40,7 @@ class Edit:
         )
         return f"h = f[:, :1]\nf = torch.cat([{edit}, f[:, 1:]], 1)" if self.first else f"h = f\nf = {edit}"
 
-    def __call__(self, stream: Tensor) -> Tensor:
+    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
         """The edited output, of the same shape."""
         h = stream[:, :1] if self.first else stream
         source, source_bias, project, project_bias = (
@@ -102,10 +102,6 @@ class IntervMerge(Descent, Trained, JointTrainer):
     def targets(self, num_layers: int) -> Sequence[int]:
         """The final feature."""
         return (num_layers,)
-
-    def added(self, widths: Sequence[int]) -> int:
-        """Two weights and two biases for every block."""
-        return sum(2 * self.rank * (width + 1) for width in widths)
 
     def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, Edit]:
         """The edits of one task, by the block that they are in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -23,7 +23,7 @@ class Linear:
     matrix: Tensor
     code: ClassVar[str] = 'f = f @ t["matrix"].T'
 
-    def __call__(self, stream: Tensor) -> Tensor:
+    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Corrected features, of the same shape."""
         return stream @ self.matrix.to(stream).mT
 
@@ -51,10 +51,6 @@ class ReACT(Trained, LayerTrainer):
         ] = 0.01,
     ) -> None:
         self.lam = lam
-
-    def added(self, widths: Sequence[int]) -> int:
-        """A square matrix."""
-        return sum(width * width for width in widths)
 
     def train(self, features: BoundaryFeatures, course: Course) -> Linear:
         """The correction of one task, solved in float64."""

@@ -30,7 +30,7 @@ class LowRank:
         unit = "f = f / f.norm(dim=-1, keepdim=True)\n" if self.normalize else ""
         return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
 
-    def __call__(self, stream: Tensor) -> Tensor:
+    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Corrected features, of the same shape."""
         f = F.normalize(stream, dim=-1) if self.normalize else stream
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
@@ -47,10 +47,6 @@ class LowRankTrained(Descent, Trained):
     def __init__(self, rank: int, steps: int, batch: int, lr: float) -> None:
         super().__init__(steps, batch, lr)
         self.rank = rank
-
-    def added(self, widths: Sequence[int]) -> int:
-        """Two matrices at every boundary."""
-        return sum(2 * self.rank * width for width in widths)
 
     @classmethod
     def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> LowRank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ class Attachment(Protocol):
     """A pure, differentiable map of the features at one boundary of one variant, for one task.
 
     Surgery puts one behind the last layer, SurgeryV2 one behind every layer. One that has an attribute `site`, the name
-    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge).
+    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge), and is told what
+    the site read.
     """
 
-    def __call__(self, stream: Tensor) -> Tensor:
+    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Features [n, t, d] or [n, d] in the place of those that left the layer, of the same shape."""
         ...
 
@@ -41,17 +43,34 @@ Attachments = Mapping[tuple[str, int], Attachment]
 """(task, boundary) -> what is attached there; boundary l is what leaves layer l."""
 
 
-def site_of(attachment: Attachment) -> str:
-    """The site of the layer on whose output it is put; empty where it is put on what leaves the layer."""
-    return str(getattr(attachment, "site", ""))
+@dataclass(frozen=True)
+class InSites:
+    """Several attachments in one layer, each on the output of a site of its own."""
+
+    parts: tuple[Attachment, ...]
+
+    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """Nothing is put on what leaves the layer."""
+        return stream
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Those of the parts lie apart; see `by_site`."""
+        return {}
+
+
+def by_site(attachment: Attachment | None) -> dict[str, Attachment]:
+    """Site of the layer -> what is put on its output; under an empty name, what is put on what leaves the layer."""
+    parts = attachment.parts if isinstance(attachment, InSites) else [attachment] if attachment else []
+    return {str(getattr(part, "site", "")): part for part in parts}
 
 
 def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
     """All tensors of some attachments by their names in files: `boundary/tensor/task`, `boundary:site/tensor/task`."""
     return {
-        f"{boundary}{f':{site}' if (site := site_of(attachment)) else ''}/{name}/{task}": value.detach()
+        f"{boundary}{f':{site}' if site else ''}/{name}/{task}": value.detach()
         for (task, boundary), attachment in sorted(attachments.items(), key=lambda entry: entry[0])
-        for name, value in attachment.tensors().items()
+        for site, part in by_site(attachment).items()
+        for name, value in part.tensors().items()
     }
 
 
@@ -62,11 +81,11 @@ def portable_tensors(
 
     `prefix` is what the paths begin with where the library's whole model holds the module.
     """
-    paths = {at: module_of(module, chain, at[1], site_of(each)) for at, each in attachments.items()}
     return {
-        f"{prefix}{paths[place]}".rstrip(".") + f"/{name}/{place[0]}": value.detach()
-        for place, attachment in attachments.items()
-        for name, value in attachment.tensors().items()
+        f"{prefix}{module_of(module, chain, boundary, site)}".rstrip(".") + f"/{name}/{task}": value.detach()
+        for (task, boundary), attachment in attachments.items()
+        for site, part in by_site(attachment).items()
+        for name, value in part.tensors().items()
     }
 
 
@@ -74,26 +93,27 @@ def attachments_from(
     tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor], str], Attachment]
 ) -> dict[tuple[str, int], Attachment]:
     """What `attachment_tensors` took apart, put together by `make` from the tensors of a place and its site."""
-    by_place: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
+    by_place: defaultdict[tuple[str, int], dict[str, dict[str, Tensor]]] = defaultdict(dict)
     for key, value in tensors:
         place, tensor, task = key.split("/", 2)
         boundary, _, site = place.partition(":")
-        by_place[task, int(boundary), site][tensor] = value
-    return {(task, boundary): make(parts, site) for (task, boundary, site), parts in by_place.items()}
+        by_place[task, int(boundary)].setdefault(site, {})[tensor] = value
+    made = {place: [make(of, site) for site, of in sites.items()] for place, sites in by_place.items()}
+    return {place: parts[0] if len(parts) == 1 else InSites(tuple(parts)) for place, parts in made.items()}
 
 
-def changing(site: str, attachment: Attachment, tap: Tap | None) -> Tap:
-    """A tap that puts an attachment on the output of a site; another one hears what comes of it."""
+def changing(attachments: Mapping[str, Attachment], tap: Tap | None) -> Tap:
+    """A tap that puts attachments on the outputs of sites; another one hears what comes of it."""
 
     def both(name: str, x: Tensor) -> Callable[[Tensor], Tensor | None] | None:
         hear = None if tap is None else tap(name, x)
 
         def change(output: Tensor) -> Tensor:
-            changed = attachment(output)
+            changed = attachments[name](output, x)
             heard = None if hear is None else hear(changed)
             return changed if heard is None else heard
 
-        return change if name == site else hear
+        return change if name in attachments else hear
 
     return both
 
@@ -108,9 +128,9 @@ def attached_to(
     """
     with ExitStack() as hooks:
         for layer in chain.blocks:
-            if layer.index in attachments:
-                path = module_of(module, chain, layer.index, site_of(attachments[layer.index]))
-                hook = behind(path, attachments[layer.index])
+            for site, attachment in by_site(attachments.get(layer.index)).items():
+                path = module_of(module, chain, layer.index, site)
+                hook = behind(path, attachment)
                 hooks.callback(module.get_submodule(path).register_forward_hook(hook).remove)
         if 1 in attachments:
             first = chain.blocks[0].path
@@ -156,8 +176,8 @@ def module_of(module: nn.Module, chain: LayerChain, boundary: int, site: str = "
 def behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
     """A forward hook of the module at a path that puts the map on its features."""
 
-    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        changed = attachment(features_of(path, output))
+    def change(_module: nn.Module, inputs: Any, output: Any) -> Any:
+        changed = attachment(features_of(path, output), inputs[0] if inputs else None)
         return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
 
     return change

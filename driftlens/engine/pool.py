@@ -28,10 +28,11 @@ from driftlens.engine.attached import (
     Attachments,
     attached_to,
     behind,
+    by_site,
     changing,
     module_of,
-    site_of,
 )
+from driftlens.engine.sites import tied_sites
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.frames import known_on_host
 from driftlens.models.heads import LmHead, ScoreMap
@@ -164,13 +165,10 @@ class LayerMap:
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features at the next boundary."""
-        if self.attachment is not None and (site := site_of(self.attachment)):
-            return self.layer.call(self.parameters, state, side, changing(site, self.attachment, tap))
-        out = self.layer.call(self.parameters, state, side, tap)
-        if self.attachment is None:
-            return out
-        stream = self.layer.stream
-        return {**out, stream: self.attachment(out[stream])}
+        sites, stream = by_site(self.attachment), self.layer.stream
+        behind_it = sites.pop("", None)
+        out = self.layer.call(self.parameters, state, side, changing(sites, tap) if sites else tap)
+        return out if behind_it is None else {**out, stream: behind_it(out[stream])}
 
     def at(self, side: SideInputs) -> Callable[[State], State]:
         """The map with the side inputs of one batch."""
@@ -370,6 +368,21 @@ class ModelPool:
         for boundary in boundaries:
             if self.chain.layers[boundary - 1].role == "block":
                 module_of(self._skeleton, self.chain, boundary)
+
+    def apart(self, layer: Layer) -> list[str]:
+        """Linear sites of a block that the library runs as modules of their own, each once and for this place alone."""
+        tied, known, names = tied_sites(self.chain), dict(self._skeleton.named_modules()), []
+        for site in layer.sites if layer.role == "block" else ():
+            path = f"{layer.path}.{site.name}"
+            is_one = site.kind == "linear" and site.runs == 1 and site.expert is None and path not in tied
+            # An attention of torch's uses the weights of its projection without calling it.
+            if (
+                is_one
+                and path in known
+                and not isinstance(known[path.rpartition(".")[0]], nn.MultiheadAttention)
+            ):
+                names.append(site.name)
+        return names
 
     def _weights_of(self, model: str) -> AbstractContextManager[None]:
         """While this is open, the module that lends its forward pass computes with the model's weights."""

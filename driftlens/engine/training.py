@@ -11,24 +11,28 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import wide
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
-from driftlens.engine.attached import Attachment, attachment_tensors, attachments_from
+from driftlens.engine.attached import Attachment, InSites, attachment_tensors, attachments_from
 from driftlens.engine.calibrating import Ground, Memory, Method, Step
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import CalibratedLayer
-from driftlens.engine.sites import added_to
+from driftlens.engine.sites import ENTERED, UNIFORM, added_to, row_weights, rows_and_output, stacked_shape
+from driftlens.engine.step_weights import Group, groups_of
 from driftlens.engine.walk import Passage, WaitingBatch, forward_order
-from driftlens.models.chain import Layer, Slot
+from driftlens.linalg.joint_ridge import BIAS_INPUT
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, Slot, State
 
 EXPERT, MERGED = "expert", "merged"
-_INPUTS = "inputs"
+_INPUTS, _WANTED = "inputs", "wanted"
 
 
 @dataclass(frozen=True)
@@ -424,6 +428,136 @@ class LayerTrainer(AttachmentTrainer):
                 yield layer.index, attachment
 
         return forward_order(visit, pool.chain.layers[: max(wanted)])
+
+
+@dataclass(frozen=True)
+class SiteSums:
+    """What a linear site reads and what its output lacks, summed up over a task's rows that count, in float64.
+
+    With x~ the input, behind which `BIAS_INPUT` stands where the site has a bias, and r what is missing: `gram` is
+    sum x~ x~', [k, k], and `cross` sum r x~', [o, k].
+    """
+
+    site: Site
+    has_bias: bool
+    gram: Tensor
+    cross: Tensor
+
+
+class SiteTrainer(AttachmentTrainer):
+    """Learns what linear modules inside blocks are given beside their weights, one after the other as they run.
+
+    What a site should give is what the expert's gives, and where that is added to a stream also what the stream lacks,
+    as in residual calibration. Every one is learnt from what those before it leave to it.
+    """
+
+    in_sites = True
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Every block."""
+        return range(2, num_layers)
+
+    @abstractmethod
+    def solve(self, sums: SiteSums) -> tuple[Attachment, Mapping[str, Tensor]]:
+        """What is put on the site's output, and the same as changes of its `weight` and, where it has one, `bias`."""
+
+    def maps(
+        self, passage: Passage, task: str, course: Callable[[int], Course]
+    ) -> Iterator[tuple[int, Attachment]]:
+        """See above; modules that the library doesn't run by themselves stay as they are."""
+        pool = passage.pool
+
+        @torch.no_grad()
+        def visit(layer: Layer) -> Iterator[tuple[int, Attachment]]:
+            merged = pool.layer_map(MERGED, layer, task).parameters
+            names, streams, parts = pool.apart(layer), dict[str, str](), list[Attachment]()
+            seeing = [batch for batch in passage.all_waiting if layer.sees(batch.side)]
+            if names and seeing:
+                streams = added_to(layer, merged, seeing[0].get(MERGED), seeing[0].side, names)
+            _run_expert(passage, layer, task, names, streams)
+            student = dict(merged)
+            for group in groups_of(layer, names) if seeing else ():
+                for sums in _site_sums(pool.chain, seeing, layer, student, group, streams):
+                    part, changes = self.solve(sums)
+                    parts.append(part)
+                    for name, change in changes.items():
+                        key = f"{sums.site.name}.{name}"
+                        student[key] = student[key] + change.to(student[key])
+            crossing = passage.crossing(layer, task)
+            for batch in crossing:
+                batch.drop(_WANTED)
+                crossing.take(batch, MERGED, LayerMap(layer, student), named="the merged model")
+            if parts:
+                yield layer.index, InSites(tuple(parts)) if len(parts) > 1 else parts[0]
+
+        return forward_order(visit, pool.chain.layers[:-1])
+
+
+def _run_expert(
+    passage: Passage, layer: Layer, task: str, names: Sequence[str], streams: Mapping[str, str]
+) -> None:
+    """Take the expert through a layer; what its sites give waits, with what that is added to."""
+    expert = passage.pool.layer_map(expert_of(task), layer, task)
+
+    def hear(batch: WaitingBatch, state: State, side: SideInputs) -> State:
+        tapped = {*streams.values()} - {ENTERED}
+        seen, left = rows_and_output(layer, expert.parameters, state, side, tapped, names)
+        wanted = seen.outputs.items()
+        batch.put(
+            _WANTED, {name: y + _stream(layer, streams, name, state, seen.inputs) for name, y in wanted}
+        )
+        return left
+
+    crossing = passage.crossing(layer, task, waits=True)
+    for batch in crossing:
+        through = partial(hear, batch) if names and layer.sees(batch.side) else expert
+        crossing.take(batch, EXPERT, through, named="the expert model")
+
+
+def _stream(
+    layer: Layer, streams: Mapping[str, str], name: str, state: State, inputs: Mapping[str, Tensor]
+) -> Tensor | float:
+    """What the output of a site is added to; 0 where it isn't added to anything."""
+    if name not in streams:
+        return 0.0
+    return state[layer.stream] if streams[name] == ENTERED else inputs[streams[name]]
+
+
+def _site_sums(
+    chain: LayerChain,
+    batches: Sequence[WaitingBatch],
+    layer: Layer,
+    student: Parameters,
+    group: Group,
+    streams: Mapping[str, str],
+) -> Iterator[SiteSums]:
+    """The sums of sites that read the same rows."""
+    first = group.sites[0]
+    outputs, inputs = stacked_shape(student, group.sites)
+    zeros = wide(next(iter(student.values())).new_zeros(()))
+    width = inputs + group.has_bias
+    gram, cross = zeros.new_zeros(width, width), zeros.new_zeros(outputs, width)
+    tapped = {first.name, *(streams[name] for name in group.names if name in streams)} - {ENTERED}
+    for batch in batches:
+        state, side, wanted = batch.get(MERGED), batch.side, batch.get(_WANTED)
+        seen, _ = rows_and_output(layer, student, state, side, tapped, group.names, stops=True)
+        x = seen.inputs[first.name]
+        weights = row_weights(chain, layer, first, x, state, side, UNIFORM)
+        lacking = [
+            wanted[name] - seen.outputs[name] - _stream(layer, streams, name, state, seen.inputs)
+            for name in group.names
+        ]
+        x = x.reshape(-1, x.shape[-1])
+        rows = torch.cat([y.reshape(len(x), -1) for y in lacking], dim=1)
+        x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1) if group.has_bias else x
+        x, rows = wide(x), wide(rows)
+        counted = x if weights is None else x * wide(weights)[:, None]
+        gram.addmm_(counted.mT, x)
+        cross.addmm_(rows.mT, counted)
+    parts = torch.split(cross, [len(student[f"{name}.weight"]) for name in group.names])
+    yield from (
+        SiteSums(site, group.has_bias, gram, part) for site, part in zip(group.sites, parts, strict=True)
+    )
 
 
 class JointTrainer(AttachmentTrainer):

@@ -158,7 +158,6 @@ def test_what_is_saved_says_where_it_belongs_and_is_all_of_it() -> None:
     for place, edit in edits.items():
         assert (again[place].first, again[place].site) == (edit.first, edit.site)
         assert all(map(torch.equal, again[place].parts(), edit.parts()))
-    assert IntervMerge(rank=2).added([6]) == sum(part.numel() for part in parts)
 
 
 def test_blocks_that_add_nothing_to_what_entered_are_refused() -> None:

@@ -401,6 +401,7 @@ FILES = {
     "prob_surgery": "attachments",
     "surgery_v2": "attachments",
     "interv_merge": "attachments",
+    "low_rank": "attachments",
     "distill": "weights",
 }
 

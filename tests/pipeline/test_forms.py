@@ -279,6 +279,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "surgery": {"steps": 20, "lr": 0.05, "normalize": True},
     "surgery_v2": {"steps": 5, "lr": 0.05},
     "interv_merge": {"steps": 5, "lr": 0.05},
+    "low_rank": {"rank": 2},
 }
 
 
@@ -301,7 +302,7 @@ def own_features(run: Path, variant: str, task: str, samples: list[Any]) -> torc
     return state["hidden"]
 
 
-SHORT, SOME = {("interv_merge", "hf")}, {("surgery_v2", "open_clip"), ("react", "hf")}
+SHORT, SOME = {("low_rank", "hf")}, {("surgery_v2", "open_clip"), ("interv_merge", "hf")}
 """Which runs in the fast line, inside blocks, where most can go wrong, and which in CI."""
 
 

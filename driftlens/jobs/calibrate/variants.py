@@ -28,7 +28,13 @@ from driftlens.checkpoints.sources import (
     TensorsSource,
     content_digest,
 )
-from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
+from driftlens.engine.attached import (
+    Attachment,
+    Attachments,
+    attachment_tensors,
+    by_site,
+    portable_tensors,
+)
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.study.opening import OpenModels, head_files
@@ -62,7 +68,7 @@ def attach(model, task, file="{file}"):
     saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
     for path in {{path for path, name, of in saved if of == task}}:
         def change(module, inputs, output, path=path):
-            f = output[0] if isinstance(output, tuple) else output
+            x, f = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
             t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
 {code}
             return (f, *output[1:]) if isinstance(output, tuple) else f
@@ -359,7 +365,7 @@ class Export:
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
     (task, _), first = next(iter(attachments.items()), (("", 0), None))
-    code = str(getattr(first, "code", ""))
+    code = next((str(getattr(part, "code", "")) for part in by_site(first).values()), "")
     if not code:
         return card
     loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))

@@ -10,6 +10,7 @@ changes are paired by test sample. Seconds are of the processor, of calibrating 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -44,6 +45,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "low-rank corrections per task and module": {"method": "low_rank"},
     "distillation of all weights": {"method": "distill"},
 }
+MERGES: dict[str, dict[str, Any]] = {
+    "merge: ACE-Merging": {"merge": {"method": "ace"}},
+    "merge: coefficients trained to the experts' features": {
+        "merge": {"method": "adamerging", "objective": "experts"}
+    },
+}
 Found = dict[str, dict[str, dict[str, list[float]]]]
 """Model -> task -> score, KL, final relative drift and cosine: one value per test sample, of the last two one alone."""
 
@@ -68,6 +75,7 @@ def run(
         }
         copies = {"views": f"auto:{7 if samples <= FEW else 3}"}
         asked = {title: of | (copies if "views" in of else {}) for title, of in asked.items()}
+        asked |= MERGES
         asked[AUTO] = {"preset": PRESETS[suite], "auto": True}
         wanted = {
             title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}
@@ -81,6 +89,7 @@ def run(
             continue
         tables.append(table(suite, found, ("base", "expert", "merged", *asked), samples))
         chosen = [draw["chosen"] for draw in found if "chosen" in draw]
+        tables.append(routed_table(suite, found))
         tables.append(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
     return "\n\n".join(tables)
 
@@ -107,18 +116,110 @@ def complete(
         for title in ("base", "expert", "merged"):
             known["models"][title] = {task: _measured(made, title, task, metric) for task in tasks}
         for title, options in lacking.items():
-            name, clock = f"m{len(known['models'])}", _Clock()
+            name, clock = f"m{len(known['models'])}", _Clock(*["merge"] * ("merge" in options))
+            if "merge" in options:
+                other = dl.analyze(
+                    {**spec, **options}, out=f"{place}/{name}", progress="none", on_progress=clock
+                )
+                known["models"][title] = {task: _measured(other, "merged", task, metric) for task in tasks}
+                known["costs"][title] = {"seconds": clock.seconds, "added": 0}
+                file.write_text(json.dumps(known))
+                continue
             made = dl.calibrate(
                 made, name=name, attribution=False, progress="none", on_progress=clock, **options
             )
             shown, info = f"calibrated:{name}", made.manifest.calibrations[name]
             known["models"][title] = {task: _measured(made, shown, task, metric) for task in tasks}
             known["costs"][title] = {"seconds": clock.seconds, "added": info.attached}
+            if info.attached:
+                known.setdefault("routed", {})[title] = _routed(made, shown, metric)
             if options.get("auto"):
                 titles = {entry["name"]: entry["title"] for entry in info.selection["compared"]}
                 known |= {"chosen": titles[info.selection["choice"]], "selection": dict(info.selection)}
             file.write_text(json.dumps(known))
             print(suite, draw, title, f"{clock.seconds:.1f} s", flush=True)
+
+
+def _routed(made: Any, variant: str, metric: str) -> dict[str, dict[str, list[float]]]:
+    """Scores of a repair with maps where nobody tells the task of a test sample, and whether it was found out.
+
+    A linear discriminant analysis with shrunk covariances says it, of the base's final features, from the calibration
+    samples; then that task's maps act. The score is by the sample's own classes or target.
+    """
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    from driftlens.base.progress import Reporter
+    from driftlens.data.samples import part_of
+    from driftlens.jobs.analyze.evaluation import accuracies, answers, final_features
+    from driftlens.jobs.study.reopening import reopened
+
+    study = reopened(made.path)[0]
+    pool, tasks, reporter = study.pool, study.tasks, Reporter()
+    seen = {
+        split: {
+            task: final_features(pool, "base", task, getattr(of, split), study.settings.pool).numpy()
+            for task, of in tasks.items()
+        }
+        for split in ("calibration", "test")
+    }
+    known = seen["calibration"]
+    which = np.repeat([*known], [len(rows) for rows in known.values()])
+    said = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(
+        np.concatenate([*known.values()]), which
+    )
+    maps = pool.variant(variant).attachments
+    for route in tasks:
+        of_route = {(task, at): each for (own, at), each in maps.items() if own == route for task in tasks}
+        pool.add(f"routed:{route}", pool.source(variant), of_route)
+    found = {}
+    for task, at_hand in tasks.items():
+        routes = said.predict(seen["test"][task])
+        scores = np.full(len(routes), np.nan)
+        for route in tasks:
+            places = np.flatnonzero(routes == route)
+            few = dataclasses.replace(at_hand, test=part_of(at_hand.test, places.tolist()))
+            part = dataclasses.replace(study, tasks={**tasks, task: few})
+            of = accuracies if metric == "accuracy" else answers
+            rows = of(part, task, [f"routed:{route}"], reporter, range(len(places))).results
+            scores[places] = [row[0] for row in rows.get((f"routed:{route}", metric), [])]
+        found[task] = {"score": [*map(float, scores)], "known": [*map(float, routes == task)]}
+    return found
+
+
+def routed_table(suite: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """What repairs with maps score where the task is found out, beside what they do where it is told."""
+    titles = [
+        title
+        for title in found[0].get("routed", {})
+        if all(title in draw.get("routed", {}) for draw in found)
+    ]
+    if not titles:
+        return f"{suite}: no repair with maps was measured in every draw where the task is unknown"
+    lines = [
+        f"{suite}, tasks found out by the base's final features",
+        "| | score, % | by draw | minus where the task is told, points | task found out, % |",
+        "|---|---|---|---|---|",
+    ]
+    for title in titles:
+        tasks = [*found[0]["routed"][title]]
+        score, known = (
+            [np.mean([np.mean(draw["routed"][title][task][key]) for task in tasks]) for draw in found]
+            for key in ("score", "known")
+        )
+        pairs = [
+            {
+                "told": {task: {"score": draw["models"][title][task]["score"]} for task in tasks},
+                "found out": {task: {"score": draw["routed"][title][task]["score"]} for task in tasks},
+            }
+            for draw in found
+        ]
+        gap = _change(pairs, "told", "found out", "score").scaled(100)
+        by_draw = ", ".join(f"{100 * of:.1f}" for of in score)
+        change = f"{gap.value:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
+        lines.append(
+            f"| {title} | {100 * np.mean(score):.1f} | {by_draw} | {change} | {100 * np.mean(known):.1f} |"
+        )
+    return "\n".join(lines)
 
 
 class _Clock:

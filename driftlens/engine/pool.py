@@ -165,6 +165,8 @@ class LayerMap:
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features at the next boundary."""
+        if self.attachment is None:
+            return self.layer.call(self.parameters, state, side, tap)
         sites, stream = by_site(self.attachment), self.layer.stream
         behind_it = sites.pop("", None)
         out = self.layer.call(self.parameters, state, side, changing(sites, tap) if sites else tap)

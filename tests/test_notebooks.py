@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from driftlens.runs.run import open_run
 from tests.notebooks import FOLDER, ORDER, executed
+from tests.published import has_published_numbers
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,9 @@ def test_a_notebook_is_kept_with_what_came_out_of_it(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_notebooks_run(place: Path) -> None:
-    """In one test, as the first makes the run that the others open."""
+    """In one test, as the first makes the run that the others open: that of which README and docs have the numbers."""
     pytest.importorskip("nbclient", reason="executes notebooks: pip install 'driftlens-merge[docs]'")
     for name in ORDER:
         executed(name, place)
-    assert (place / "driftlens-demo" / "manifest.json").is_file() and any((place / "exhibits").iterdir())
+    assert any((place / "exhibits").iterdir())
+    has_published_numbers(open_run(place / "driftlens-demo"), "text")

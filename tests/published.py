@@ -1,0 +1,42 @@
+"""What README and docs say of the embedded suites' demo runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from driftlens.runs.run import DriftRun
+from driftlens.suites.cache import Suite
+from driftlens.suites.embedded import ImageSuite
+from driftlens.suites.text import TextSuite
+
+ROOT = Path(__file__).parents[1]
+RESIDUAL = "calibrated:residual"
+SETTINGS = {"image": (0.05, 2.0, 0.3), "text": (1e-5, 0.5, 0.15)}
+
+
+def has_published_numbers(run: DriftRun, suite: str) -> None:
+    """All of the pages' means, of models that the package holds: only rounding can move a sample or two."""
+    settings = run.manifest.calibrations["featcal"].settings
+    assert (settings["lam"], settings["rho"], settings["alpha"]) == SETTINGS[suite]
+    experts = run.accuracy().query("variant == 'expert'").set_index("task")["value"]
+    kind: type[Suite] = TextSuite if suite == "text" else ImageSuite
+    measured = {name: each["expert"] for name, each in kind.packed()["test_accuracy"].items()}
+    assert dict(experts) == pytest.approx(measured, abs=0.01)
+    assert run.layers(variant=RESIDUAL, layer="final")["closure_error"].max() < 1e-4
+    variants = ("base", "merged", "calibrated:featcal", RESIDUAL, "expert")
+    rows = run.accuracy().groupby("variant")["value"].mean()
+    found = [100 * float(rows[variant]) for variant in variants]
+    readme, why = (
+        (ROOT / name).read_text(encoding="utf-8").replace("**", "") for name in ("README.md", "docs/why.md")
+    )
+    told = readme[readme.index("embedded text suite (") : readme.index("`driftlens demo --suite text` and")]
+    parts = told.split("On eight tasks of images")
+    table = next(
+        line for line in why.splitlines() if line.startswith({"text": "| text,", "image": "| images,"}[suite])
+    )
+    for line in (parts[suite == "image"], table):
+        numbers = [float(number) for number in re.findall(r"([\d.]+) %", line)]
+        assert numbers == pytest.approx(found, abs=0.3), line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import typer
 import yaml
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
 from driftlens.base.errors import RunError, SpecError
@@ -83,40 +84,64 @@ def run(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(dl.analyze(spec, out=tmp_path_factory.mktemp("run") / "run", progress="none").path)
 
 
-@pytest.mark.parametrize(
-    ("place", "switches"),
-    [(NAME, {}), (NAME, {"no_double": True, "lacks": LACKED}), (f"{NAME}:1", {"lacks": LACKED})],
-    ids=["plain", "as_apples", "second"],
-)
-@pytest.mark.parametrize("command", [*MADE, *ADDED])
-def test_a_command(
-    sim: torch.device,
-    spec: Path,
-    run: Path,
-    tmp_path: Path,
-    command: str,
-    place: str,
-    switches: dict[str, Any],
-) -> None:
-    folders = {"cpu": tmp_path / "cpu", place: tmp_path / "there"}
-    for where, folder in folders.items():
-        turn(**(switches if where == place else {}))
-        if command in ADDED:
-            shutil.copytree(run, folder)
-            done(command, *ADDED[command](folder), device=where)
-        else:
-            done(command, *MADE[command](spec, folder), device=where)
-    expected, found = (tables(folder) for folder in folders.values())
+def equal_tables(folder: Path, other: Path) -> None:
+    found, expected = tables(folder), tables(other)
     assert found.keys() == expected.keys()
     for name, table in expected.items():
         pd.testing.assert_frame_equal(found[name], table, check_exact=True)
-    weights = {file.relative_to(folders["cpu"]) for file in folders["cpu"].rglob("*.safetensors")}
-    assert expected or weights
+
+
+Played = Callable[[str, Path, str], Path]
+
+
+@pytest.fixture(scope="module")
+def played(spec: Path, run: Path) -> Played:
+    """Runs a command on a device, and returns the folder that it made or added to."""
+
+    def play(command: str, folder: Path, device: str) -> Path:
+        if command in ADDED:
+            shutil.copytree(run, folder)
+            done(command, *ADDED[command](folder), device=device)
+        else:
+            done(command, *MADE[command](spec, folder), device=device)
+        return folder
+
+    return play
+
+
+@pytest.fixture(scope="module", params=[*MADE, *ADDED])
+def on_cpu(
+    request: pytest.FixtureRequest, played: Played, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A command, and what it makes on the CPU."""
+    with sdpa_kernel([SDPBackend.MATH]):
+        return request.param, played(request.param, tmp_path_factory.mktemp("cpu") / "run", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("place", "switches"),
+    [(NAME, {}), (f"{NAME}:1", {"no_double": True, "lacks": LACKED})],
+    ids=["plain", "second_as_apples"],
+)
+def test_a_command(
+    sim: torch.device,
+    on_cpu: tuple[str, Path],
+    played: Played,
+    tmp_path: Path,
+    place: str,
+    switches: dict[str, Any],
+) -> None:
+    command, expected = on_cpu
+    turn(**switches)
+    found = played(command, tmp_path / "there", place)
+    equal_tables(found, expected)
+    weights = {file.relative_to(expected) for file in expected.rglob("*.safetensors")}
+    assert weights or tables(expected)
     if command == "analyze":
-        notices = dl.open_run(folders[place]).manifest.notices
+        notices = dl.open_run(found).manifest.notices
         assert len([text for text in notices if "knows no cholesky, eigh" in text]) == ("lacks" in switches)
     for file in weights:
-        ours, theirs = (load_file(folder / file) for folder in (folders[place], folders["cpu"]))
+        ours, theirs = (load_file(folder / file) for folder in (found, expected))
         assert ours.keys() == theirs.keys()
         assert not [key for key in theirs if not same(ours[key], theirs[key])], file
 
@@ -127,10 +152,10 @@ JOBS: dict[str, Sequence[object]] = {
     "auto": ("calibrate", "--name", "repaired", "--auto", "--no-attribution"),
     "arena": ("arena", "--methods", "featcal,residual:folds=2", "--no-attribution"),
 }
-TROUBLE: dict[str, tuple[dict[str, Any], str]] = {
-    "vanishes": ({"is_gone": True}, "sim no longer answers"),
-    "is full": ({"limit": 0}, "sim has too little memory to"),
-}
+TROUBLE: list[tuple[dict[str, Any], str]] = [
+    ({"is_gone": True}, "sim no longer answers"),
+    ({"limit": 0}, "sim has too little memory to"),
+]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -142,7 +167,6 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return leaving.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("trouble", "says"), TROUBLE.values(), ids=TROUBLE)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_job_whose_device_fails_in_the_middle_goes_on(
     sim: torch.device,
@@ -152,16 +176,10 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     job: str,
-    trouble: dict[str, Any],
-    says: str,
 ) -> None:
+    """It vanishes, and when the job goes on it is full."""
     command, *options = JOBS[job]
-    take, calls = Crossing.take, itertools.count()
-
-    def failing(self: Crossing, *given: Any, **named: Any) -> Any:
-        if next(calls) == 9:
-            turn(**trouble)
-        return take(self, *given, **named)
+    take = Crossing.take
 
     def arguments(folder: Path, device: str) -> list[object]:
         if command == "analyze":
@@ -173,19 +191,26 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
         if command != "analyze":
             shutil.copytree(run, folder)
     assert told(capsys, *arguments(folders["cpu"], "cpu"))[0] == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Crossing, "take", failing)
-        code, said = told(capsys, *arguments(folders[NAME], NAME))
-    error, hint = said.rstrip("\n").rsplit("\n", 1)
-    assert code == RunError.exit_code and "\n" not in error.removeprefix("\n")
-    assert says in error and hint.startswith("hint: ")
-    turn()
     more = [] if command == "arena" else ["--resume"]
+    for number, (trouble, says) in enumerate(TROUBLE):
+        calls = itertools.count()
+
+        def failing(
+            self: Crossing, *given: Any, calls: Iterator[int] = calls, trouble: Any = trouble, **named: Any
+        ) -> Any:
+            if next(calls) == 9:
+                turn(**trouble)
+            return take(self, *given, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Crossing, "take", failing)
+            code, said = told(capsys, *arguments(folders[NAME], NAME), *(more if number else []))
+        error, hint = said.rstrip("\n").rsplit("\n", 1)
+        assert code == RunError.exit_code and "\n" not in error.removeprefix("\n")
+        assert says in error and hint.startswith("hint: ")
+        turn()
     assert told(capsys, *arguments(folders[NAME], NAME), *more)[0] == 0
-    expected, found = (tables(folder) for folder in folders.values())
-    assert found.keys() == expected.keys()
-    for name, table in expected.items():
-        pd.testing.assert_frame_equal(found[name], table, check_exact=True)
+    equal_tables(folders[NAME], folders["cpu"])
 
 
 @pytest.mark.parametrize("job", JOBS)

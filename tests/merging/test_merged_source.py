@@ -32,6 +32,7 @@ from driftlens.jobs.study import merging
 from driftlens.jobs.study.merging import StreamedMerge, merged_source, save_merge, site_moments
 from driftlens.merging.method import Reads, merge_called, merge_methods
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
+from tests.quick import few
 from tests.zoo import hand_made as tiny
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("ab", start=1)}
@@ -250,8 +251,9 @@ def test_one_thread_computes_and_what_torch_was_given_comes_back(threads: None) 
     assert seen == [1] * 5 and torch.get_num_threads() == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", merge_methods)
+@pytest.mark.parametrize(
+    "name", few(merge_methods, (), some=["ties", "slerp", "tsv_m", "wudi", "regmean", "adamerging"])
+)
 def test_two_threads_give_bit_by_bit_what_one_gives(
     name: str, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.hf_auto import built
 from driftlens.models.frames import raw_inputs
 from driftlens.models.taking_apart.dissection import run
+from tests.quick import few
 from tests.zoo.every_causal import BATCH, KINDS, in_turn, tiny
 from tests.zoo.walking import chain_states, largest_difference
 
@@ -34,8 +35,7 @@ REFUSED = {
 NAMES_OF_PYTHON = re.compile(r"Error\b|Exception|object has no|NoneType|Traceback|positional argument")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, (), some={*KINDS[::3]}))
 def test_it_is_followed_from_files_or_refused_in_words(kind: str) -> None:
     model = tiny(kind)
     shell = weightless(partial(built, type(model), copy.deepcopy(model.config)), kind)

@@ -256,7 +256,7 @@ def resnet() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "size"),
     [
-        pytest.param(eva, 224, id="EVA", marks=[pytest.mark.family("EVA (open_clip)"), pytest.mark.slow]),
+        pytest.param(eva, 224, id="EVA", marks=[pytest.mark.family("EVA (open_clip)"), pytest.mark.every]),
         pytest.param(coca, 16, id="CoCa", marks=pytest.mark.family("CoCa (open_clip)")),
         pytest.param(
             resnet, 32, id="ResNet", marks=[pytest.mark.family("ResNet (open_clip)"), pytest.mark.slow]

@@ -67,7 +67,7 @@ def done(command: str, *given: object, device: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spec(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     made = build(folder / "models")
     for seed, task in enumerate(made.tasks):

@@ -51,7 +51,7 @@ METRICS = {"jacobian": {"samples": 2, "spectral": True}, "cka": True, "groups": 
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> World:
     return build(tmp_path_factory.mktemp("world") / "models")
 
 
@@ -111,7 +111,7 @@ def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
 
 
 @pytest.fixture(scope="module", params=sorted(calibrators))
-def calibrated(request: pytest.FixtureRequest) -> tuple[str, dict[Any, Tensor]]:
+def calibrated(pretended: torch.device, request: pytest.FixtureRequest) -> tuple[str, dict[Any, Tensor]]:
     """A calibrator, and what it makes on the CPU."""
     with sdpa_kernel([SDPBackend.MATH]):
         return request.param, solution(request.param, CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
 from driftlens.base import devices
@@ -22,7 +24,7 @@ from driftlens.runs import layout
 from tests.accelerator import NAME
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import ground, updates_of
-from tests.team.processes import said, same_weights, torchrun
+from tests.team.processes import ended, said, same_weights, torchrun
 from tests.team.threads import teamed
 from tests.zoo.world import CLASSES, build, write_images
 
@@ -79,32 +81,41 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
-def test_a_job_of_processes_with_a_device_each(
-    sim: torch.device, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    world = build(tmp_path / "models")
+@pytest.fixture(scope="module")
+def analyzed(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of two processes with a device each, started by torchrun, and one of this process."""
+    folder = tmp_path_factory.mktemp("analyzed")
+    world = build(folder / "models")
     for seed, task in enumerate(world.tasks):
         write_images(world.data(task), CLASSES[task], seed, train=9)
     spec = world.spec(metrics={"jacobian": False})
     spec["data"]["defaults"]["n"] = 8
     # In float32, residual calibration adds up rounded products task by task.
     spec["compute"] = {"dtype": "float64"}
-    file = tmp_path / "run.yaml"
+    file, shared = folder / "run.yaml", folder / "shared"
     file.write_text(yaml.safe_dump(spec), encoding="utf-8")
-    place = "--device", NAME
-    run = tmp_path / "shared"
-    repair = "--name", "one", "--no-attribution", *options, *place
-    for words in (("analyze", str(file), "--out", str(run), *place), ("calibrate", str(run), *repair)):
-        job = torchrun(2, *words, module="tests.accelerator.worker")
-        assert job.returncode == 0, said(job)
-    alone = Path(dl.analyze(spec, out=tmp_path / "alone", device=NAME, progress="none").path)
+    words = "analyze", str(file), "--out", str(shared), "--device", NAME
+    job = torchrun(2, *words, module="tests.accelerator.worker")
+    assert job.returncode == 0, said(job)
+    with sdpa_kernel([SDPBackend.MATH]):
+        alone = dl.analyze(spec, out=folder / "alone", device=NAME, progress="none").path
+    measured = [
+        pd.read_parquet(of / "tables/layers.parquet").query("variant == 'merged'") for of in (shared, alone)
+    ]
+    pd.testing.assert_frame_equal(*measured, check_exact=True)
+    return shared, Path(alone)
+
+
+@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
+def test_a_job_of_processes_with_a_device_each(
+    sim: torch.device, analyzed: tuple[Path, Path], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    repair = "--name", "one", "--no-attribution", *options, "--device", NAME
+    shared, alone = (shutil.copytree(of, tmp_path / of.name) for of in analyzed)
+    codes, told = ended(2, "calibrate", str(shared), *repair, module="tests.accelerator.worker")
+    assert codes == [0, 0], told
     with pytest.raises(SystemExit) as leaving:
         main(["calibrate", str(alone), *repair, "--progress", "none"])
     assert leaving.value.code == 0
-    measured = [
-        pd.read_parquet(of / "tables/layers.parquet").query("variant == 'merged'") for of in (run, alone)
-    ]
-    pd.testing.assert_frame_equal(*measured, check_exact=True)
-    weights = (next((of / layout.calibration_folder("one")).glob("*.safetensors")) for of in (run, alone))
+    weights = (next((of / layout.calibration_folder("one")).glob("*.safetensors")) for of in (shared, alone))
     same_weights(*weights)

@@ -43,7 +43,7 @@ LAYERS = DEPTH + 2
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> World:
     return build(tmp_path_factory.mktemp("world") / "models")
 
 

@@ -20,7 +20,7 @@ from driftlens.base.diagnostic import diagnostic
 from driftlens.base.errors import ShapeError
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import GROUPS, parameter_groups
-from driftlens.engine.walk import LayerView, smooth_layer, smooth_split
+from driftlens.engine.walk import LayerView, Split, smooth_layer, smooth_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
@@ -231,10 +231,9 @@ class Contributions:
 
     def add(self, view: LayerView) -> None:
         """Carry what came so far through one more layer and add the layer's own mismatch."""
-        _require_next(view, self.seen)
-        self.seen += 1
-        split = smooth_split(view)
-        carried = self._carry(view, split.propagation) if view.layer.index > 1 else {}
+        carry_together([self], [view])
+
+    def _take(self, split: Split, carried: State) -> None:
         if self.settings.contributions:
             self.vectors = {
                 name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
@@ -254,32 +253,79 @@ class Contributions:
         """e_L minus the sum of all contributions."""
         return {name: leaf - self.vectors[name].sum(dim=0) for name, leaf in self.final_drift.items()}
 
-    def _carry(self, view: LayerView, propagation: State) -> State:
-        """A v for every vector carried so far; the drift and a random direction ride along to check and to compare."""
-        drift_in = floating(subtract(view.merged_in, view.expert_in))
-        random = _random_like(drift_in, self.settings.seed + view.layer.index, view)
-        riders = [drift_in, random] if self.settings.random else [drift_in]
-        stack = _stacked(self.vectors, riders)
-        nodes = self.settings.nodes
-        while True:
-            operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
-            pushed = operator.jvps(stack)
-            along_drift = _item(pushed, -len(riders))
-            if 2 * nodes > self.settings.max_nodes:  # first, as it takes no wait
-                break
-            if not float(relative_error(along_drift, propagation)) > self.settings.tolerance:
-                break
-            nodes *= 2
-        spectral = _spectral_norm(operator, drift_in) if self.settings.spectral else (None, None)
-        self.sensitivities[view.layer.index] = LayerSensitivity(
-            error=norm(subtract(along_drift, propagation)),
+
+@dataclass
+class _Carried:
+    """A v for every vector that was carried to one batch's layer, the drift and a random direction behind them.
+
+    These ride along to check and to compare.
+    """
+
+    followed: Contributions
+    view: LayerView
+    split: Split
+    nodes: int
+    operator: PathJacobian = field(init=False)
+    pushed: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        view, settings = self.view, self.followed.settings
+        self.drift_in = floating(subtract(view.merged_in, view.expert_in))
+        self.random = _random_like(self.drift_in, settings.seed + view.layer.index, view)
+        self.riders = [self.drift_in, self.random] if settings.random else [self.drift_in]
+        self.push(self.nodes)
+
+    def push(self, nodes: int) -> None:
+        """Go through the layer with that many nodes."""
+        view, self.nodes = self.view, nodes
+        self.operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
+        self.pushed = self.operator.jvps(_stacked(self.followed.vectors, self.riders))
+
+    def error(self) -> Tensor:
+        """|p - A e| / |p|, a number."""
+        return relative_error(_item(self.pushed, -len(self.riders)), self.split.propagation)
+
+    def end(self) -> State:
+        """The vectors, once the nodes suffice; keeps what they say of the layer."""
+        settings, propagation = self.followed.settings, self.split.propagation
+        spectral = _spectral_norm(self.operator, self.drift_in) if settings.spectral else (None, None)
+        self.followed.sensitivities[self.view.layer.index] = LayerSensitivity(
+            error=norm(subtract(_item(self.pushed, -len(self.riders)), propagation)),
             size=norm(propagation),
-            nodes=nodes,
-            random_gain=norm(_item(pushed, -1)) / norm(random) if self.settings.random else None,
+            nodes=self.nodes,
+            random_gain=norm(_item(self.pushed, -1)) / norm(self.random) if settings.random else None,
             spectral_norm=spectral[0],
             spectral_residual=spectral[1],
         )
-        return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
+        return {name: leaf[: -len(self.riders)] for name, leaf in self.pushed.items()}
+
+
+def carry_together(followed: Sequence[Contributions], views: Sequence[LayerView]) -> None:
+    """Batches of one variant through their next layer, each with the nodes that it needs itself.
+
+    Whether these suffice is read of all batches at once: a device is waited for once per layer and doubling.
+    """
+    for each, view in zip(followed, views, strict=True):
+        _require_next(view, each.seen)
+        each.seen += 1
+    splits = [smooth_split(view) for view in views]
+    parts = [
+        _Carried(each, view, split, each.settings.nodes)
+        for each, view, split in zip(followed, views, splits, strict=True)
+        if view.layer.index > 1
+    ]
+    # What may have no more nodes is not asked, as that takes a wait.
+    asked = [part for part in parts if 2 * part.nodes <= part.followed.settings.max_nodes]
+    while asked:
+        errors = torch.stack([part.error() for part in asked]).tolist()
+        pairs = zip(asked, errors, strict=True)
+        missed = [part for part, error in pairs if error > part.followed.settings.tolerance]
+        for part in missed:
+            part.push(2 * part.nodes)
+        asked = [part for part in missed if 2 * part.nodes <= part.followed.settings.max_nodes]
+    ends = [part.end() for part in parts] or [{}] * len(splits)
+    for each, split, carried in zip(followed, splits, ends, strict=True):
+        each._take(split, carried)
 
 
 @diagnostic(

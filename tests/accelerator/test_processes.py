@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,31 @@ METHODS: dict[str, Calibrator] = {
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_processes_with_a_device_each_find_what_one_finds(sim: torch.device, method: Calibrator) -> None:
+def test_processes_with_a_device_each_find_what_one_finds(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, method: Calibrator
+) -> None:
+    """Each solves from moments on its own device, and none what another solves."""
+    plain, solved = type(method).solve, dict[int, Counter[str]]()
+
+    def solve(self: Calibrator, problem: Any) -> Any:
+        weights = {name: value for name, value in problem.merged.items() if name.endswith(".weight")}
+        [rank] = {value.device.index or 0 for value in weights.values()}
+        moments = problem.moments if hasattr(problem, "moments") else problem.folds[0]
+        own = {value.device for value in vars(moments).values() if isinstance(value, Tensor)}
+        assert own == {value.device for value in weights.values()}
+        solved.setdefault(rank, Counter()).update(weights.keys())
+        return plain(self, problem)
+
     pools = [pool_on(models(), torch.device(NAME, rank)) for rank in range(2)]
 
     def walk(team: Team) -> dict[Any, Tensor]:
         return updates_of(method.calibrate(ground(models(), method.update, pool=pools[team.rank], team=team)))
 
-    one, many = walk(Team()), teamed(2, walk)
+    one = walk(Team())
+    monkeypatch.setattr(type(method), "solve", solve)
+    many = teamed(2, walk)
+    weights = Counter(name for _, name in one if name.endswith(".weight"))
+    assert len(solved) == 2 and sum(solved.values(), Counter()) == weights
     for rank, found in enumerate(many):
         assert found.keys() == one.keys() and {value.device.index for value in found.values()} == {rank}
         for name, value in one.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,22 +116,26 @@ def _followed(
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
     meter, part, found = TaskMeter(reporter, "explain", units, task), samples.positions(first, last), []
     for number, variant in enumerate(variants):
-        followed: dict[int, attribution.Contributions] = defaultdict(
-            lambda: attribution.Contributions(settings)
-        )
-        swapped: dict[int, attribution.PrefixSwaps] = defaultdict(attribution.PrefixSwaps)
+        followed = [attribution.Contributions(settings) for _ in range(first, last)]
+        swapped = [attribution.PrefixSwaps() for _ in followed]
         batches = samples.batches(part.start, part.stop)
-        for view in walk(study.pool, task, [variant], batches, ids=samples.ids):
-            layer = view.layer.index
+        views = walk(study.pool, task, [variant], batches, ids=samples.ids)
+        # The host decides for every batch by itself, as nobody waits there, and holds one batch's products at a time.
+        at_once = 1 if study.pool.device.type == "cpu" else len(followed)
+        places = itertools.cycle(range(0, len(followed), at_once) if followed else ())
+        while seen := list(itertools.islice(views, at_once)):
+            layer, place = seen[0].layer.index, next(places)
             meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
-            followed[view.start].add(view)
+            attribution.carry_together(followed[place : place + at_once], seen)
             if settings.prefix:
-                swapped[view.start].add(view)
+                for swaps, view in zip(swapped[place:], seen, strict=False):
+                    swaps.add(view)
         parts = []
-        for start, batch in followed.items():
-            shares = batch.shares() if settings.contributions else None
-            swaps = swapped[start].shares() if settings.prefix else None
-            parts.append(_Followed(batch.energy(), batch.sensitivities, shares, swaps))
+        for of, swaps in zip(followed, swapped, strict=True):
+            shares = of.shares() if settings.contributions else None
+            parts.append(
+                _Followed(of.energy(), of.sensitivities, shares, swaps.shares() if settings.prefix else None)
+            )
         found.append(parts)
     meter.finish()
     return found

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor
 
+import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
@@ -34,14 +36,14 @@ from tests.zoo.sentences import EMBEDDERS, embedder, sentences
 from tests.zoo.suite import spec_of_folders
 
 
-def spec_of(root: Path, *experts: str) -> Any:
+def spec_of(root: Path, *experts: str, loader: str = "hf-encoder", **more: Any) -> Any:
     data = root / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"input": text}) for text in TEXTS * 3))
-    entry = {"kind": "jsonl", "calibration": str(data), "test": str(data)}
+    entry = {"kind": "jsonl", "calibration": str(data), "test": str(data), "n": 6, "n_diagnosis": 6}
     spec = spec_of_folders(
-        "hf-encoder", root / "base", {name: root / name for name in experts}, dict.fromkeys(experts, entry)
+        loader, root / "base", {name: root / name for name in experts}, dict.fromkeys(experts, entry)
     )
-    return load_spec(spec | {"merge": {"method": "average"}})
+    return load_spec(spec | {"merge": {"method": "average"}} | more)
 
 
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])
@@ -79,6 +81,20 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
     assert load_architecture("hf-encoder", str(tmp_path / "out")).chain.modality.pool == "cls"
 
 
+EACH_FAMILY = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.family(f"{name}, in sentence-transformers"),
+                *paced(name, ["BERT", "Qwen3-Embedding", "EmbeddingGemma"]),
+            ],
+        )
+        for name in EMBEDDERS
+    ],
+)
+
 LONG = [*TEXTS, "red green blue is it"]
 """Of different lengths, so that shorter ones are padded."""
 
@@ -99,9 +115,8 @@ def embeddings(root: Path, texts: list[str], loader: str = "hf-auto", **of_reade
     return features
 
 
-def tokens_of(root: Path, family: str, text: str) -> Tensor:
+def tokens_of(root: Path, model: Any, text: str) -> Tensor:
     """Features [t, d] of the tokens of one text alone, by transformers."""
-    model = embedder(family, 0).double()
     ids = load_architecture("hf-auto", str(root)).preprocess.texts.questions([text])[0]  # type: ignore[union-attr]
     with torch.no_grad():
         features: Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -151,30 +166,40 @@ def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
     root = sentences(tmp_path / "base", 0, pooling=stated, dense=1.5)
     modes = pooling_of(root).modes
     for text, embedding in zip(LONG, embeddings(root, LONG), strict=True):
-        tokens = tokens_of(root, "BERT", text)
+        tokens = tokens_of(root, embedder("BERT", 0).double(), text)
         expected = read(root, torch.cat([POOLS[mode](tokens) for mode in modes]))
         torch.testing.assert_close(embedding, expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.shows("drift", files="hf-auto", heads="its embedding")
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.family(f"{name}, in sentence-transformers"),
-                *paced(name, ["BERT", "Qwen3-Embedding", "EmbeddingGemma"]),
-            ],
-        )
-        for name in EMBEDDERS
-    ],
-)
+@EACH_FAMILY
 def test_a_familys_embeddings_are_those_of_its_library(family: str, tmp_path: Path) -> None:
     root = sentences(tmp_path / "base", 0, family=family, pooling={"pooling_mode": "lasttoken"})
     found = embeddings(root, LONG)
-    expected = [read(root, tokens_of(root, family, text)[-1]) for text in LONG]
+    expected = [read(root, tokens_of(root, embedder(family, 0).double(), text)[-1]) for text in LONG]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.shows("drift", "sites", "reloads", files="hf-auto", heads="its embedding")
+@EACH_FAMILY
+def test_what_is_repaired_of_a_family_gives_the_embeddings_that_were_measured(
+    family: str, tmp_path: Path
+) -> None:
+    """From sentences alone; by what the library of the transformer makes of the repaired folder."""
+    for seed, name in enumerate(("base", "one", "two")):
+        sentences(tmp_path / name, seed, family=family, pooling={"pooling_mode": "lasttoken"})
+    spec = spec_of(tmp_path, "one", "two", loader="hf-auto", metrics={"jacobian": False})
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved", progress="none")
+    run = dl.open_run(tmp_path / "run")
+    library = type(embedder(family, 0)).from_pretrained(tmp_path / "saved").double().eval()
+    texts = [(TEXTS * 3)[int(line) - 1] for line in run.sample_ids("one", "diagnosis")]
+    expected = [read(tmp_path / "saved", tokens_of(tmp_path / "saved", library, text)[-1]) for text in texts]
+    found = torch.from_numpy(run.features("one", "calibrated:featcal", "final").astype(np.float64))
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=2e-3)  # stored in float16
+    merged = torch.from_numpy(run.features("one", "merged", "final").astype(np.float64))
+    assert (found - merged).norm() > 0.05 * merged.norm()
 
 
 def test_a_prompt_stands_before_texts_and_may_be_left_out_of_the_pool(tmp_path: Path) -> None:
@@ -182,7 +207,7 @@ def test_a_prompt_stands_before_texts_and_may_be_left_out_of_the_pool(tmp_path: 
     stated = {"pooling_mode": "mean", "include_prompt": False}
     root = sentences(tmp_path / "base", 0, pooling=stated, settings=settings)
     (found,) = embeddings(root, [" red"])
-    tokens = tokens_of(root, "BERT", " red")  # begin, the prompt, red, end
+    tokens = tokens_of(root, embedder("BERT", 0).double(), " red")  # begin, the prompt, red, end
     torch.testing.assert_close(found, read(root, tokens[-2:].mean(0)), rtol=1e-7, atol=1e-9)
     (whole,) = embeddings(root, [" red"], pools_lead=True)
     torch.testing.assert_close(whole, read(root, tokens.mean(0)), rtol=1e-7, atol=1e-9)

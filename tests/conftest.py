@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -51,10 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("slow")
 
 
+def named_alone(config: pytest.Config) -> bool:
+    """Whether the tests to run were named one by one."""
+    return bool(config.args) and all("::" in argument for argument in config.args)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A worker for every core that this process may use; none for tests named one by one, which run here at once."""
-    if config.args and all("::" in argument for argument in config.args):
+    if named_alone(config):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)
@@ -65,15 +71,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[SHOWN] = shown(items)
     # What takes minutes comes first: at the end all but one worker would wait for it.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    left_out: list[pytest.Item] = []
     for item in items:  # keywords would have the names of folders, too
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+            left_out.append(item)
         elif item.get_closest_marker("every") and not os.environ.get("DRIFTLENS_EVERY"):
             item.add_marker(pytest.mark.skip(reason="one more of a kind; `make every` runs it"))
+            left_out.append(item)
+    if not named_alone(
+        config
+    ):  # who named them is told why they don't run; else a report of each would take its time
+        config.hook.pytest_deselected(items=left_out)
+        skipped = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in skipped]
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage be looked for seldom, and not among libraries and thousands of tests, which stay to the end."""
+    """Let garbage be looked for seldom, and not among libraries and thousands of tests, which stay to the end.
+
+    And let all that is logged come to the root logger: on each that keeps its records to itself, and torch has dozens,
+    pytest would hang handlers of its own six times a test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])

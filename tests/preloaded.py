@@ -15,12 +15,23 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = (
 
 LIBRARIES = ("torch", "open_clip", "pandas", "pyarrow.parquet", "matplotlib.pyplot", "plotly.graph_objects")
 
+OPTIONAL = ("fusion_bench",)
+
 
 def import_all() -> None:
-    """These libraries, and all modules of the program and its reports."""
+    """These libraries, and all modules of the program and its reports but those for a harness that isn't here.
+
+    Raises:
+        RuntimeError: a module can't be imported. From an `ImportError` the server would go on with what it has, and
+            every command would import the rest for itself.
+    """
     package = Path(driftlens.__file__).parent
     for name in (*LIBRARIES, *_modules(package), *_modules(package.parent / "reports/driftlens_reports")):
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ImportError as missing:
+            if missing.name not in OPTIONAL:
+                raise RuntimeError(f"{name} can't be imported before commands are forked") from missing
     gc.freeze()  # or the first collection of every child would copy it all
 
 

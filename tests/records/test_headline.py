@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from driftlens.base.intervals import Interval, ratio
 from driftlens.findings.headline import headline, sentence
@@ -27,7 +27,6 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return read_manifest(write_run(tmp_path_factory.mktemp("headline") / "run"))
 
 
-@settings(max_examples=40)
 @given(made=tables())
 def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made: tuple[Right, int]) -> None:
     right, n = made

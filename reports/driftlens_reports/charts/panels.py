@@ -116,12 +116,15 @@ def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
 
 
 def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Settings of an axis of values, logarithmic if the options say so, with the values to `include` always on it."""
+    """Settings of an axis of values, logarithmic if the options say so, else with the values to `include` on it."""
+    # On a logarithmic axis plotly compares them with logarithms, and would cut off what is drawn.
+    wanted = {"include": list(include)} if include and not options.log else None
     return {
         "type": "log" if options.log else "linear",
         "rangemode": "tozero" if zero and not options.log else "normal",
         "tickformat": TICK_NUMBER,
-        "autorangeoptions": {"include": list(include)} if include else None,
+        "nticks": 3 if options.log else None,  # or plotly writes every digit of a decade, one over the other
+        "autorangeoptions": wanted,
     }
 
 

@@ -144,6 +144,9 @@ def test_the_band_is_the_chosen_dispersion(
 def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
     figure = charts["layer-drift"].draw(full, ChartOptions(controls=True, log=True)).figure
     assert {axis.type for axis in figure.select_yaxes()} == {"log"}
+    # Plotly compares what an axis is to include with logarithms: it would cut off what lies above.
+    ratios = charts["amplification"].draw(full, ChartOptions(controls=True, log=True)).figure
+    assert not ratios.layout.yaxis.autorangeoptions.include
 
 
 def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:

@@ -98,6 +98,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return candidates[1]
 
     monkeypatch.setattr(threads, "fewest_threads", choose)
+    monkeypatch.setattr(threads, "_believed", {})
     return found
 
 
@@ -107,7 +108,20 @@ def test_a_phase_computes_with_what_was_measured_and_gives_it_back(measured: lis
     assert torch.get_num_threads() == 4
     with pytest.raises(KeyError), settled_threads(34, 16, phase="analyze:cars"):
         raise KeyError
-    assert measured == [[1, 2, 4]] * 2, "settled anew for every phase"
+
+
+def test_a_measurement_holds_for_some_seconds_and_for_layers_of_its_size(
+    measured: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    now = [0.0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    counts = []
+    for second, rows in ((0, 34), (9, 34), (9.5, 35), (12, 34), (21, 34)):
+        now[0] = second
+        with settled_threads(rows, 16, phase="analyze:cars") as number:
+            assert number == torch.get_num_threads() == 2
+        counts.append(len(measured))
+    assert counts == [1, 1, 2, 3, 3]
 
 
 def test_what_torch_was_given_is_the_limit(measured: list[list[int]]):

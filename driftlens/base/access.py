@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from driftlens.base.errors import SpecError
@@ -61,6 +61,13 @@ class Context:
     on_progress: ProgressSink | None = None
     cancel: CancelToken | None = None
     live: Callable[[int | None], Any] | None = None
+
+    def about(self, what: str) -> Context:
+        """The same for a job that is one of several: its phases are told as those of `what`."""
+        sink = self.on_progress
+        if sink is None:
+            return self
+        return replace(self, on_progress=lambda event: sink(replace(event, phase=f"{what}: {event.phase}")))
 
     def reporter(self, *sinks: ProgressSink) -> Reporter:
         """Hands events to these sinks and to whoever watches, and polls the token."""

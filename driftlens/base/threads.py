@@ -1,4 +1,4 @@
-"""How torch computes: with how many threads, settled by measurement whenever a phase begins, and to how many bits.
+"""How torch computes: with how many threads, settled by measurement where a phase begins, and to how many bits.
 
 After every operation threads wait for the slowest of them. Beside another busy process one of them is made to wait by
 the scheduler, and with small layers, which have many short operations, all others wait with it most of the time.
@@ -28,6 +28,8 @@ VARIABLE = "DRIFTLENS_THREADS"
 _ROUNDS = 4
 _TURN_SECONDS = 0.004
 """As long as the turns that a scheduler gives to two processes on one core, or longer."""
+_HOLDS_SECONDS = 10.0
+"""For which a measurement is believed; phases of small models take less than a second, a tenth of which it was."""
 _LARGEST_PRODUCT = 2e8
 """Multiplications per timed operation; rows beyond that tell nothing new."""
 
@@ -55,7 +57,8 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
 
     `using_threads` decides, else the variable DRIFTLENS_THREADS; else a layer is timed for a few hundredths of a second
     with one thread, with two, four and so on up to as many as torch has been given, and the fewest are taken that need
-    at most `GAIN` times as long as the fastest. What torch was given comes back at the end.
+    at most `GAIN` times as long as the fastest; for some seconds that holds for all layers of this size. What torch was
+    given comes back at the end.
     """
     available = torch.get_num_threads()
     number = _wanted.get()
@@ -64,11 +67,23 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
     if number is None:
         number = 1
         if available > 1:
-            powers = {1 << power for power in range(available.bit_length())}
-            number = fewest_threads(some_layer(rows, width), sorted({*powers, available}))
+            number = _measured(rows, width, available)
             _tell(phase.partition(":")[0], number, available)
     with computing_with(number):
         yield number
+
+
+_believed: dict[tuple[int, int, int], tuple[int, float]] = {}
+"""By rows, width and available threads: the number that was measured last, and when."""
+
+
+def _measured(rows: int, width: int, available: int) -> int:
+    key = rows, width, available
+    if key not in _believed or time.monotonic() - _believed[key][1] > _HOLDS_SECONDS:
+        powers = {1 << power for power in range(available.bit_length())}
+        number = fewest_threads(some_layer(rows, width), sorted({*powers, available}))
+        _believed[key] = number, time.monotonic()
+    return _believed[key][0]
 
 
 def fewest_threads(

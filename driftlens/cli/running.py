@@ -69,9 +69,13 @@ def demo(
     with job.context() as context:
         make, preset = (embedded_suite, "paper-clip") if suite == "image" else (text_suite, "llama-3b")
         made = make(seed=seed, reporter=context.reporter())
-        analyze(made.spec(), AnalysisRequest(out=out, force=force, synthetic=True), context)
-        calibrate(out, CalibrationRequest(name="featcal", preset=preset), context)
-        run = calibrate(out, CalibrationRequest(name="residual", method="residual"), context)
+        analyze(
+            made.spec(), AnalysisRequest(out=out, force=force, synthetic=True), context.about("merged model")
+        )
+        calibrate(out, CalibrationRequest(name="featcal", preset=preset), context.about("featcal"))
+        run = calibrate(
+            out, CalibrationRequest(name="residual", method="residual"), context.about("residual")
+        )
     (page,) = Report(run).attach(["html"])
     show_run(run)
     say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -172,6 +173,7 @@ def open_clip_preprocess(
     Without that section (None) CLIP's defaults are taken, with a notice.
     """
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
+    from torchvision.transforms import Normalize, ToTensor
 
     stated = merge_preprocess_dict(PreprocessCfg(), dict(config or {}))
     stated["size"] = image_size
@@ -184,7 +186,17 @@ def open_clip_preprocess(
         ) from error
 
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
-    preprocess = replace(image_preprocess("open_clip torchvision-PIL", one, stated), notice=notice)
+    *shape, to_tensor, normalise = one.transforms
+    assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
+
+    def batch(images: Sequence[Any]) -> Tensor:
+        # As `to_tensor` and `normalise` do it, to the bit, but all images at once: small ones take ten times as long
+        # one by one.
+        shaped = [functools.reduce(lambda image, step: step(image), shape, _rgb(image)) for image in images]
+        pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
+        return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
+
+    preprocess = Preprocess("open_clip torchvision-PIL", batch, stated, notice)
     return _checked(preprocess, image_size, source)
 
 

@@ -24,8 +24,11 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
 ) -> None:
     suite = SimpleNamespace(spec=lambda: world.spec(metrics={"jacobian": False}))
     monkeypatch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
-    result = run_cli("demo", "--out", tmp_path / "demo", "--progress", "none")
+    result = run_cli("demo", "--out", tmp_path / "demo")
     assert result.code == 0
+    told = re.findall(r"^(.+?): (\w+): done in", result.err, re.MULTILINE)
+    assert {("merged model", "analyze"), ("featcal", "calibrate"), ("residual", "analyze")} < {*told}
+    assert [*dict.fromkeys(whom for whom, _ in told)] == ["merged model", "featcal", "residual"]
     run = open_run(tmp_path / "demo")
     assert run.manifest.synthetic and run.variants == ("base", "merged", CONTROL, VARIANT, RESIDUAL)
     settings = run.manifest.calibrations["featcal"].settings

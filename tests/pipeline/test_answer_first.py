@@ -307,6 +307,7 @@ def test_every_phase_that_runs_models_settles_its_own_threads(
     answers = iter([1, 2, 1, 2, 2])
     monkeypatch.setattr(threads, "some_layer", measured)
     monkeypatch.setattr(threads, "fewest_threads", lambda work, candidates: next(answers))
+    monkeypatch.setattr(threads, "_HOLDS_SECONDS", -1.0)
     run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
     first = TASKS[0]
     assert run.manifest.threads == {"torch": 2, f"analyze:{first}": 1, f"evaluate:{first}": 1}

@@ -63,13 +63,19 @@ def _percent(character: str) -> str:
 
 
 @contextlib.contextmanager
-def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.Path]:
-    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays."""
+def atomic_path(
+    path: PathLike, *, need: int | None = None, is_lasting: bool = True
+) -> Iterator[pathlib.Path]:
+    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
+
+    What need not outlive a machine that loses its power is not waited for until the disk has it.
+    """
     target = pathlib.Path(path)
     with scratch_beside(target, need) as scratch:
         written = scratch / target.name
         yield written
-        _flush(written)
+        if is_lasting:
+            _flush(written)
         written.replace(target)
 
 
@@ -96,19 +102,22 @@ def require_free(path: PathLike) -> None:
         raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
 
 
-def write_text_atomic(path: PathLike, text: str) -> None:
-    """Write `text` as UTF-8 with Unix line ends, whole or not at all."""
+def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
+    """Write `text` as UTF-8 with Unix line ends, whole or not at all; `is_lasting` as for `atomic_path`."""
     data = text.encode()
-    with atomic_path(path, need=len(data)) as written:
+    with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
         written.write_bytes(data)
 
 
-def write_json_atomic(path: PathLike, value: object, *, allow_nan: bool = False) -> None:
-    """Write `value` as indented JSON, keys in the order given, whole or not at all.
+def write_json_atomic(
+    path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
+) -> None:
+    """Write `value` as indented JSON, keys in the order given, whole or not at all; `is_lasting` as for `atomic_path`.
 
     With `allow_nan` infinite numbers are written as Python's own reader takes them, and no other.
     """
-    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan)
+    write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
 
 
 def from_json(text: str | bytes) -> Any:

@@ -24,8 +24,8 @@ _PACKAGES = (
 )
 
 
-def show_run(run: DriftRun, *, as_json: bool = False) -> None:
-    """Print a run's summary, or its final rows as JSON."""
+def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
+    """Print a run's summary, with all models side by side if `everyone` is wanted, or its final rows as JSON."""
     from driftlens.findings.frame import frame_of
     from driftlens.findings.measures import findings
     from driftlens.findings.verdict import verdict
@@ -49,7 +49,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
             }
         )
         return
-    say(summary(run, verbose=manner.verbose))
+    say(summary(run, verbose=manner.verbose, everyone=everyone))
 
 
 @app.command()

@@ -77,7 +77,7 @@ def demo(
             out, CalibrationRequest(name="residual", method="residual"), context.about("residual")
         )
     (page,) = Report(run).attach(["html"])
-    show_run(run)
+    show_run(run, everyone=True)
     say(
         f"\nReport: {page}\nOne page of all samples: `driftlens view {out}`\nThe dashboard: `driftlens ui {out}`"
     )

@@ -420,13 +420,16 @@ def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str
     return f"{note}. {pairing(by_task)}".rstrip()
 
 
-def others_sheet(run: DriftRun, judgement: Verdict, *, controls: bool = True) -> Table:
+def others_sheet(
+    run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
+) -> Table:
     """Means over tasks of what the verdict leaves out: other calibrations, baselines, controls at rho 1 that were asked
-    for and, with `controls`, anchors alone.
+    for and, with `controls`, anchors alone; with `everyone` of all models, experts last.
     """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
-    others = [name for name in run.variants if name not in judgement.means]
+    others = [name for name in run.variants if everyone or name not in judgement.means]
+    others += ["expert"] * (everyone and "expert" in judgement.means)
     for variant in (name for name in others if controls or not is_control(name)):
         means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
         own, drift = (
@@ -441,7 +444,8 @@ def others_sheet(run: DriftRun, judgement: Verdict, *, controls: bool = True) ->
     what = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
-    return Table.of("others", "Other models, means over tasks", kinds, rows)
+    which = "All" if everyone else "Other"
+    return Table.of("others", f"{which} models, means over tasks", kinds, rows)
 
 
 def summary_sheet(run: DriftRun) -> Table:

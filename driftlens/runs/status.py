@@ -127,7 +127,8 @@ class RunLock:
     def beat(self) -> None:
         """Renew the heartbeat in the note."""
         self.require_own()
-        write_json_atomic(self._folder / LOCK, dataclasses.asdict(Owner.this_process()))
+        owner = dataclasses.asdict(Owner.this_process())
+        write_json_atomic(self._folder / LOCK, owner, is_lasting=False)  # the lock itself is the guard's
 
     @property
     def is_own(self) -> bool:
@@ -296,7 +297,9 @@ def write_status(folder: pathlib.Path, status: Status) -> None:
     from driftlens.runs.tables import plain  # pandas, which who merges doesn't need
 
     metrics = {name: plain(value) for name, value in status.metrics.items()}
-    write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)))
+    # Of a run under way there are hundreds, and no disk is waited for: without power nothing runs any more.
+    is_lasting = status.state != "running"
+    write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
 
 
 class StatusBoard:

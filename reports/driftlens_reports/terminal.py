@@ -58,9 +58,12 @@ def shows_signs() -> bool:
     return sys.stdout.isatty() and encoding == "utf8" and os.environ.get("TERM") != "dumb"
 
 
-def summary(run: DriftRun, *, verbose: bool = False) -> str:
-    """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check."""
-    parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run, verbose=verbose)]
+def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
+    """What a run found: the verdict, a row per task, other models or all; of a verbose reader every table and check."""
+    parts = [
+        [f"{run.name} ({run.id})", *facts.stamps(run)],
+        *_verdict_parts(run, verbose=verbose, everyone=everyone),
+    ]
     if verbose:
         final, routing = final_sheet(run), routing_sheet(run)
         parts += [
@@ -78,12 +81,15 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
-def _verdict_parts(run: DriftRun, name: str = "", *, verbose: bool) -> Iterator[list[str]]:
+def _verdict_parts(
+    run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
+) -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
     judgement = verdict(run, name)
     unscored = facts.agreement(run) if judgement.measure.role != SCORE.role else ()
     yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
-    for sheet in (task_sheet(run, judgement), others_sheet(run, judgement, controls=verbose)):
+    others = others_sheet(run, judgement, controls=verbose, everyone=everyone)
+    for sheet in (task_sheet(run, judgement), others):
         if sheet.rows:
             yield _sheet_lines(sheet)
 

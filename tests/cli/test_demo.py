@@ -36,6 +36,9 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     assert all(sentence in result.out for sentence in verdict(run).sentences)
     for task in TASKS:
         assert f"{100 * run.value('drift_rel', task=task, variant=RESIDUAL):.1f} %" in result.out
+    models = result.out[result.out.index("All models, means over tasks") :].splitlines()
+    assert [line.split()[0] for line in models[2:7]] == ["base", "merged", "featcal", "residual", "expert"]
+    assert all("%" in line for line in models[2:7])
     assert "featcal, anchor only" not in result.out and (tmp_path / "demo/reports/report.html").is_file()
     assert run_cli("demo", "--out", tmp_path / "demo").code == 2
 

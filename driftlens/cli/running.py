@@ -68,7 +68,8 @@ def demo(
     refuse_occupied(out, force=force)
     with job.context() as context:
         make, preset = (embedded_suite, "paper-clip") if suite == "image" else (text_suite, "llama-3b")
-        made = make(seed=seed, reporter=context.reporter())
+        # Texts are drawn before a second process would have started.
+        made = make(seed=seed, reporter=context.reporter(), apart=suite == "image")
         analyze(
             made.spec(), AnalysisRequest(out=out, force=force, synthetic=True), context.about("merged model")
         )

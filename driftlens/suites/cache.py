@@ -69,11 +69,13 @@ class Suite(ABC):
         reporter: Reporter | None = None,
         rebuild: bool = False,
         recipe: AnyRecipe | None = None,
+        apart: bool = False,
     ) -> Self:
         """The suite from the cache; unpacked or built, by one process, where there is none or a damaged one.
 
         The package holds the weights of the usual recipe's seed 0; others are trained, in minutes, and so is that one
-        with `rebuild`.
+        with `rebuild`. With `apart` samples are drawn by two processes, which import the caller's script as training
+        does: it must begin nothing by being imported.
         """
         import platformdirs
 
@@ -92,7 +94,10 @@ class Suite(ABC):
                 if rebuild or not suite.is_whole():
                     with atomic_folder(folder, replace=True) as partial:
                         is_packed = not rebuild and cls.packed().get("digest") == digest
-                        (cls.unpack if is_packed else cls.build)(partial, recipe, seed, reporter)
+                        if is_packed:
+                            cls.unpack(partial, recipe, seed, reporter, apart=apart)
+                        else:
+                            cls.build(partial, recipe, seed, reporter)
         return suite
 
     @classmethod
@@ -103,7 +108,9 @@ class Suite(ABC):
         return record
 
     @classmethod
-    def unpack(cls, folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter) -> None:
+    def unpack(
+        cls, folder: pathlib.Path, recipe: Any, seed: int, reporter: Reporter, *, apart: bool = False
+    ) -> None:
         """Fill an empty folder with what the package holds, every number as it was trained, and samples drawn anew."""
         from safetensors.torch import load
 
@@ -121,10 +128,13 @@ class Suite(ABC):
                 save({key: tensor.float() for key, tensor in load(content).items()}, folder / name)
             else:
                 (folder / name).write_bytes(content)
-        for at, name in enumerate(cls.drawn):
-            reporter.step("draw", at, len(cls.drawn), name)
-            cls.draw(folder, name, recipe, seed)
-        reporter.step("draw", len(cls.drawn), len(cls.drawn))
+        if apart:
+            reporter.step("draw", 0, None, "starting two processes")
+            heard = Heard({"draw": (len(cls.drawn), 1)}, reporter)
+            work_together(cls.draw_kept, (folder, recipe, seed), heard, num_values=0)
+        else:
+            for name in reporter.track([*cls.drawn], "draw"):
+                cls.draw(folder, name, recipe, seed)
         cls._vouch(folder, packed)
 
     @classmethod
@@ -172,6 +182,13 @@ class Suite(ABC):
             (cls.draw_for_base if what == "base" else cls.draw)(folder, name, recipe, seed)
             worker.tell("draw", f"{name}, {what}", 1)
         worker.meet()
+
+    @classmethod
+    def draw_kept(cls, worker: Worker, folder: pathlib.Path, recipe: Any, seed: int) -> None:
+        """In every worker: its share of the samples that are kept."""
+        for name in worker.jobs(list(cls.drawn)):
+            cls.draw(folder, name, recipe, seed)
+            worker.tell("draw", name, 1)
 
     @staticmethod
     @abstractmethod

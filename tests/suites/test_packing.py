@@ -52,9 +52,10 @@ def packed(suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sui
     return replace(suite, folder=tmp_path / "cache" / suite.folder.name)
 
 
-def test_what_is_unpacked_is_what_was_trained_to_the_last_bit(suite: Suite, packed: Suite):
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_unpacked_is_what_was_trained_to_the_last_bit(suite: Suite, packed: Suite, apart: bool):
     assert not packed.is_whole()
-    again = ImageSuite.made(cache=packed.folder.parent, recipe=TINY)
+    again = ImageSuite.made(cache=packed.folder.parent, recipe=TINY, apart=apart)
     assert again == packed and again.record() == suite.record()
 
 

@@ -74,8 +74,7 @@ class Suite(ABC):
         """The suite from the cache; unpacked or built, by one process, where there is none or a damaged one.
 
         The package holds the weights of the usual recipe's seed 0; others are trained, in minutes, and so is that one
-        with `rebuild`. With `apart` samples are drawn by two processes, which import the caller's script as training
-        does: it must begin nothing by being imported.
+        with `rebuild`. With `apart` two processes draw its samples.
         """
         import platformdirs
 

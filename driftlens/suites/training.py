@@ -12,10 +12,12 @@ import math
 import multiprocessing
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier, Lock
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -95,11 +97,14 @@ def work_together(
     processes = [
         context.Process(target=_begin, args=(work, worker, arguments), daemon=True) for worker in workers
     ]
-    num_started = 0
+    num_started, script = 0, sys.modules["__main__"]
+    # A process first imports the script that this one runs, which may begin its work, and so this, by being imported.
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         for process in processes:
             process.start()
             num_started += 1
+        sys.modules["__main__"] = script
         num_done = 0
         while num_done < len(processes):
             # A worker's last word says that it is done, not its exit code: that may have gone to somebody else who
@@ -121,6 +126,7 @@ def work_together(
                     hint="It may have run out of memory; the same command begins anew.",
                 )
     finally:
+        sys.modules["__main__"] = script
         for process in processes[:num_started]:
             process.kill()
             process.join()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,6 +73,18 @@ def test_jobs_are_divided_and_training_together_equals_training_alone_on_all_dat
     (_, one), (_, other) = heard[3:]
     assert len(heard) == 3 + NUM_WORKERS
     assert one == other == pytest.approx(weight.tolist(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_script_that_begins_when_it_is_imported_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    Path(script.__file__).write_text("raise SystemExit('begun once more')")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert len(together(divide_then_descend, [3, 1, 2])) == 3 + NUM_WORKERS
+    assert sys.modules["__main__"] is script
 
 
 @pytest.mark.slow

@@ -557,12 +557,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def fitted(module: nn.Module, inputs: Any) -> Any:
     """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
-    weights = own_weights(module).values()
     # While weights are streamed, those of blocks come last.
-    weight = next((weight for weight in weights if not weight.is_meta), next(iter(weights), None))
+    weight = next((weight for weight in _kept(module) if not weight.is_meta), None)
     if weight is None:
-        return inputs
-    if weight.is_meta:
         return inputs
 
     def fit(value: Any) -> Any:
@@ -571,6 +568,16 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
         return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
 
     return mapped(inputs, fit)
+
+
+def _kept(module: nn.Module) -> Iterator[Tensor]:
+    """Floating-point parameters and saved buffers, one by one: whoever wants the first needs no names of all."""
+    for part in module.modules():
+        passing = part._non_persistent_buffers_set
+        buffers = [value for name, value in part._buffers.items() if name not in passing]
+        for value in (*part._parameters.values(), *buffers):
+            if value is not None and value.is_floating_point():
+                yield value
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:

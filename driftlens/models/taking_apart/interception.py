@@ -34,14 +34,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     fused experts of a mixture, which know neither float64 nor derivatives; and what a module keeps of its weights from
     pass to pass (timm's LeViT its biases), as the next pass may have others.
     """
-    parts = list(module.modules())
+    parts = _parts(module)
     changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
-    changes += _of_configs(module, _PLAIN)
+    changes += _of_configs(parts, _PLAIN)
     changes += [
         (part, name, {})
         for part in parts
-        for name, value in vars(part).items()
-        if name.endswith("_cache") and isinstance(value, dict)
+        for name in vars(part)
+        if name.endswith("_cache") and isinstance(getattr(part, name), dict)
     ]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -54,12 +54,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """While this is open, experts of a mixture run one by one, in whatever dtype: fused ones know no float64."""
-    return _changed(_of_configs(module, {"_experts_implementation": "eager"}))
+    return _changed(_of_configs(_parts(module), {"_experts_implementation": "eager"}))
 
 
-def _of_configs(module: nn.Module, plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
-    """What there is to change in the configurations of a module."""
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None))}
+def _parts(module: nn.Module) -> dict[nn.Module, None]:
+    """A module and all inside it, in no order: its own `modules()` takes several times as long, in every call."""
+    parts, waiting = dict[nn.Module, None](), [module]
+    while waiting:
+        if (part := waiting.pop()) not in parts:
+            parts[part] = None
+            waiting += [inner for inner in part._modules.values() if inner is not None]
+    return parts
+
+
+def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
+    """What there is to change in the configurations of modules."""
+    configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
     return [
         (config, name, value)
         for config in configs.values()

@@ -85,7 +85,9 @@ def test_processes_with_a_device_each_find_what_one_finds(
     monkeypatch.setattr(type(method), "solve", solve)
     many = teamed(2, walk)
     weights = Counter(name for _, name in one if name.endswith(".weight"))
-    assert len(solved) == 2 and sum(solved.values(), Counter()) == weights
+    assert sum(solved.values(), Counter()) == weights
+    # Step by step there is one solve at a time, and whoever has it then is the first.
+    assert len(solved) == (1 if method is METHODS["residual"] else 2)
     for rank, found in enumerate(many):
         assert found.keys() == one.keys() and {value.device.index for value in found.values()} == {rank}
         for name, value in one.items():

@@ -79,9 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.get_closest_marker("every") and not os.environ.get("DRIFTLENS_EVERY"):
             item.add_marker(pytest.mark.skip(reason="one more of a kind; `make every` runs it"))
             left_out.append(item)
-    if not named_alone(
-        config
-    ):  # who named them is told why they don't run; else a report of each would take its time
+    # Who names tests one by one is told why they don't run; thousands of such reports would take their time.
+    if not named_alone(config):
         config.hook.pytest_deselected(items=left_out)
         skipped = {id(item) for item in left_out}
         items[:] = [item for item in items if id(item) not in skipped]

@@ -41,7 +41,7 @@ sbom:            ## what is installed, as CycloneDX under build/sbom.json; needs
 	$(PYTHON) -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(PYTHON)
 
 browser:         ## tests in a real browser; a missing one is a failure
-	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser
+	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser --slow
 
 families:        ## the table of model families in docs, from what the tests show
 	$(PYTHON) -m tests.families > docs/families.new && mv docs/families.new docs/families.md

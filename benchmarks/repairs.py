@@ -182,7 +182,11 @@ def _routed(made: Any, variant: str, metric: str) -> dict[str, dict[str, list[fl
             of = accuracies if metric == "accuracy" else answers
             rows = of(part, task, [f"routed:{route}"], reporter, range(len(places))).results
             scores[places] = [row[0] for row in rows.get((f"routed:{route}", metric), [])]
-        found[task] = {"score": [*map(float, scores)], "known": [*map(float, routes == task)]}
+        order = np.argsort(at_hand.test.ids)  # as other scores stand
+        found[task] = {
+            "score": scores[order].tolist(),
+            "known": (routes == task)[order].astype(float).tolist(),
+        }
     return found
 
 

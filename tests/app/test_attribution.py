@@ -17,7 +17,7 @@ from tests.app.pages import called, errors, finish, press, said, state, step
 from tests.quick import few
 from tests.records.full_run import write_full_run
 
-pytestmark = pytest.mark.usefixtures("worker")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("worker")]
 BUTTON = "Trace the drift back to layers"
 VIEWS = ("layers", "overview")
 COLUMNS = ("final_share", "remainder_share", "prefix_share", "jacobian_error", "jacobian_samples", "nodes")

@@ -68,6 +68,7 @@ def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, r
     assert options[-2:] == ["--progress", "jsonl"]
 
 
+@pytest.mark.slow
 def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
     open_app: Open, root: Path, run: Path
 ) -> None:
@@ -299,6 +300,7 @@ def end_new_run(root: Path) -> None:
     until(lambda: state(root / "mine") == "done", "it is done")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", few(["new_run", "runs", "layers"], quick=["layers"]))
 def test_a_visitor_who_waits_for_a_run_lands_on_it(open_app: Open, root: Path, run: Path, view: str) -> None:
     """Also who meets the welcome in the place of another page, where there is no run yet."""

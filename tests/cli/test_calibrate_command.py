@@ -38,6 +38,7 @@ from tests.zoo.world import TASKS, World, clip, write_spec
 QUIET = ("--progress", "none")
 
 
+@pytest.mark.slow
 def test_the_table_shows_before_after_and_expert_and_the_control_asked_for(
     folder: Path, run_cli: Cli, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from tests.zoo.world import TASKS, World, write_spec
 RESIDUAL = "calibrated:residual"
 
 
+@pytest.mark.slow
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

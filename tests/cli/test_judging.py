@@ -124,6 +124,7 @@ def test_compared_runs_as_json_hold_every_layer(run_cli: Cli, written: Path, own
     assert all(row["drift_change"] == 0 for row in document["layers"])
 
 
+@pytest.mark.slow
 def test_a_tolerance_is_demanded_with_exit_code_three(run_cli: Cli, written: Path, own: Path) -> None:
     assert run_cli("compare", written, own, "--tolerance", 0).code == 0
     value = pq.read_table(own / "tables" / "samples.parquet")["cos"][0].as_py()

@@ -49,6 +49,7 @@ def spec_of(loader: str, source: str, weights: Path, data: Path) -> dict[str, An
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["analyze", "merge", "validate"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_that_no_loader_takes_is_refused_with_its_route_and_no_weights_opened(

@@ -400,6 +400,7 @@ def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
     assert (out / "LICENSE").read_text() == "ours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "prepare",

@@ -41,6 +41,8 @@ from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.world import SCALING, TASKS, World, merged_weights, write_spec
 
+pytestmark = pytest.mark.slow
+
 METRICS = {"jacobian": {"samples": 2}, "cka": True}
 BY_ATTRIBUTION = [
     column.name

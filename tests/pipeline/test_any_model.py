@@ -108,6 +108,7 @@ def marked(name: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")
 @pytest.mark.parametrize("name", [marked(name) for name in saved_families.FAMILIES])
 def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(

@@ -34,6 +34,8 @@ from driftlens_reports.terminal import sheet_text
 from tests.pipeline.calibrating import copied, same_rows
 from tests.zoo.world import TASKS, World
 
+pytestmark = pytest.mark.slow
+
 METHODS = "react,surgery:steps=5,svc,featcal:update=[norm]"
 NAMES = ["react", "surgery-steps-5", "svc", "featcal-update-norm"]
 

@@ -128,6 +128,7 @@ def test_accuracy_in_the_original_library_is_that_of_the_tables(
         assert run.accuracy(task, VARIANT)["value"].tolist() == pytest.approx([np.mean(hits)])
 
 
+@pytest.mark.slow
 def test_every_row_is_that_of_a_fresh_analysis_of_the_file(
     form: Form, run: DriftRun, world: World, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ class _Poison:
         raise AssertionError("they were read")
 
 
+@pytest.mark.slow
 def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_read(
     light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

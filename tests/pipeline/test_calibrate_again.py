@@ -67,6 +67,7 @@ def evaluating(event: ProgressEvent) -> bool:
     return event.phase == "evaluate" and event.done > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "solved"),
     [

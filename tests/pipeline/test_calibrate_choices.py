@@ -62,6 +62,7 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
+@pytest.mark.slow
 def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tmp_path: Path) -> None:
     folder = copied(finished, tmp_path / "run")
     rows = finished.layers(variant="merged").query("role == 'block'")

@@ -35,6 +35,8 @@ from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {"query": "question ", "document": "answer "}
 KINDS = {".jsonl": "jsonl", ".csv": "table", ".parquet": "table"}
 

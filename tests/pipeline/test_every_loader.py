@@ -167,6 +167,7 @@ def test_no_loader_is_left_out() -> None:
     assert {loader for loader, _ in MADE.values()} == set(loaders)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("sites", "reloads")
 @pytest.mark.parametrize(
     "name",

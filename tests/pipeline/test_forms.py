@@ -234,6 +234,7 @@ DROPPING = {"ties": {"trim_scope": "per_tensor", "drop_rate": 0.5}}
 """Settings with which more depends on what counts as one tensor."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", merge_methods)
 def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
     name: str, world: World, tmp_path: Path

@@ -364,6 +364,7 @@ SOME = ["q_proj", "down_proj"]
 WHOLE = ["embed_tokens", "lm_head"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*tie.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")

@@ -42,6 +42,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["residual", pytest.param("featcal", marks=pytest.mark.slow)])
 def test_views_change_weights_and_no_count(roomy: DriftRun, tmp_path: Path, method: str) -> None:
     """Without a copy all is as if nobody had asked; the record says what was read, and how to ask for it again."""

@@ -169,6 +169,7 @@ def more_tokens(stated: dict[str, Any]) -> None:
     stated["added_tokens"].append({**stated["added_tokens"][0], "id": 99, "content": "<more>"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -237,6 +238,7 @@ def no_question(folder: Path) -> None:
     (folder.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_it", "values", "told", "code"),
     [

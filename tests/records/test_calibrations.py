@@ -141,6 +141,7 @@ def test_removing_what_is_not_there_changes_nothing(without: Path, tmp_path: Pat
 STOPS = ("write_manifest", "without", "remove_tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "call"), [(name, call) for name in STOPS for call in range(3)], ids=lambda value: str(value)
 )

@@ -27,6 +27,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return read_manifest(write_run(tmp_path_factory.mktemp("headline") / "run"))
 
 
+@pytest.mark.slow
 @given(made=tables())
 def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made: tuple[Right, int]) -> None:
     right, n = made

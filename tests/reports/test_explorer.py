@@ -150,6 +150,7 @@ def spoiled_features(run: DriftRun) -> DriftRun:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -167,6 +167,7 @@ def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.Monke
     assert sent["sum"] == counted + sum(group.width + 2 + 3 * sum(group.outs) for group in groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(DIVIDED, ["streams", "residual"]))  # the others: above
 @pytest.mark.parametrize("size", few([2, 3, 5], quick=[3], some=[5]))
 def test_batches_of_a_task_are_shared_where_tasks_are_too_few(method: str, size: int) -> None:
@@ -239,6 +240,7 @@ QUICK = [(2, "featcal", "nothing"), (3, "residual", "half")]
 SOME = [(2, "residual", "half"), (3, "featcal", "nothing")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short", few(SHORT, QUICK, some=SOME), ids=str)
 def test_all_begin_anew_where_one_has_too_little_memory(short: tuple[int, str, str]) -> None:
     size, method, fitting = short

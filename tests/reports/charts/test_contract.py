@@ -78,6 +78,7 @@ NAMES = ("task", "variant", "module group", "group of modules", "site")
 """What has names and no unit; nor has a cosine."""
 
 
+@pytest.mark.slow
 @every_chart
 def test_axes_have_titles_with_units(name: str, full: DriftRun) -> None:
     figure = drawn(name, full).figure
@@ -98,6 +99,7 @@ def test_the_alt_text_is_made_of_numbers_in_the_data(name: str, full: DriftRun) 
     assert re.search(r"\d", chart.alt) and chart.alt.endswith(".") and "nan" not in chart.alt
 
 
+@pytest.mark.slow
 @every_chart
 def test_the_data_key_keeps_the_zoom(name: str, full: DriftRun) -> None:
     light, dark = drawn(name, full).figure, drawn(name, full, ChartOptions(dark=True)).figure
@@ -121,6 +123,7 @@ def test_drawing_twice_gives_the_same_figure(name: str, full: DriftRun) -> None:
     assert charts[name].draw(full).figure.to_json() == first.to_json()
 
 
+@pytest.mark.slow
 @every_chart
 def test_names_stay_literal(name: str, hostile: DriftRun) -> None:
     texts = shown_texts(drawn(name, hostile).figure)

@@ -36,6 +36,8 @@ from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE, SMALL
 
+pytestmark = pytest.mark.slow
+
 Key = tuple[str, str]
 TITLE = "Final feature against each task's expert"
 

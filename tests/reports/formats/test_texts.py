@@ -81,6 +81,7 @@ def test_reading_a_document_gives_the_content_back(standard: Report) -> None:
     assert ReportContent.model_validate(document(standard)) == standard.content
 
 
+@pytest.mark.slow
 def test_rows_are_as_long_as_their_columns(everything: Report) -> None:
     def tables(content: ReportContent) -> Iterator[tuple[int, int]]:
         for table in (*content.tables, *(figure.data for figure in content.figures if figure.data)):
@@ -286,6 +287,7 @@ def test_fragments_compile_with_what_they_ask_for(content: ReportContent, tmp_pa
     assert not re.findall(r"Overfull|Missing character|too large|multiply defined", log)
 
 
+@pytest.mark.slow
 def test_a_long_table_goes_on_without_losing_a_row(content: ReportContent) -> None:
     table = numbers(100)
     text = fragments(with_table(content, table))["many.tex"].decode()

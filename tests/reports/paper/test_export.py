@@ -211,6 +211,7 @@ def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_all_says_what_is_not_written_and_which_command_fills_it(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run"))
     made = {entry.name: entry for entry in export([run], tmp_path / "out", formats=["csv"])}

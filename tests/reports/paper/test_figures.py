@@ -22,6 +22,8 @@ from tests.records.full_run import Size, write_full_run
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
 from tests.reports.paper.saved_runs import HOSTILE, figure_run
 
+pytestmark = pytest.mark.slow
+
 FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
 PROMISED = {
     *("intro", "diagnostics", "scatter-grid", "data-efficiency", "corruptions", "sweeps", "decomposition"),

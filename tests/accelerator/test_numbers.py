@@ -24,6 +24,7 @@ from driftlens.base.diagnostic import diagnostics
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
+from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.merging.method import merge_methods
@@ -93,13 +94,13 @@ def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
     known = calibrators[name].__init__.__annotations__
     method = calibrators[name](**{key: value for key, value in small.items() if key in known})
     options: dict[str, Any] = {"pool": pool_on(models(), device), "parts": models().samples(2)}
-    is_trained = hasattr(method, "train") or hasattr(method, "train_jointly")
-    on = ground(models(), **options, sites={}) if is_trained else ground(models(), method.update, **options)
+    takes = method.takes_sites
+    on = ground(models(), method.update, **options) if takes else ground(models(), **options, sites={})
     solved: dict[Any, Tensor] = {}
     for layer in method.calibrate(on):
         solved |= {(layer.layer, key): value for key, value in layer.updates.items()}
         for task, attached in layer.attachments.items():
-            solved |= {(layer.layer, task, key): value for key, value in attached.tensors().items()}
+            solved |= attachment_tensors({(task, layer.layer): attached})
         for report in layer.reports:
             numbers = {key: value for key, value in vars(report).items() if isinstance(value, float)}
             del numbers["seconds"]

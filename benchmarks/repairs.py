@@ -175,7 +175,7 @@ def _routed(made: Any, variant: str, metric: str) -> dict[str, dict[str, list[fl
     for task, at_hand in tasks.items():
         routes = said.predict(seen["test"][task])
         scores = np.full(len(routes), np.nan)
-        for route in tasks:
+        for route in {*routes}:
             places = np.flatnonzero(routes == route)
             few = dataclasses.replace(at_hand, test=part_of(at_hand.test, places.tolist()))
             part = dataclasses.replace(study, tasks={**tasks, task: few})

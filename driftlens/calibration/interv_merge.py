@@ -40,7 +40,7 @@ class Edit:
         )
         return f"h = f[:, :1]\nf = torch.cat([{edit}, f[:, 1:]], 1)" if self.first else f"h = f\nf = {edit}"
 
-    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def __call__(self, stream: Tensor) -> Tensor:
         """The edited output, of the same shape."""
         h = stream[:, :1] if self.first else stream
         source, source_bias, project, project_bias = (

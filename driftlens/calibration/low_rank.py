@@ -28,6 +28,7 @@ class LowRankUpdate:
     up: Tensor
     down: Tensor
     shift: Tensor
+    reads_inputs: ClassVar[bool] = True
     code: ClassVar[str] = 'f = f + (x @ t["down"].T + t["shift"]) @ t["up"].T'
 
     def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ class Linear:
     matrix: Tensor
     code: ClassVar[str] = 'f = f @ t["matrix"].T'
 
-    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def __call__(self, stream: Tensor) -> Tensor:
         """Corrected features, of the same shape."""
         return stream @ self.matrix.to(stream).mT
 

@@ -30,7 +30,7 @@ class LowRank:
         unit = "f = f / f.norm(dim=-1, keepdim=True)\n" if self.normalize else ""
         return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
 
-    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def __call__(self, stream: Tensor) -> Tensor:
         """Corrected features, of the same shape."""
         f = F.normalize(stream, dim=-1) if self.normalize else stream
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT

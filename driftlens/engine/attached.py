@@ -23,11 +23,11 @@ class Attachment(Protocol):
     """A pure, differentiable map of the features at one boundary of one variant, for one task.
 
     Surgery puts one behind the last layer, SurgeryV2 one behind every layer. One that has an attribute `site`, the name
-    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge), and is told what
-    the site read.
+    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge); one whose attribute
+    `reads_inputs` is true is then given what the site reads, too, as a second argument (low-rank corrections).
     """
 
-    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def __call__(self, stream: Tensor) -> Tensor:
         """Features [n, t, d] or [n, d] in the place of those that left the layer, of the same shape."""
         ...
 
@@ -49,7 +49,7 @@ class InSites:
 
     parts: tuple[Attachment, ...]
 
-    def __call__(self, stream: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def __call__(self, stream: Tensor) -> Tensor:
         """Nothing is put on what leaves the layer."""
         return stream
 
@@ -62,6 +62,12 @@ def by_site(attachment: Attachment | None) -> dict[str, Attachment]:
     """Site of the layer -> what is put on its output; under an empty name, what is put on what leaves the layer."""
     parts = attachment.parts if isinstance(attachment, InSites) else [attachment] if attachment else []
     return {str(getattr(part, "site", "")): part for part in parts}
+
+
+def _put(attachment: Attachment, output: Tensor, inputs: Tensor | None) -> Tensor:
+    called: Any = attachment
+    changed: Tensor = called(output, inputs) if getattr(attachment, "reads_inputs", False) else called(output)
+    return changed
 
 
 def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
@@ -109,7 +115,7 @@ def changing(attachments: Mapping[str, Attachment], tap: Tap | None) -> Tap:
         hear = None if tap is None else tap(name, x)
 
         def change(output: Tensor) -> Tensor:
-            changed = attachments[name](output, x)
+            changed = _put(attachments[name], output, x)
             heard = None if hear is None else hear(changed)
             return changed if heard is None else heard
 
@@ -177,7 +183,7 @@ def behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any],
     """A forward hook of the module at a path that puts the map on its features."""
 
     def change(_module: nn.Module, inputs: Any, output: Any) -> Any:
-        changed = attachment(features_of(path, output), inputs[0] if inputs else None)
+        changed = _put(attachment, features_of(path, output), inputs[0] if inputs else None)
         return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
 
     return change

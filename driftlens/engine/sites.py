@@ -449,6 +449,11 @@ def added_to(
     return streams
 
 
+def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The stream that `added_to` calls so: what enters the layer, or what the module of this name reads."""
+    return entered[layer.stream] if name == ENTERED else inputs[name]
+
+
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     """Whether z = h + y where it isn't padding, and y counts."""
     few = slice(1 if z.dim() > 2 else _ROWS)  # the first sample says it

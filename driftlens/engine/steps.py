@@ -38,7 +38,15 @@ from driftlens.engine.calibrating import (
 from driftlens.engine.pool import LayerMap, replaced
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
-from driftlens.engine.sites import ENTERED, added_to, require_rule, rows_and_output, stacked, stacked_shape
+from driftlens.engine.sites import (
+    ENTERED,
+    added_to,
+    require_rule,
+    rows_and_output,
+    stacked,
+    stacked_shape,
+    stream_of,
+)
 from driftlens.engine.step_weights import (
     NUM_PASSES,
     ExpertGradients,
@@ -415,7 +423,7 @@ class StepWalk(CalibrationWalk):
             wanted |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
             self.chosen[batch] = Routes(routes.chosen)
         for name, stream in streams.items():
-            wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
+            wanted[name] = wanted[name] + stream_of(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
         if router_of(layer, self.sites[layer.index], [self.calibrator]) is not None:
             keep_routes(layer, expert, batch, state, seen.side.routes)
@@ -558,7 +566,7 @@ class StepWalk(CalibrationWalk):
         if expert is not None:
             tokens = len(given[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
         wanted = [
-            given[name] - _stream(layer, added[name], state, seen.inputs) if name in added else given[name]
+            given[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else given[name]
             for name in group.names
         ]
         if group.has_bias:
@@ -615,7 +623,3 @@ def _shape(parameters: Parameters, group: Group) -> tuple[int, int]:
 
 def _of_expert(group: Group) -> bool:
     return group.sites[0].expert is not None
-
-
-def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    return entered[layer.stream] if name == ENTERED else inputs[name]

@@ -25,7 +25,15 @@ from driftlens.engine.attached import Attachment, InSites, attachment_tensors, a
 from driftlens.engine.calibrating import Ground, Memory, Method, Step
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.problems import CalibratedLayer
-from driftlens.engine.sites import ENTERED, UNIFORM, added_to, row_weights, rows_and_output, stacked_shape
+from driftlens.engine.sites import (
+    ENTERED,
+    UNIFORM,
+    added_to,
+    row_weights,
+    rows_and_output,
+    stacked_shape,
+    stream_of,
+)
 from driftlens.engine.step_weights import Group, groups_of
 from driftlens.engine.walk import Passage, WaitingBatch, forward_order
 from driftlens.linalg.joint_ridge import BIAS_INPUT
@@ -520,7 +528,7 @@ def _stream(
     """What the output of a site is added to; 0 where it isn't added to anything."""
     if name not in streams:
         return 0.0
-    return state[layer.stream] if streams[name] == ENTERED else inputs[streams[name]]
+    return stream_of(layer, streams[name], state, inputs)
 
 
 def _site_sums(

@@ -87,6 +87,7 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
         )
 
 
+@pytest.mark.slow
 def test_what_the_choice_tries_is_told_while_it_goes_on(open_app: Open, root: Path, run: Path) -> None:
     append_event(run, CANDIDATE, of="steady", name="of an earlier job", part=0, score=0.1)
     app = calibrate_as(open_app(root, "repair"), "steady")
@@ -175,6 +176,7 @@ def test_no_value_is_taken_for_an_option() -> None:
     assert asked.words()[1] == '--set=anchor="--offline"'
 
 
+@pytest.mark.slow
 def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     open_app: Open, root: Path, run: Path
 ) -> None:
@@ -250,6 +252,7 @@ def test_a_sweep_without_a_base_leaves_out_what_takes_one(tmp_path: Path) -> Non
     assert varied == ["lam", "alpha"]
 
 
+@pytest.mark.slow
 def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:
     folder = run / "calibrations" / "featcal"
     folder.mkdir(parents=True)

@@ -19,7 +19,6 @@ from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import calibrate_request
 from tests.app.conftest import Open, until
 from tests.app.pages import calibrate_as, errors, finish, press, said, state
-from tests.quick import few
 from tests.records.full_run import VARIANTS, write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -79,11 +78,13 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run
         assert calibrate_request(opened, CalibrationRequest(name="featcal", **allowed)).name == "featcal"
 
 
+@pytest.mark.slow
 def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
     assert open_app(run.parent, "repair").text_input(key="name").value == "featcal-2"
 
 
-@pytest.mark.parametrize("button", few(["FeatCal calibrate", "Estimate"], ["FeatCal calibrate"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("button", ["FeatCal calibrate", "Estimate"])
 def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) -> None:
     app = open_app(run.parent, "repair")
     app.text_input(key="name").set_value("featcal")

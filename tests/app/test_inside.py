@@ -111,6 +111,7 @@ def test_a_link_that_appears_while_the_run_is_open_is_noticed(
         opened(run)
 
 
+@pytest.mark.slow
 def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Path) -> None:
     (root / "store").mkdir()
     for entry, name in (("tables", "tables"), ("manifest.json", "full.json")):

@@ -30,6 +30,7 @@ from tests.app.pages import begin, finish, newest, state, step
 pytestmark = pytest.mark.usefixtures("worker")
 
 
+@pytest.mark.slow
 def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:
     job = begin(run, "steady")
     assert state(run) in ("starting", "running")
@@ -78,6 +79,7 @@ def test_a_run_that_another_program_writes_to_is_left_alone(
     assert not processes._CHILDREN
 
 
+@pytest.mark.slow
 def test_cancelling_asks_and_the_job_says_that_it_stopped(run: Path) -> None:
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")

@@ -27,7 +27,6 @@ from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import PROBLEMS, errors, failed, is_disabled, newest, press, said, state
-from tests.quick import few
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -124,7 +123,8 @@ def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
     assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
 
 
-@pytest.mark.parametrize("view", few(["new_run", "runs", "overview"], ["overview"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["new_run", "runs", "overview"])
 def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
     open_app: Open, root: Path, view: str
 ) -> None:
@@ -309,6 +309,7 @@ def test_what_no_spec_can_be_made_of_is_told_where_the_text_would_stand(open_app
     assert not app.text_area(key="pasted").value
 
 
+@pytest.mark.slow
 def test_the_button_of_the_verdict_fills_in_the_merges_to_compare(open_app: Open, root: Path) -> None:
     """The run's own spec, though another one lies in the folder, with the merges that its command names."""
     (root / "mine.yaml").write_text("version: 1\n")

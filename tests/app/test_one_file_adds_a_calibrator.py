@@ -131,6 +131,7 @@ def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
     assert job_of(root / "full") is None
 
 
+@pytest.mark.slow
 def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path) -> None:
     app = open_app(root, "repair")
     offered = app.selectbox(key="calibrator").options

@@ -14,7 +14,6 @@ from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.sections import PRESETS
 from tests.app.conftest import Open
-from tests.quick import few
 
 TOY = """
 import plotly.graph_objects as go
@@ -62,7 +61,8 @@ def test_it_is_in_the_report_in_the_section_and_at_the_rank_that_it_declares(toy
     assert "A toy of a chart" in page and f'id="plot-{toy}"' in page and "Made of one file." in page
 
 
-@pytest.mark.parametrize("preset", few(PRESETS, quick=["standard"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
 def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, preset: str, root: Path) -> None:
     figures = Report(open_run(root / "full"), preset).content.figures
     assert (toy in {figure.name for figure in figures}) == (preset in ("standard", "full"))

@@ -21,7 +21,6 @@ from driftlens_app.jobs import processes
 from driftlens_app.outlook import ahead, choosing_cost, obstacle, past_cost
 from tests.app.conftest import Open
 from tests.app.pages import is_disabled, said
-from tests.quick import few
 
 pytestmark = pytest.mark.usefixtures("worker")
 BEST = "Repair with the best method"
@@ -55,6 +54,7 @@ def phases(**seconds: float | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
     open_app: Open, root: Path, run: Path
 ) -> None:
@@ -97,7 +97,8 @@ def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Pa
     assert "about 18 s." in past_cost(opened)
 
 
-@pytest.mark.parametrize("seconds", few([float("nan"), float("inf")], [float("inf")]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")], ids=str)
 def test_seconds_that_are_no_number_leave_the_cost_out(
     open_app: Open, root: Path, run: Path, seconds: Any
 ) -> None:
@@ -122,6 +123,7 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
     assert obstacle(unfinished) == text
 
 
+@pytest.mark.slow
 def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     opened = open_run(run)
     assert obstacle(opened) == ""

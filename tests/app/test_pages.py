@@ -67,7 +67,8 @@ def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root:
     assert not app.error
 
 
-@pytest.mark.parametrize("view", few(VIEWS, ["repair"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, read_only=True)
     starting = [

@@ -17,7 +17,6 @@ from driftlens.runs.writer import RunWriter
 from driftlens_app.jobs import processes, watch
 from tests.app.conftest import Open, until
 from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
-from tests.quick import few
 
 
 def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Open, root: Path) -> None:
@@ -33,7 +32,8 @@ def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Ope
     assert told.startswith("**full**") and "resume" in told
 
 
-@pytest.mark.parametrize("view", few(OF_A_RUN, ["overview", "repair"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("view", OF_A_RUN)
 def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(
     open_app: Open, root: Path, view: str
 ) -> None:

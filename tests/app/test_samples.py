@@ -58,6 +58,7 @@ def test_a_damaged_file_of_pictures_is_an_error_in_its_place(open_app: Open, roo
     assert "cars.npz" in errors(app) and app.radio(key="part").value == "Explore"
 
 
+@pytest.mark.slow
 def test_the_flips_that_overview_counts_are_what_the_explorer_is_asked_for(
     open_app: Open, root: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_link_inside_the_folder_does_not_hide_the_run(root: Path, name: str) -
     assert [(run.path.name, run.problem) for run in listed_runs(Settings(root))] == [("full", "")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("worker")
 def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: Path) -> None:
     job = begin(run, "steady")
@@ -70,6 +71,7 @@ def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
     assert "the disk is full" in errors(app) and "without a word" not in errors(app)
 
 
+@pytest.mark.slow
 def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_app: Open, root: Path) -> None:
     few = open_run(write_full_run(root / "few", size=Size(samples=7))).id
     app = open_app(root, "repair", run=few)

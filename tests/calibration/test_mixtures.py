@@ -21,7 +21,6 @@ from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.linalg.gram import GramPool, GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
-from tests.quick import few
 from tests.reference import calibration as reference
 from tests.zoo.cases import Family, family
 from tests.zoo.mixtures import case
@@ -152,8 +151,9 @@ def test_residual_calibration_of_an_expert_is_a_ridge_over_its_tokens() -> None:
 CALIBRATORS = {"featcal": FeatCal(**SETTINGS), "residual": ResidualCal(folds=2)}
 
 
-@pytest.mark.parametrize("method", few(CALIBRATORS, ["residual"]))
-@pytest.mark.parametrize("name", few(["Mixtral", "gpt-oss", "Llama 4"], ["Mixtral"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CALIBRATORS)
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "Llama 4"])
 def test_how_samples_are_batched_changes_nothing(name: str, method: str) -> None:
     models = family(case(name), n=N, batch_size=N)
     whole, one_by_one = (
@@ -191,7 +191,8 @@ IN_RUNS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", few(IN_RUNS, ["residual"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", IN_RUNS)
 def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_large_ridges_leave_the_merged_model_and_equal_models_are_a_fixed_point(
             torch.testing.assert_close(value, want, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_order_of_tasks_and_samples_and_size_of_batches_change_nothing() -> None:
     models = subject(n=5)
     turned = part(models.inputs, torch.tensor([3, 0, 4, 1, 2]))
@@ -270,6 +271,7 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
         assert float((value.cpu() - expected).norm()) <= 1e-9 * float(expected.norm()), (layer, parameter)
 
 
+@pytest.mark.slow
 def test_a_view_in_another_fold_than_its_original_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: every copy counts as a sample of its own, so that folds are shared out among all."""
     batches = SampleSet.batches

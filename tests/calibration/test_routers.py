@@ -19,7 +19,6 @@ from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.jobs.calibrate.variants import Solution, unreached
 from tests.calibration.helpers import TASKS, batched, given, updates_of
-from tests.quick import few
 from tests.reference.routing import curvature
 from tests.zoo.cases import CASES, Family, family
 from tests.zoo.mixtures import case, mixtures
@@ -152,7 +151,8 @@ def test_without_routers_all_else_of_a_layer_is_bit_for_bit_what_it_is_with_them
     assert all(torch.equal(on[key], value) for key, value in off.items())
 
 
-@pytest.mark.parametrize("method", few(CALIBRATORS, ["residual"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CALIBRATORS)
 def test_batches_and_their_order_change_nothing(method: str) -> None:
     models, calibrator = of("Mixtral"), CALIBRATORS[method]
     whole = updates_of(layers_of(models, calibrator, layers=[2]))

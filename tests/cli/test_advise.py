@@ -14,6 +14,7 @@ from tests.cli.conftest import Cli
 from tests.zoo.world import NUM_TEST, World, clip, pixels, write_spec
 
 
+@pytest.mark.slow
 def test_advice_is_that_of_the_tables(finished: DriftRun, run_cli: Cli) -> None:
     done = run_cli("advise", finished.path, "--json")
     found = json.loads(done.out)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
-from tests.quick import few
 from tests.zoo.decoders import MIXTURES
 from tests.zoo.suite import spec_of
 from tests.zoo.world import CLASSES, LOGIT_SCALE, TASKS, World, write_images, write_spec
@@ -240,9 +239,8 @@ def test_a_run_of_a_newer_schema_is_refused_by_name(finished: DriftRun, run_cli:
     assert "schema 9.0" in result.message and "pip install --upgrade" in result.hint
 
 
-@pytest.mark.parametrize(
-    "after", few(["models/merged.safetensors", "tables/samples.parquet", "features/"], ["features/"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["models/merged.safetensors", "tables/samples.parquet", "features/"])
 def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
     bench: Bench, run_cli: Cli, spec_file: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
@@ -331,9 +329,10 @@ def strange_names(bench: Bench) -> None:
         bench.spec[section][name] = bench.spec[section].pop(TASK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    few([one_image, one_class, unlabelled, without_base, strange_names], [unlabelled, strange_names]),
+    [one_image, one_class, unlabelled, without_base, strange_names],
     ids=lambda change: change.__name__.replace("_", " "),
 )
 def test_unusual_input_is_no_error(

@@ -106,6 +106,7 @@ def test_all_that_is_saved_has_the_type_that_the_flag_names(
     assert "| Saved in | float16 |" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
     result = run_cli(
         "calibrate", folder, "--name", NAME, "--rho", 1, "--set", "update=[linear]", "--json", *QUIET
@@ -202,6 +203,7 @@ def test_a_name_is_wanted_and_a_run_too(folder: Path, run_cli: Cli, tmp_path: Pa
     assert run_cli("calibrate", folder, "--name", "a/b").code == 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_estimates_and_writes_nothing(
     folder: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

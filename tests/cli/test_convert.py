@@ -102,6 +102,7 @@ def suite(made: tuple[Path, Encoders], tmp_path: Path) -> tuple[Path, Encoders]:
     return shutil.copytree(made[0], tmp_path / made[0].name), made[1]
 
 
+@pytest.mark.slow
 def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
     suite: tuple[Path, Encoders], run_cli: Cli, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     assert result.code == 1 and result.message == "ZeroDivisionError: by nothing" and "--debug" in result.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "no_color",
     ["", "1"],

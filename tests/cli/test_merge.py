@@ -27,7 +27,6 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
 from tests.forked import Forked
-from tests.quick import few
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, tower, write_spec
 
@@ -247,9 +246,10 @@ def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_op
     assert sorted(tmp_path.iterdir()) == sorted([spec, folder, file])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "label",
-    few(["expert of shapes", "base on shapes", "average on shapes", "ties on shapes"], ["ties on shapes"]),
+    ["expert of shapes", "base on shapes", "average on shapes", "ties on shapes"],
 )
 def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
     label: str, world: World, tmp_path: Path

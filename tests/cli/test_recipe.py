@@ -294,6 +294,7 @@ def test_random_masks_follow_the_law(method: str, folders: Folders, tmp_path: Pa
     assert all(torch.equal(merged[key], again[key]) for key in merged)
 
 
+@pytest.mark.slow
 def test_dtypes_say_what_is_computed_in_and_what_is_written(
     folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:
@@ -575,6 +576,7 @@ def test_without_a_tokenizer_rows_are_merged_by_their_numbers_and_what_differs_i
     assert done.code and "other ids than the base's" in done.message
 
 
+@pytest.mark.slow
 def test_a_chat_template_is_that_of_most_models_or_the_one_that_is_written(
     folders: Folders, tmp_path: Path, run_cli: Cli
 ) -> None:

@@ -14,6 +14,7 @@ from tests.pipeline.calibrating import files_of
 QUIET = ("--progress", "none")
 
 
+@pytest.mark.slow
 def test_the_table_holds_means_over_tasks_and_seeds(folder: Path, run_cli: Cli) -> None:
     shown = run_cli("sweep", folder, "--param", "n=4,2", "--seeds", 2, *QUIET)
     assert shown.code == 0

@@ -52,6 +52,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
             assert float(found[name][i]) == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 500), drift=st.floats(0.0, 20.0), scale=st.sampled_from([1.0, 100.0]))
 def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
     seed: int, drift: float, scale: float
@@ -63,6 +64,7 @@ def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
     assert (within | found["score_bound"].isnan()).all()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 500), drift=st.floats(0.0, 20.0))
 def test_models_with_score_maps_of_their_own_keep_bound_and_certificate(seed: int, drift: float) -> None:
     mine, theirs = head(seed=seed, scale=10.0), head(seed=seed + 1, scale=10.0)
@@ -79,6 +81,7 @@ def test_models_with_score_maps_of_their_own_keep_bound_and_certificate(seed: in
     assert (within | found["score_bound"].isnan()).all()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 500), drift=st.floats(0.01, 30.0))
 def test_gains_stand_in_order(seed: int, drift: float) -> None:
     gains = score_gains(head(seed=seed), *features(seed, drift))

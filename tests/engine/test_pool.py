@@ -233,6 +233,7 @@ def test_an_exception_inside_the_library_leaves_the_skeleton_as_it_was(models: F
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.modules())
 
 
+@pytest.mark.slow
 def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
     """Bytes of all live feature tensors while the walk runs, as the garbage collector knows them."""
     per_sample = waiting_bytes(models.pool, "merged", models.batches[0].inputs[:1])

@@ -163,6 +163,7 @@ def rewrite_fused(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.shows("reloads", files="hf-decoder")
 @pytest.mark.parametrize("family", mixtures("Mixtral", "Qwen3-MoE"))
 def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family: str, tmp_path: Path) -> None:

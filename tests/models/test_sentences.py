@@ -171,6 +171,7 @@ def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
         torch.testing.assert_close(embedding, expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("drift", files="hf-auto", heads="its embedding")
 @EACH_FAMILY
 def test_a_familys_embeddings_are_those_of_its_library(family: str, tmp_path: Path) -> None:

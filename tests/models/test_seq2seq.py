@@ -107,6 +107,7 @@ def test_padding_batches_and_order_change_no_feature(name: str) -> None:
     assert largest_difference(chain_states(chain, other, inputs), chain.library_states(other, inputs)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.family("Whisper")
 @pytest.mark.shows("live", "drift", "attribution", "sites")
 def test_speech_is_measured_and_calibrated_on_features_of_sounds(tmp_path: Path) -> None:

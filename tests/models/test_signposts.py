@@ -121,6 +121,7 @@ def _check(kinds: list[str], folder: Path, starts: Sequence[str]) -> None:
     assert count > len(kinds) // 2 and not wrong
 
 
+@pytest.mark.slow
 def test_a_refusal_sends_to_a_loader_that_takes_the_model(tmp_path: Path) -> None:
     _check(list(FEW), tmp_path, STARTS[:1])
 

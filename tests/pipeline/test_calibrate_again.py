@@ -105,6 +105,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and verify(folder).ok
 
 
+@pytest.mark.slow
 def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
     folder: Path, whole: DriftRun
 ) -> None:
@@ -334,6 +335,7 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) ->
     pd.testing.assert_frame_equal(scored, expected)
 
 
+@pytest.mark.slow
 def test_a_run_calibrates_itself_with_a_calibrator(folder: Path, whole: DriftRun) -> None:
     events: list[ProgressEvent] = []
     after = dl.open_run(folder).calibrate(

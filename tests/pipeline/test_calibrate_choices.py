@@ -97,6 +97,7 @@ def test_more_top_layers_than_blocks_are_refused(folder: Path) -> None:
         calibrate(folder, request(top_layers=99))
 
 
+@pytest.mark.slow
 def test_patterns_choose_layers_and_sites(folder: Path) -> None:
     run = calibrate(folder, request(layers=["*.resblocks.1"], sites=["*.mlp.*"]))
     rows = run.calibration(NAME)
@@ -179,6 +180,7 @@ def test_a_merged_model_in_half_precision_does_not_round_the_control(world: Worl
     torch.testing.assert_close(control[key].double(), expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: Path) -> None:
     before = files_of(folder)
     found = rehearse(folder, request(preset="paper-clip"))
@@ -193,6 +195,7 @@ def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: Path) -> N
     assert files_of(folder) == before
 
 
+@pytest.mark.slow
 def test_a_rehearsal_lists_every_obstacle(folder: Path, tmp_path: Path) -> None:
     calibrate(folder, request())
     (tmp_path / "taken").mkdir()

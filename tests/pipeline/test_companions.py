@@ -489,6 +489,7 @@ def found_merge(result: Preflight) -> Finding:
     return matching[0]
 
 
+@pytest.mark.slow
 def test_analyze_records_the_same_doubts(world: World, tmp_path: Path) -> None:
     spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))

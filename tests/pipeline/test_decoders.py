@@ -127,6 +127,7 @@ def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
 @pytest.mark.parametrize("config", families("GPT-2", some=EACH_LAYOUT))
 def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(

@@ -35,6 +35,7 @@ def stacks() -> tuple[nn.Module, nn.Module, nn.Module]:
     return base, perturbed(base, 1), perturbed(base, 2)
 
 
+@pytest.mark.slow
 def test_modules_give_the_weights_of_their_checkpoints(world: World, light: DriftRun, tmp_path: Path) -> None:
     run = calibrate(copied(light, tmp_path / "run"), request())
     data = {task: pixels(world.data(task), light.sample_ids(task, "calibration")).float() for task in TASKS}

@@ -307,6 +307,7 @@ SHORT, SOME = {("low_rank", "hf")}, {("surgery_v2", "open_clip"), ("interv_merge
 """Which runs in the fast line, inside blocks, where most can go wrong, and which in CI."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "form"),
     [

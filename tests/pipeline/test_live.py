@@ -43,6 +43,7 @@ def analyzed(modules: dict[str, nn.Module], out: Path, **options: Any) -> DriftR
     return dl.analyze(base=base, merged=merged, experts={"task": expert}, out=out, **given)
 
 
+@pytest.mark.slow
 def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: Path) -> None:
     modules = stacks()
     first = analyzed(modules, tmp_path / "first")
@@ -248,6 +249,7 @@ def test_modules_that_do_not_belong_together_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_path: Path) -> None:
     spec = world.one_task(metrics={"jacobian": False}, heads=None)
     forms = [write_spec(tmp_path / "run.yaml", spec), str(tmp_path / "run.yaml"), spec, dl.load_spec(spec)]

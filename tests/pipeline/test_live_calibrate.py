@@ -61,6 +61,7 @@ def calibrate(run: Any, name: str, **options: Any) -> Any:
     return run.calibrate(dl.FeatCal(**SETTINGS), name=name, **options)
 
 
+@pytest.mark.slow
 @STACK
 @pytest.mark.shows("live", reloads="as a state dict")
 def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_hand(
@@ -246,6 +247,7 @@ def test_a_mask_that_was_a_function_is_asked_for(tmp_path: Path) -> None:
     assert VARIANT.replace("featcal", "x") in run.variants and CONTROL not in run.variants
 
 
+@pytest.mark.slow
 def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
     analyzed: DriftRun, tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from driftlens.jobs.analyze.job import analyze
 from driftlens.models.chain import pooled
 from driftlens.spec.requests import AnalysisRequest
 from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
-from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
 from tests.zoo.tokenizers import word_tokenizer
@@ -69,9 +68,10 @@ def given(pool: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @STACK
 @pytest.mark.shows(heads="class embeddings")
-@pytest.mark.parametrize("pool", few(["mean", "last"], ["last"]))
+@pytest.mark.parametrize("pool", ["mean", "last"])
 def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: Path) -> None:
     modules = given(pool)
     run = dl.analyze(
@@ -310,12 +310,13 @@ def clips(build: Callable[[], nn.Module], batch: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.shows("live", "drift", "sites")
 @pytest.mark.parametrize(
     "build",
     [
         pytest.param(whole_hf, id="hf", marks=TRANSFORMERS_CLIP),
-        pytest.param(whole_open_clip, id="open_clip", marks=[OPEN_CLIP, pytest.mark.slow]),
+        pytest.param(whole_open_clip, id="open_clip", marks=OPEN_CLIP),
     ],
 )
 def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(

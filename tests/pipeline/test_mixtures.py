@@ -60,6 +60,7 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
     assert not torch.allclose(saved[key][0], wanted[0])
 
 
+@pytest.mark.slow
 def test_files_that_keep_experts_apart_are_rehearsed(tmp_path: Path) -> None:
     spec = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}
     assert any("experts.0.w1" in key for key in load_file(tmp_path / "base" / "model.safetensors"))

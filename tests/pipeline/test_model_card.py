@@ -190,6 +190,7 @@ def test_no_path_of_this_machine_is_in_it(world: World, run: DriftRun, card: str
     assert "flowers.safetensors" in card
 
 
+@pytest.mark.slow
 def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: Path) -> None:
     world = build(tmp_path / "models", tasks=("plain",))
     spec = world.spec(name=HOSTILE, metrics={"jacobian": False})

@@ -138,6 +138,7 @@ def rehearsed_on(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[SpecStu
     return opened, sizes
 
 
+@pytest.mark.slow
 def test_an_analysis_is_rehearsed_by_its_own_phases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, sizes = rehearsed_on(world, monkeypatch)
     before = {*world.folder.rglob("*")}

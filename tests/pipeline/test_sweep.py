@@ -155,7 +155,8 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
 VALUES = {"lam": 0.01, "rho": 1.3, "alpha": 0.8, "n": 3}
 
 
-@pytest.mark.parametrize("setting", few(VALUES, quick=["rho"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", VALUES)
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
     folder: Path, light: DriftRun, tmp_path: Path, setting: str
 ) -> None:
@@ -258,6 +259,7 @@ def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun
     )
 
 
+@pytest.mark.slow
 def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: Path) -> None:
     sweep(folder, SweepRequest(param={"lam": [0.3, 0.01]}, accuracy=False))
     run = sweep(folder, SweepRequest(param={"lam": [0.1, 0.3]}, accuracy=False))
@@ -328,6 +330,7 @@ def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_po
     assert len(run.sweeps().merge(kept, on=[*kept.columns])) == len(kept), "seconds included"
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: Path) -> None:
     before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False))
     with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:
@@ -456,7 +459,8 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
     assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 
 
-@pytest.mark.parametrize("method", few(["surgery", "react", "distill"], quick=["react"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["surgery", "react", "distill"])
 def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
     folder: Path, light: DriftRun, tmp_path: Path, method: str
 ) -> None:

@@ -253,6 +253,7 @@ def mixed_spec(folder: Path, **more: Any) -> Any:
     return spec
 
 
+@pytest.mark.slow
 def test_tasks_with_pictures_and_tasks_without_share_a_run(tmp_path: Path) -> None:
     """The expert of the task in words is a plain language model; the tower hears of the other task alone."""
     saved_vlms("LLaVA", tmp_path)

@@ -49,6 +49,7 @@ def test_a_process_that_is_gone_is_named_and_another_one_serves() -> None:
     assert served_by() != first
 
 
+@pytest.mark.slow
 def test_too_long_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ANSWER", 1000)
     with pytest.raises(ValueError, match="it gives more than 1,000 characters"):
@@ -82,6 +83,7 @@ print(guarded("patterns", ["a"], ["a"]), _worker().pid, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_it_starts_when_it_is_needed_imports_nothing_from_the_folder_and_ends_with_whom_it_serves(
     tmp_path: Path,
 ) -> None:

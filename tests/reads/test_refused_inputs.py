@@ -215,6 +215,7 @@ def test_a_json_document_spells_control_characters_out(capsys: pytest.CaptureFix
     assert "\x9b" not in written and json.loads(written) == {"name": "a\x9bb\u202e"}
 
 
+@pytest.mark.slow
 def test_messages_end_on_their_first_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

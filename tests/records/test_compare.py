@@ -107,6 +107,7 @@ def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: Path) -> None:
     other = write_full_run(tmp_path / "b", size=dataclasses.replace(SIZE, samples=7))
     with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd") as refused:
@@ -158,6 +159,7 @@ def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: Path) ->
     assert paired_answers(full, open_run(other), "cars", ("merged", "merged")) is None
 
 
+@pytest.mark.slow
 def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(
     full: DriftRun, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_on_a_disk_without_locks_the_note_says_who_writes(
         assert owner_of(folder) is None
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_machine_whose_clock_is_ahead_is_told_the_way_out(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         first.communicate()

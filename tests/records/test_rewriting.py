@@ -54,6 +54,7 @@ with RunWriter.resume(sys.argv[1]) as writer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it is written", "before it lands", "after it has landed"])
 def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: str) -> None:
     before = read_manifest(own).files
@@ -102,6 +103,7 @@ def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_take
         assert read_manifest(own).files == before
 
 
+@pytest.mark.slow
 def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: Path) -> None:
     with process(KILLED.format(moment="before it lands", row=ROW), own) as writer:
         writer.kill()

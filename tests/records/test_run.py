@@ -302,6 +302,7 @@ def test_sample_rows_keep_the_declared_order_of_columns(run: DriftRun) -> None:
     assert tuple(run.samples().columns) == SAMPLES.names
 
 
+@pytest.mark.slow
 def test_what_a_run_is_called_in_a_notebook_is_three_short_lines_whatever_it_holds(tmp_path: Path) -> None:
     tasks = [f"task {at}\n" for at in range(30)]
     run = dl.open_run(write_run(tmp_path / "run", tasks=tasks))

@@ -185,6 +185,7 @@ def test_changes_are_those_of_a_comparison_and_means_are_over_the_tasks(
     assert frame["paired"].isna().eq(frame.index.get_level_values("against") == "").all()
 
 
+@pytest.mark.slow
 def test_only_like_scores_have_a_mean(tmp_path: Path) -> None:
     write_scored_run(tmp_path / "run")
     rows = dl.open_run(tmp_path / "run").findings()

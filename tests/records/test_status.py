@@ -141,6 +141,7 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(
     )
 
 
+@pytest.mark.slow
 def test_a_calibration_that_is_killed_leaves_the_run_done(own: Path) -> None:
     with process(KILLED, own) as writer:
         (running,) = find_runs(own)

@@ -78,6 +78,7 @@ def called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(made=tables(), drawn=SHARES, stored=st.booleans())
 def test_words_follow_the_tables_in_every_branch(
@@ -262,6 +263,7 @@ def test_without_scores_relative_drift_is_judged(tmp_path: Path) -> None:
     assert found.gaps[1].change.value == pytest.approx(final["calibrated:featcal"] - final["merged"])
 
 
+@pytest.mark.slow
 def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: Path) -> None:
     run = write_scored_run(tmp_path / "run")
     found = verdict(run)

@@ -127,6 +127,7 @@ def test_without_a_control_there_is_no_row_of_it(tmp_path: Path) -> None:
     assert "anchor only" not in before_after_text(run, NAME)
 
 
+@pytest.mark.slow
 def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: Path) -> None:
     run = calibrated_run(tmp_path / "run", has_labels=False)
     means = calibration_document(run, NAME)["means"]
@@ -288,6 +289,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
         assert f"{100 * relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
 
 
+@pytest.mark.slow
 def test_a_report_works_every_change_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     for name in ("drift_changes", "changed_score"):

@@ -52,6 +52,7 @@ def test_a_presets_sections_and_charts_exist(name: str) -> None:
     assert any(outline(name).charts_of(section) for section in PRESETS[name])
 
 
+@pytest.mark.slow
 def test_a_figures_data_is_what_its_chart_plots(full: DriftRun, standard: Report) -> None:
     for figure in standard.content.figures:
         plotted = charts[figure.name].draw(full).data
@@ -296,6 +297,7 @@ def test_what_is_drawn_is_the_chart_with_the_options_given(full: DriftRun) -> No
         assert base64.b64decode(still["image/png"]).startswith(PNG), "a picture where nothing can draw"
 
 
+@pytest.mark.slow
 def test_what_a_notebook_is_handed_shows_itself(full: DriftRun) -> None:
     assert dl.project(full, "cars")._repr_png_().startswith(PNG)
     figure, table = dl.paper.figure("decomposition", full), dl.paper.table("drift", full)

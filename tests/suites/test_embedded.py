@@ -62,6 +62,7 @@ def test_experts_hold_the_whole_image_tower_and_nothing_else(suite: Suite):
         assert any(not torch.equal(tensor, base[key]) for key, tensor in expert.items())
 
 
+@pytest.mark.slow
 def test_measured_accuracies_are_those_of_the_files(suite: Suite):
     from driftlens.suites.drawing import tasks
     from driftlens.suites.training import Pictures

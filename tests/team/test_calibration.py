@@ -96,8 +96,9 @@ DIVIDED: dict[str, tuple[str, Calibrator]] = {
 ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 
 
-@pytest.mark.parametrize("method", few(ALONE, ["featcal", "metric", "experts", "weights alone"]))
-@pytest.mark.parametrize("size", few([2, 4], quick=[2]))  # 4: one has nothing to do
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ALONE)
+@pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(method: str, size: int) -> None:
     world, calibrator = ALONE[method]
     case = case_of(world)
@@ -118,6 +119,7 @@ def test_several_processes_find_what_one_finds(method: str, size: int) -> None:
     compared(one, many, 1e-9)
 
 
+@pytest.mark.slow
 def test_step_by_step_processes_solve_experts_beside_each_other() -> None:
     class Recording(ResidualCal):
         def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
@@ -219,6 +221,7 @@ def test_layers_done_before_are_passed_by_all() -> None:
     compared(one[2:], many, 1e-9)
 
 
+@pytest.mark.slow
 def test_many_calibrations_side_by_side_are_divided_too() -> None:
     case = WORLDS["open_clip_vit"].case
     pool, given = pool_of(case, models(case)), samples(case)

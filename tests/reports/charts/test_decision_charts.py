@@ -41,6 +41,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     return open_run(write_full_run(tmp_path_factory.mktemp("wild") / "run", tasks=["cars", "dtd"], size=size))
 
 
+@pytest.mark.slow
 def test_shares_of_outcomes_agree_with_counting(wild: DriftRun) -> None:
     figure = charts["margins"].draw(wild, ChartOptions(controls=True)).figure
     variants = ["merged", CONTROL, CALIBRATED]

@@ -211,6 +211,7 @@ def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:
     assert ends[values > 0].iloc[-1] + ends[values < 0].iloc[-1] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_only_signed_projections_are_stacked(full: DriftRun) -> None:
     for name in [*BY_CURVE, *BY_PANEL]:
         layout = charts[name].draw(full, ChartOptions(controls=True)).figure.layout
@@ -248,6 +249,7 @@ def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> 
     assert f"(layer {last} of {last}), on " in drawn.alt
 
 
+@pytest.mark.slow
 def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> None:
     wide = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
     with panels.one_column():

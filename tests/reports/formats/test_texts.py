@@ -60,6 +60,7 @@ def test_fields_are_only_ever_added() -> None:
     } == promised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["full", "bare", "hostile"])
 def test_documents_are_valid(which: str, request: pytest.FixtureRequest) -> None:
     jsonschema = pytest.importorskip("jsonschema")
@@ -189,6 +190,7 @@ def test_a_comment_has_30_lines_with_what_failed_first(standard: Report, many: i
     assert ("more tasks in the other formats" in text) == (many == 40) == ("- 38 more" in text)
 
 
+@pytest.mark.slow
 def test_spreadsheets_hold_no_formula(tmp_path_factory: pytest.TempPathFactory) -> None:
     tasks = ["=cmd|' /C calc'!A0", "+1+1", "-2", "@SUM(A1)", "plain"]
     folder = write_full_run(

@@ -65,6 +65,7 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
 
 
+@pytest.mark.slow
 def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
     names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["heatmap"]
     written = export([run], tmp_path, names=names, formats=["tex", "svg"])
@@ -131,6 +132,7 @@ def test_the_opening_figure_has_the_base_beside_what_is_compared(run: DriftRun) 
     assert "base" not in set(shown[shown["panel"] == "b"]["variant"])
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_was_asked_for(
     run: DriftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +225,7 @@ def test_all_says_what_is_not_written_and_which_command_fills_it(tmp_path: Path)
     }
 
 
+@pytest.mark.slow
 def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) -> None:
     """Neither the task without an effect nor the best one speaks for a run."""
     run = open_run(write_full_run(tmp_path / "run", size=Size(blocks=1, samples=6, width=4, tests=60)))

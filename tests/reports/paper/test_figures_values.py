@@ -64,6 +64,7 @@ def typical_task(run: DriftRun) -> str:
     return str(gains.sort_values(kind="stable").index[len(gains) // 2])
 
 
+@pytest.mark.slow
 def test_intro_shows_the_task_of_the_median_gain_unless_told(run: DriftRun) -> None:
     other = next(task for task in run.tasks if task != typical_task(run))
     assert panel(draw("intro", run), "(b)").get_title(loc="left") == typical_task(run)

@@ -91,6 +91,7 @@ def test_a_missing_part_is_a_framed_note_with_its_command() -> None:
     assert r"\driftnote{Part\_1: \texttt{driftlens evaluate RUN} adds it.}" in text
 
 
+@pytest.mark.slow
 def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: DriftRun) -> None:
     for name in TABLES:
         latex = exhibits[name].draw([hostile], ExhibitOptions(paper=True)).latex or ""
@@ -101,6 +102,7 @@ def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: Drift
                 assert len(cells) in (1, len(alignment)), (name, cells)  # one: a title across all columns
 
 
+@pytest.mark.slow
 def test_all_tables_compile(hostile: DriftRun, tmp_path: Path) -> None:
     eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT, source="openai/clip-vit-base-patch32")
     shown = [exhibits[name].draw([hostile, eight], ExhibitOptions(paper=True)).latex or "" for name in TABLES]

@@ -87,9 +87,10 @@ def test_a_spec_may_name_them_and_the_command_line_wins(run: DriftRun, tmp_path:
     assert code_of(*asked, "--names", "mnist") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    few(SEVERAL, SEVERAL[:1]),
+    SEVERAL,
 )
 def test_several_calibrations_stand_in_one_exhibit(run: DriftRun, names: tuple[str, ...]) -> None:
     both = {"calibrated:featcal", "calibrated:residual"}

@@ -120,6 +120,7 @@ def test_the_numbers_of_cells_are_left_out_where_rows_are_as_narrow_as_their_let
     assert visible(4) == {True} and visible(30) == {False}
 
 
+@pytest.mark.slow
 def test_panels_share_a_scale_and_only_so_many_are_drawn() -> None:
     names = [f"panel {at}" for at in range(30)]
     grid = panel_grid(names, x_title="layer", y_titles=["drift"], dark=False)

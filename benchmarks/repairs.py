@@ -10,7 +10,6 @@ changes are paired by test sample. Seconds are of the processor, of calibrating 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -141,52 +140,20 @@ def complete(
 
 
 def _routed(made: Any, variant: str, metric: str) -> dict[str, dict[str, list[float]]]:
-    """Scores of a repair with maps where nobody tells the task of a test sample, and whether it was found out.
-
-    A linear discriminant analysis with shrunk covariances says it, of the base's final features, from the calibration
-    samples; then that task's maps act. The score is by the sample's own classes or target.
-    """
-    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-
+    """Scores of a repair with maps where nobody tells the task of a test sample, and whether it was found out."""
     from driftlens.base.progress import Reporter
-    from driftlens.data.samples import part_of
-    from driftlens.jobs.analyze.evaluation import accuracies, answers, final_features
+    from driftlens.jobs.analyze.evaluation import scores_of
+    from driftlens.jobs.analyze.finder import TaskFinder
     from driftlens.jobs.study.reopening import reopened
 
     study = reopened(made.path)[0]
-    pool, tasks, reporter = study.pool, study.tasks, Reporter()
-    seen = {
-        split: {
-            task: final_features(pool, "base", task, getattr(of, split), study.settings.pool).numpy()
-            for task, of in tasks.items()
-        }
-        for split in ("calibration", "test")
-    }
-    known = seen["calibration"]
-    which = np.repeat([*known], [len(rows) for rows in known.values()])
-    said = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(
-        np.concatenate([*known.values()]), which
-    )
-    maps = pool.variant(variant).attachments
-    for route in tasks:
-        of_route = {(task, at): each for (own, at), each in maps.items() if own == route for task in tasks}
-        pool.add(f"routed:{route}", pool.source(variant), of_route)
-    found = {}
-    for task, at_hand in tasks.items():
-        routes = said.predict(seen["test"][task])
-        scores = np.full(len(routes), np.nan)
-        for route in {*routes}:
-            places = np.flatnonzero(routes == route)
-            few = dataclasses.replace(at_hand, test=part_of(at_hand.test, places.tolist()))
-            part = dataclasses.replace(study, tasks={**tasks, task: few})
-            of = accuracies if metric == "accuracy" else answers
-            rows = of(part, task, [f"routed:{route}"], reporter, range(len(places))).results
-            scores[places] = [row[0] for row in rows.get((f"routed:{route}", metric), [])]
+    finder, found = TaskFinder(study), {}
+    for task, at_hand in study.tasks.items():
+        scores = scores_of(study, task, [variant], Reporter(), finder)
         order = np.argsort(at_hand.test.ids)  # as other scores stand
-        found[task] = {
-            "score": scores[order].tolist(),
-            "known": (routes == task)[order].astype(float).tolist(),
-        }
+        values = np.array([row["value"] for row in scores.results if row["metric"] == metric])
+        is_known = np.array([taken == task for taken in finder.tasks_of(task)], dtype=float)
+        found[task] = {"score": values[order].tolist(), "known": is_known[order].tolist()}
     return found
 
 

@@ -156,7 +156,8 @@ def require_task_id(task_id: str, method: str) -> None:
     if task_id == "unknown" and calibrators[method].needs_task_id:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
-            hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known.",
+            hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known. What it scores "
+            f"where the task is found out from the input, `driftlens arena RUN --methods featcal,{method}` measures.",
         )
 
 

@@ -260,6 +260,10 @@ class ModelPool:
         if (task := task_of(model)) is not None:
             self._experts[task] = model
 
+    def discard(self, model: str) -> None:
+        """Take a model away that was added."""
+        del self._models[model]
+
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
         wide = copy.copy(self)

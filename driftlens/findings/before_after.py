@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -393,7 +394,8 @@ def arena_rows(
     Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
     calibration `against` (None: the first, whose score is best) with its ends, both paired by sample, relative and
     cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that
-    are attached), task_id (whether the task of an input must be known), n (test samples of the mean). What was not
+    are attached), task_id (whether the task of an input must be known), found_out (mean share of test samples whose
+    task was found out, where nobody tells it; scores are so), n (test samples of the mean). What was not
     measured is NaN, or None. `names` are of calibrations; None takes all.
     """
     wanted = [*run.manifest.calibrations] if names is None else [*names]
@@ -431,6 +433,7 @@ def arena_sheet(
         **{"seconds": ("number", "seconds"), "energy (Wh)": ("number", "energy_wh")},
         **{"memory (MiB)": ("count", "peak_mib"), "added numbers": ("count", "added")},
         "needs task": ("text", "task_id"),
+        "task found out": ("share", "found_out"),
     }
     columns = {
         head: (kind, key)
@@ -462,7 +465,8 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
     row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
     row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
-    return row | {"added": info.attached, "task_id": info.attached > 0}
+    found = fmean(info.found_out.values()) if info.found_out else None
+    return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found}
 
 
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:

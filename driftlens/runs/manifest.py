@@ -117,6 +117,8 @@ class CalibrationInfo(Chosen):
             left of that (see `driftlens.base.rounding.Change`); empty where none was, and in older runs.
         shrink: which share of the way from the base is kept, as it was `asked` for, and with `auto` the `curve` of
             held-out scores and drift by share, from which it was chosen; empty where nobody asked.
+        found_out: by task the share of test samples whose task was found out, where nobody tells it and scores are so;
+            empty where the task is known, or not asked for.
         views: which copies of the samples were read beside them, such as crop:3, by task; empty where none were asked.
     """
 
@@ -138,6 +140,7 @@ class CalibrationInfo(Chosen):
     change: Mapping[str, Any] = field(default_factory=dict)
     views: Mapping[str, str] = field(default_factory=dict)
     shrink: Mapping[str, Any] = field(default_factory=dict)
+    found_out: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,28 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 import yaml
+from sklearn.covariance import ledoit_wolf
 from typer.testing import CliRunner
 
 import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.cli import app
 from driftlens.findings.before_after import arena_rows, arena_sheet
+from driftlens.jobs.analyze.evaluation import accuracies, final_features
+from driftlens.jobs.analyze.finder import TaskFinder
+from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.contest.arena import compete, entrants, measure_excess, quadratic
 from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.study.reopening import reopened
 from driftlens.linalg.ridge import solve_weight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -180,16 +186,95 @@ def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_kno
     assert all(name in drawn.alt for name in NAMES)
 
 
-def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
-    world: World, light: DriftRun, tmp_path: Path
-) -> None:
+@pytest.fixture
+def untold(light: DriftRun, tmp_path: Path) -> Path:
+    """A run of models for inputs whose task nobody will tell."""
     folder = copied(light, tmp_path / "run")
     spec = folder / "spec.yaml"
     spec.write_text(spec.read_text().replace("task_id: known", "task_id: unknown"))
     assert "task_id: unknown" in spec.read_text()
-    failed = compete(folder, entrants([("surgery", {}), ("svc", {})]), attribution=False)
-    assert [*failed] == ["surgery"] and "a map for every task" in failed["surgery"]
-    assert [*open_run(folder).manifest.calibrations] == ["svc"]
+    return folder
+
+
+def test_where_nobody_tells_the_task_maps_are_scored_by_the_task_found_out(
+    met: Path, untold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second sample is taken for one of the next task; nothing but scores depends on that."""
+    turns = {task: TASKS[(at + 1) % len(TASKS)] for at, task in enumerate(TASKS)}
+    monkeypatch.setattr(
+        TaskFinder,
+        "tasks_of",
+        lambda self, task: [
+            turns[task] if at % 2 else task for at in range(len(self._study.tasks[task].test))
+        ],
+    )
+    assert compete(untold, entrants([("react", {}), ("svc", {})]), attribution=False) == {}
+    told, found = open_run(met), open_run(untold)
+    variant = "calibrated:react"
+    pd.testing.assert_frame_equal(told.layers(variant=variant), found.layers(variant=variant))
+    pd.testing.assert_frame_equal(
+        told.accuracy(variant="calibrated:svc"), found.accuracy(variant="calibrated:svc")
+    )
+    study = reopened(met)[0]
+    maps = study.pool.variant(variant).attachments
+    study.pool.add("turned", study.pool.source(variant), {(task, 5): maps[turns[task], 5] for task in TASKS})
+    differ = False
+    for task in TASKS:
+        samples = study.tasks[task].test
+        assert samples is not None
+        with_other = accuracies(study, task, ["turned"], Reporter(), range(len(samples))).results
+        before, seen = (
+            run.scores(task, variant).set_index("sample_id")["value"].loc[list(samples.ids)].tolist()
+            for run in (told, found)
+        )
+        other = [value for (value,) in with_other["turned", "accuracy"]]
+        assert seen == [(other if at % 2 else before)[at] for at in range(len(samples))]
+        differ |= seen != before
+    assert differ
+    n = {task: len(found.scores(task, variant)) for task in TASKS}
+    shares = found.manifest.calibrations["react"].found_out
+    assert shares == {task: (count + 1) // 2 / count for task, count in n.items()}
+    assert found.manifest.calibrations["svc"].found_out == {}
+    table = sheet_text(arena_sheet(found, ["react", "svc"]))
+    assert "task found out" in table and "task found out" not in sheet_text(
+        arena_sheet(told, ["react", "svc"])
+    )
+
+
+def test_the_task_is_found_out_by_a_discriminant_of_the_bases_features(untold: Path) -> None:
+    """Linear, with the mean of the tasks' shrunk covariances; no test sample is in it."""
+    study = reopened(untold)[0]
+
+    def features(split: str) -> dict[str, np.ndarray]:
+        return {
+            task: final_features(study.pool, "base", task, getattr(at, split), study.settings.pool).numpy()
+            for task, at in study.tasks.items()
+        }
+
+    seen = features("calibration")
+    rows = sum(map(len, seen.values()))
+    covariance, means = np.zeros(()), {}
+    for task, own in seen.items():
+        means[task], spread = own.mean(axis=0), own.std(axis=0)
+        shrunk = ledoit_wolf((own - means[task]) / spread)[0]
+        covariance = covariance + len(own) / rows * spread[:, None] * shrunk * spread
+    weights = {task: np.linalg.solve(covariance, mean) for task, mean in means.items()}
+    finder = TaskFinder(study)
+    for task, own in features("test").items():
+        scores = [
+            own @ weights[other] - means[other] @ weights[other] / 2 + math.log(len(seen[other]) / rows)
+            for other in TASKS
+        ]
+        assert [*finder.tasks_of(task)] == [TASKS[at] for at in np.argmax(scores, axis=0)]
+    assert all(share > 0.5 for share in finder.shares().values())
+
+
+def test_outside_an_arena_a_map_per_task_is_refused_where_nobody_will_know_the_task(
+    world: World, untold: Path
+) -> None:
+    with pytest.raises(SpecError, match="a map for every task") as caught:
+        open_calibration(untold, CalibrationRequest(name="other", method="surgery"))
+    assert "driftlens arena RUN --methods featcal,surgery" in caught.value.hint
     asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked, estimate=False).problems)
 

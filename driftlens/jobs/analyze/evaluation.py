@@ -42,6 +42,8 @@ from driftlens.runs.run import DriftRun
 if TYPE_CHECKING:
     import pandas as pd
 
+    from driftlens.jobs.analyze.finder import TaskFinder
+
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
@@ -56,8 +58,16 @@ class Scores:
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
-    """What variants score on a task's test samples by all its metrics; None in all but the first process."""
+def scores_of(
+    study: Study, task: str, variants: list[str], reporter: Reporter, finder: TaskFinder | None = None
+) -> Scores | None:
+    """What variants score on a task's test samples by all its metrics; None in all but the first process.
+
+    With a `finder`, those with a map per task are scored by the map of the task that each sample is taken for.
+    """
+    mapped = [name for name in variants if name in study.pool and study.pool.variant(name).attachments]
+    found_out = mapped if finder is not None else []
+    told = [name for name in variants if name not in found_out]
     batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
 
     def said(first: int, last: int) -> Said:
@@ -65,8 +75,12 @@ def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) 
         if test is None:
             return Said()
         part = test.positions(first, last)
-        found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
-        return Said(found.results | others.results, others.notices)
+        found, others = (of(study, task, told, reporter, part) for of in (accuracies, answers))
+        said = Said(found.results | others.results, others.notices)
+        for name in found_out:
+            assert finder is not None
+            said.add(_found_out(study, task, name, finder, reporter, part))
+        return said
 
     return study.divided(task, batches, said, partial(_scores, study, task))
 
@@ -191,6 +205,8 @@ def _first_scores(
     import pandas as pd
 
     at_hand, modality = study.tasks[task], study.pool.chain.modality
+    if not study.tells_tasks and study.pool.variant(variant).attachments:
+        return "", {}  # whose maps act is known when all are scored
     head = study.head(task, variant)
     if head is not None and samples.labels is not None:
         there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
@@ -223,6 +239,39 @@ class Said:
 
     results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+
+    def add(self, other: Said) -> None:
+        """Take in what was said of other variants."""
+        self.results |= other.results
+        self.notices += other.notices
+
+
+def _found_out(
+    study: Study, task: str, variant: str, finder: TaskFinder, reporter: Reporter, part: range
+) -> Said:
+    """What a variant says to test samples of a task, with the map of the task that each is taken for."""
+    at_hand, pool, found = study.tasks[task], study.pool, Said()
+    assert at_hand.test is not None or not part
+    rows: dict[str, dict[int, tuple[Any, ...]]] = {}
+    taken = finder.tasks_of(task)
+    for other in dict.fromkeys(taken[at] for at in part):
+        mapped = f"{variant} as {other}"
+        maps = pool.variant(variant).attachments
+        pool.add(
+            mapped, pool.source(variant), {(task, at): own for (of, at), own in maps.items() if of == other}
+        )
+        places = [at for at in part if taken[at] == other]
+        few = dataclasses.replace(at_hand, test=at_hand.test and part_of(at_hand.test, places))
+        alone = dataclasses.replace(study, tasks={**study.tasks, task: few})
+        for of in (accuracies, answers):
+            said = of(alone, task, [mapped], reporter, range(len(places)))
+            found.notices += [notice.replace(mapped, variant) for notice in said.notices]
+            for (_, metric), values in said.results.items():
+                rows.setdefault(metric, {}).update(zip(places, values, strict=True))
+        pool.discard(mapped)
+    whole = {metric: own for metric, own in rows.items() if len(own) == len(part)}
+    found.results = {(variant, metric): [own[at] for at in part] for metric, own in whole.items()}
+    return found
 
 
 def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:

@@ -22,6 +22,7 @@ from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.team import ALONE
+from driftlens.calibration.calibrator import require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import OnDemand
 from driftlens.engine.attached import attachment_tensors
@@ -71,6 +72,7 @@ def calibrate(
     context: Context = Context(),
     *,
     choose: Choice | None = None,
+    is_compared: bool = False,
     on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
@@ -78,14 +80,15 @@ def calibrate(
 
     Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are
     measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
-    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
+    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there. One that is
+    compared with others may have a map per task where nobody will know the task: it is scored with the task found out.
     """
     folder, is_chosen = pathlib.Path(path), choose is not None and choose.choose is not None
     if only_saves(folder, request):
         context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
         return open_run(folder)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, context)
+    opened = open_calibration(folder, request, context, is_compared=is_compared)
     plan, study = opened.plan, opened.study
     require_terms(request, opened, is_chosen=is_chosen)
     export = opened.export(request)
@@ -184,7 +187,11 @@ def _save_kept(
 
 
 def open_calibration(
-    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
+    folder: pathlib.Path,
+    request: CalibrationRequest,
+    context: Context = Context(),
+    *,
+    is_compared: bool = False,
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written."""
     reopening.require_analyzed(folder)
@@ -200,6 +207,8 @@ def open_calibration(
     study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
     spec = driftlens.spec.load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
+    if spec is not None and not (is_compared and study.has_base):
+        require_task_id(spec.task_id, plan.method)
     asked = request.changed(resume=False, replace=False).words()
     words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
     return OpenCalibration(folder, run.manifest, study, models, plan, words)
@@ -323,6 +332,8 @@ class _Work:
         attached = attachment_tensors(self.study.pool.variant(plan.variant).attachments)
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
+        if attached and (finder := self.phases.finder) is not None:
+            info = dataclasses.replace(info, found_out=self.team.once(finder.shares))
         said = [f"{plan.variant}: {text}" for text in notices]
         self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 
@@ -432,10 +443,12 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
     if plan.boundaries and not plan.calibrator.needs_task_id:
         return seen
     if plan.boundaries:
-        return [
-            *seen,
-            "weights are those of the merged model; what is attached wants to know the task of an input",
-        ]
+        told = "weights are those of the merged model; what is attached wants to know the task of an input"
+        if not study.tells_tasks:
+            told += (
+                ", which nobody tells: scores are of the maps of the task that the base's final feature says"
+            )
+        return [*seen, told]
     return [*seen, f"this is {plan.unchanged}"]
 
 

@@ -18,7 +18,7 @@ from driftlens.base.intervals import standard_error, student
 from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.variants import calibrated, control_of, expert_of, task_of
-from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset, require_task_id
+from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
 from driftlens.engine.calibrating import ClosedForm
@@ -269,8 +269,6 @@ def plan_calibration(
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, chooses_itself = method_of(request, section), not calibrator.takes_sites
-    if spec is not None:
-        require_task_id(spec.task_id, method)
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }

@@ -1,0 +1,67 @@
+"""Which task a sample is of where nobody tells: what of its base's final feature says so.
+
+Repairs with a map per task are scored so where `task_id` is `unknown`. The classifier is a linear discriminant analysis
+of the calibration samples, whose common covariance is shrunk (Ledoit and Wolf, 2004).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from driftlens.data.samples import SampleSet
+from driftlens.jobs.analyze.evaluation import final_features
+from driftlens.jobs.study.study import Study
+
+
+class TaskFinder:
+    """Says the task of test samples of a study, of which it reads no label."""
+
+    def __init__(self, study: Study) -> None:
+        """Nothing is computed yet; the study has a base, and calibration samples."""
+        self._study, self._found = study, dict[str, tuple[str, ...]]()
+        self._known: tuple[NDArray[np.float32], list[str]] | None = None
+
+    def tasks_of(self, task: str) -> Sequence[str]:
+        """Of every test sample of a task, in order, the task that it is taken for."""
+        if task not in self._found:
+            self._found[task] = self._say(self._study.tasks[task].test)
+        return self._found[task]
+
+    def shares(self) -> dict[str, float]:
+        """Of every task with test samples the share of them whose task is found out."""
+        said = {task: self.tasks_of(task) for task in self._study.tasks}
+        return {task: sum(own == task for own in of) / len(of) for task, of in said.items() if of}
+
+    def _say(self, test: SampleSet | None) -> tuple[str, ...]:
+        if test is None or not len(test):
+            return ()
+        features, names = self._calibration
+        if len({*names}) == 1:
+            return (names[0],) * len(test)
+        from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+        trained = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(features, names)
+        return tuple(map(str, trained.predict(self._features(test))))
+
+    @property
+    def _calibration(self) -> tuple[NDArray[np.float32], list[str]]:
+        """Features of all calibration samples, and their tasks."""
+        if self._known is None:
+            seen = {
+                name: at.calibration for name, at in self._study.tasks.items() if at.calibration is not None
+            }
+            features = np.concatenate([self._features(samples) for samples in seen.values()])
+            self._known = features, [name for name, samples in seen.items() for _ in samples.ids]
+        return self._known
+
+    def _features(self, samples: SampleSet) -> NDArray[np.float32]:
+        pool = self._study.pool
+        return (
+            final_features(pool, "base", samples.task, samples, self._study.settings.pool)
+            .cpu()
+            .float()
+            .numpy()
+        )

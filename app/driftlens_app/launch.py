@@ -49,6 +49,8 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
         "runner.magicEnabled": "false",
+        # Python collects garbage by itself; to search all of it after every click costs more than the click.
+        "runner.postScriptGC": "false",
         "theme.base": str(_HERE / "theme.toml"),
     }
     if port is not None:

@@ -34,7 +34,7 @@ from driftlens_app.runs import key_of
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
-from driftlens_reports.charts.theme import lay_out, palette
+from driftlens_reports.charts.theme import lay_out, merged, palette
 from driftlens_reports.formats.headline import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
@@ -185,7 +185,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
     """Draw a chart with caption, hint and data, or what the run lacks for it; `plotly`: more for `st.plotly_chart`."""
     with shown_errors():
         chart = charts[name]
-        st.subheader(plain(chart.title), anchor=False, help=chart.hint)
+        st.header(plain(chart.title), anchor=False, help=chart.hint)
         lacking = chart.missing(run, options)
         if lacking is None:
             drawn = kept(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
@@ -241,7 +241,7 @@ def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:
 def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
     """A table that card, report and terminal have too, with its notes; `folded` columns are in the table's own menu."""
     rows, columns = sheet_table(sheet)
-    st.subheader(plain(sheet.title), anchor=False)
+    st.header(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
     # Of a column that is not to be seen a note would only puzzle.
@@ -398,8 +398,7 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     used = {f"{name[0]}axis{name[1:]}" for name in references}  # `x2` of a trace is `xaxis2` of the layout
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
         return lay_out(figure, {**layout, "template": template})
-    figure.layout = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
-    lay_out(figure, layout)
+    figure.layout = merged({name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}, layout)
     figure.layout.template = None  # a new layout has plotly's own
     return figure
 

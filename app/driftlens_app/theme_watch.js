@@ -11,6 +11,8 @@ export default function ({ parentElement, data, setStateValue, setTriggerValue }
   let narrow = data.narrow;
   const room = matchMedia("(max-width: 699px)");
   const look = () => {
+    // Streamlit gives its field for files a name and says that it is mere decoration, which contradict each other.
+    document.querySelectorAll("[data-testid=stFileUploaderDropzone][role]").forEach((it) => it.removeAttribute("role"));
     if (room.matches !== narrow) {
       narrow = !narrow;
       setStateValue("narrow", narrow);

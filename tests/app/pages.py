@@ -23,7 +23,7 @@ OF_A_RUN = [
 
 def said(app: AppTest) -> str:
     """All text of a page with what captions say on hover, without the signs that keep names from being Markdown."""
-    kinds = ("title", "subheader", "caption", "markdown", "info", "warning", "error", "success")
+    kinds = ("title", "header", "caption", "markdown", "info", "warning", "error", "success")
     texts = [str(element.value) for kind in kinds for element in getattr(app, kind)]
     return "\n".join([*texts, *(str(element.help) for element in app.caption)]).replace("\\", "")
 

@@ -183,7 +183,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     app = open_app(root, "repair")
     found = verdict(open_run(run), "featcal")
     shares = [f"{100 * found.means[model].value:.1f}" for model in ("merged", "calibrated:featcal")]
-    heads = [element.value.replace("\\", "") for element in app.subheader]
+    heads = [element.value.replace("\\", "") for element in app.header]
     assert f"Accuracy {shares[0]} → {shares[1]} %" in heads
     assert all(f"{model} {100 * found.means[model].value:.1f} %" in said(app) for model in ("base", "expert"))
     assert {"base", "merged", "featcal", "expert"} <= {*app.dataframe[0].proto.column_order}

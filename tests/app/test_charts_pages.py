@@ -40,7 +40,7 @@ def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Pa
     write_full_run(tmp_path / "odd", tasks=["**a** <b>", "$x$ %{y}"], class_names=["<i>", "[c](d)", "_e_"])
     app = open_app(tmp_path, view)
     assert not app.error
-    texts = [element.value for kind in ("caption", "subheader", "info") for element in getattr(app, kind)]
+    texts = [element.value for kind in ("caption", "header", "info") for element in getattr(app, kind)]
     assert not [text for text in texts if "**a** <b>" in text]
 
 
@@ -105,7 +105,7 @@ def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root:
         app = open_app(root, view, **query)
         assert not app.error and not app.exception, (view, query)
         figures = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
-        headings = [element.value.replace("\\", "") for element in app.subheader]
+        headings = [element.value.replace("\\", "") for element in app.header]
         expected = [name for name in names if charts[name].applies(run)]  # the run is of images
         assert headings[: len(expected)] == [charts[name].title for name in expected], (view, query)
         if names:

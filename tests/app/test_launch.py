@@ -231,6 +231,7 @@ def test_the_command_keeps_the_safe_settings() -> None:
     assert options["--server.address"] == "127.0.0.1" and options["--server.port"] == "8765"
     assert options["--server.enableXsrfProtection"] == options["--server.enableCORS"] == "true"
     assert options["--browser.gatherUsageStats"] == "false" and options["--server.maxUploadSize"] == "1"
+    assert options["--runner.postScriptGC"] == "false", "more than half of what a click costs"
     assert options["--server.fileWatcherType"] == "none" and options["--client.toolbarMode"] == "minimal"
     assert "*" not in launch.allowed_hosts("127.0.0.1") and "*" not in launch.allowed_hosts("0.0.0.0")
 

@@ -71,7 +71,7 @@ def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, pre
 def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) -> None:
     app = open_app(root, "layers", layers="Similarity")
     assert not app.error and not app.exception
-    assert [element.value for element in app.subheader][:2] == ["A toy of a chart", charts["cka"].title]
+    assert [element.value for element in app.header][:2] == ["A toy of a chart", charts["cka"].title]
     assert any(
         "Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption
     )

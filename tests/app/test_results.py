@@ -84,7 +84,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
 @pytest.mark.slow
 def test_the_curve_of_a_share_that_was_chosen_stands_with_its_calibration(open_app: Open, run: Path) -> None:
     title = charts["shares"].title
-    assert title not in [element.value for element in open_app(run.parent, "repair").subheader]
+    assert title not in [element.value for element in open_app(run.parent, "repair").header]
     manifest = read_manifest(run)
     ends = {f"{of}{end}": 0.5 for of in ("score", "drift") for end in ("", "_low", "_high")}
     curve = [{"share": share, "judged_by": "hellinger", "n": 48, **ends} for share in (0.0, 0.4, 1.0)]
@@ -94,7 +94,7 @@ def test_the_curve_of_a_share_that_was_chosen_stands_with_its_calibration(open_a
     }
     write_manifest(run, replace(manifest, calibrations=shrunk))
     app = open_app(run.parent, "repair")
-    assert not app.error and title in [element.value for element in app.subheader]
+    assert not app.error and title in [element.value for element in app.header]
     assert any(list(rows.get("share", ())) == [0.0, 0.0, 0.4, 0.4, 1.0, 1.0] for rows in shown_data(app))
 
 

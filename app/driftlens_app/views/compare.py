@@ -58,7 +58,7 @@ def _changes(chosen: Selection) -> None:
     for remark in comparison.notes:
         caption(remark)
     names = f"{comparison.before.id}-{comparison.after.id}"
-    st.subheader("Change by layer", anchor=False)
+    st.header("Change by layer", anchor=False)
     with one_column(is_narrow()):
         drawn = change_curves(comparison, dark=is_dark())
     show_drawn("change", names, drawn)
@@ -112,7 +112,7 @@ def show_merges(settings: Settings, of: str = "") -> None:
             rankings |= {name: ranking} if of in ("", ranking["name"]) else {}
     if not rankings:
         return
-    st.subheader("Compared merges", anchor=False)
+    st.header("Compared merges", anchor=False)
     chosen = st.selectbox("Comparison", [*rankings], label_visibility="collapsed", key="comparison")
     show_drawn("merges", chosen, draw_merges(rankings[chosen], dark=is_dark()))
     show_sheet(merges_sheet(rankings[chosen]))

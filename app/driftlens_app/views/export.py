@@ -208,7 +208,7 @@ def _preview(built: list[Built]) -> None:
     if len(pages[0]) > _MOST_PREVIEW or "<script" in pages[0].lower():
         note("The report is too large to preview; download it.")
         return
-    st.subheader("Preview", anchor=False)
+    st.header("Preview", anchor=False)
     st.iframe(pages[0], height=800, alt="Preview of the report")
 
 

@@ -80,7 +80,7 @@ def show() -> None:
     with shown_errors():
         # No chart of reports: those of single tasks are on Layers.
         drawn = kept("mean-drift", chosen.run, mean_curves, chosen.options())
-        st.subheader("Mean drift by layer", anchor=False, help="A line below that of merged has come nearer.")
+        st.header("Mean drift by layer", anchor=False, help="A line below that of merged has come nearer.")
         show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
         _origins(chosen)
@@ -88,7 +88,7 @@ def show() -> None:
     if chosen.run.tasks and chosen.run.manifest.layers:
         with moving:
             about = "At the last layer; a click leads to Samples."
-            st.subheader("Samples on the move", anchor=False, help=about)
+            st.header("Samples on the move", anchor=False, help=about)
             is_few = 1 < len(chosen.run.tasks) <= _MOST_PANELS
             show_explorer(chosen.run, "points", "panels=tasks" if is_few else "")
 
@@ -153,7 +153,7 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
             st.session_state[TASK] = tasks[at] if at < len(run.tasks) else None  # the mean is of all
 
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
+        st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
         if AXIS in rows:
             show_key(judged)
     settings = {"on_select": choose, "selection_mode": "single-cell"}
@@ -184,15 +184,15 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
     tasks = rows["task"][: len(run.tasks)]
     images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]
     if any(image and image[0] for image in images) and not is_narrow():  # there numbers need the room
-        rows.insert(0, "picture", [*(image[0] if image else None for image in images), *[None] * len(mean)])
-        columns["picture"] = ImageColumn("", width=40)
+        rows.insert(0, "sample", [*(image[0] if image else None for image in images), *[None] * len(mean)])
+        columns["sample"] = ImageColumn("sample", width=66)
     return rows.reset_index(drop=True), columns
 
 
 def _origins(chosen: Selection) -> None:
     origins = {task: text for task, text in facts.origins(chosen.run).items() if task in chosen.tasks}
     of = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
-    st.subheader(
+    st.header(
         plain(f"Where {of} final drift comes from"),
         anchor=False,
         help="Each layer's share of each task's final drift, by attribution; beside it the model as a column.",

@@ -192,7 +192,7 @@ def _results(run: DriftRun, job: View | None) -> None:
         st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.info("Drift and accuracy are measured; where the drift comes from is still being computed.")
-    st.subheader(f"Before and after {plain(name)}", anchor=False)
+    st.header(f"Before and after {plain(name)}", anchor=False)
     _show_result(run, name)
 
 
@@ -211,7 +211,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         _headline(run, verdict(run, name))
     with shown_errors():
         drawn = kept("drift-left", run, left_curves, name, selection().options())
-        st.subheader(
+        st.header(
             "Share of the merged model's drift that is left, by layer",
             anchor=False,
             help="Below 100 % the repair has brought features nearer. Drift itself is on Overview and Layers.",
@@ -221,7 +221,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         with shown_errors():
             show_chart("shares", run, selection().options(variants=[calibrated(name)]))
     with shown_errors():
-        st.subheader("What the merge broke, and what the repair did", anchor=False)
+        st.header("What the merge broke, and what the repair did", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
@@ -249,7 +249,7 @@ def _headline(run: DriftRun, found: Verdict) -> None:
     if gap is not None:
         before, after = (written(means[model].value, kind) for model in (found.merged, found.after))
         head = f"{found.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
-        st.subheader(plain(head), anchor=False)
+        st.header(plain(head), anchor=False)
         models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
@@ -274,7 +274,7 @@ def _chart(run: DriftRun, name: str, without: str, **options: Any) -> None:
     if drawn.missing(run, chosen := selection().options(**options)) is None:
         show_chart(name, run, chosen)
     else:
-        st.subheader(plain(drawn.title), anchor=False, help=drawn.hint)
+        st.header(plain(drawn.title), anchor=False, help=drawn.hint)
         caption(without)
 
 

@@ -64,7 +64,7 @@ def _answers(chosen: Selection) -> None:
     rows = rows[rows["task"].isin(chosen.tasks) & rows["answer"].notna()]
     if rows.empty:
         return
-    st.subheader("Answers", anchor=False, help="Test samples on which the models differ come first.")
+    st.header("Answers", anchor=False, help="Test samples on which the models differ come first.")
     tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
     task = tasks[0]
     if len(tasks) > 1:

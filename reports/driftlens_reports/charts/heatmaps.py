@@ -92,12 +92,11 @@ def draw_cells(
     figure = grid.figure
     # Numbers that don't fit into their cell are left out; hovering tells.
     written = {"uniformtext": {"minsize": theme.SMALL - 2, "mode": "hide"}, "bargap": 0}
-    room = panels.room_beside(shown_names)
+    settings = {**written, "plot_bgcolor": theme.palette(dark).gap, "margin": panels.room_beside(shown_names)}
+    margin = figure.layout.margin
     if is_narrow:
-        layout = figure.layout
-        room |= {"r": 12, "b": layout.margin.b + _BAR_BELOW}
-        figure.update_layout(height=layout.height + _BAR_BELOW)
-    figure.update_layout(**written, plot_bgcolor=theme.palette(dark).gap, margin=room)
+        settings["margin"] |= {"r": 12, "b": margin.b + _BAR_BELOW}
+        settings["height"] = figure.layout.height + _BAR_BELOW
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
         beside = theme.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
@@ -106,12 +105,11 @@ def draw_cells(
         elif is_narrow:
             beside |= {"title": {"text": shades.title, "side": "top"}, "orientation": "h"}
             # Measured from the container, a low chart would have no room left for its cells.
-            margin = figure.layout.margin
             inner = figure.layout.height - margin.t - margin.b
-            beside |= {"y": -(margin.b - _BAR_BELOW) / inner, "yanchor": "top"}
+            beside |= {"y": -margin.b / inner, "yanchor": "top"}
         ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
-        figure.update_layout({f"coloraxis{at + 1 if at else ''}": {**ends, "colorbar": beside}})
-    return figure
+        settings[f"coloraxis{at + 1 if at else ''}"] = {**ends, "colorbar": beside}
+    return theme.lay_out(figure, settings)
 
 
 def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -131,7 +133,7 @@ def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
 def _over_tasks(
     run: DriftRun, rows: pd.DataFrame, column: str, kind: Curves, options: ChartOptions
 ) -> tuple[go.Figure, pd.DataFrame]:
-    """Thin lines of a column, one per task and variant, behind a thick one of their mean; and the rows of the means."""
+    """Thin lines of a column for every task, behind a thick one of their mean; and the rows of the means."""
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # Of other tasks, it would jump.
     means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
@@ -139,20 +141,26 @@ def _over_tasks(
     means = _placed(run, means)
     figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
     num_means = len(figure.data)
+    chosen = {at: [task for task in by_task if (task in (options.tasks or ())) == at] for at in (False, True)}
     brush = theme.Brush(run.variants, options.dark)
-    for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
-        is_chosen = task in (options.tasks or ())
-        named = f"{words.label(str(task))}, {words.shown(str(variant))}"
+    where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
+    lines = by_task.reset_index("layer")
+    for variant, (is_chosen, tasks) in itertools.product(lines.index.unique(), chosen.items()):
+        values, parts = lines.loc[[variant]], len(tasks)
+        if not parts:
+            continue
         thin = brush.line(
             str(variant),
-            part["layer"],
-            part[column],
+            [*values["layer"], None] * parts,  # one trace for all, as each has its price
+            pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
             mode="lines",
             line={"width": 1.5 if is_chosen else 0.75, "dash": None},
             opacity=1.0 if is_chosen else 0.45,
             showlegend=False,
-            text=[*map(words.literal, part["where"])],
-            hovertemplate=f"{named}: %{{y:{kind.number}}}, %{{text}}<extra></extra>",
+            text=[*map(where.get, values["layer"]), ""] * parts,
+            customdata=[words.label(task) for task in tasks for _ in range(len(values) + 1)],
+            hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}"
+            "<extra></extra>",
         )
         figure.add_trace(thin)
     figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below

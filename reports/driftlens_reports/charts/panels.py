@@ -103,7 +103,7 @@ def parted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def borders(rows: pd.DataFrame) -> list[float]:
     """Where on an axis of layers one stream of features ends and the next begins: an encoder's and a decoder's."""
-    if "stream" not in rows:
+    if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return []
     layers = rows.drop_duplicates("layer").sort_values("layer")
     firsts = layers.groupby(_number_of_stream(layers))["layer"].min()
@@ -148,10 +148,12 @@ class Grid:
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
         """Settings of the axes of every panel, one for all or one per column; none leaves them."""
+        axes = {}
         for letter, given in (("x", x), ("y", y)):
             by_column = [given] if isinstance(given, Mapping) else given
             panels = range(self.panels if by_column else 0)
-            lay_out(self.figure, {_axis(letter, at): by_column[at % len(by_column)] for at in panels})
+            axes |= {_axis(letter, at): by_column[at % len(by_column)] for at in panels}
+        lay_out(self.figure, axes)
 
     def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
         """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0)."""
@@ -168,7 +170,7 @@ class Grid:
             for at in range(self.panels)
             if column in (None, at % self.columns)
         ]
-        lay_out(self.figure, {"shapes": [*self.figure.layout.shapes, *shapes]})
+        lay_out(self.figure, {"shapes": [*self.figure.layout.shapes, *shapes]} if shapes else {})
 
 
 def _axis(letter: str, at: int, word: str = "axis") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -322,12 +323,14 @@ def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full:
     for variant, trace in thick.items():
         assert [*trace.y] == pytest.approx(values.loc[variant].mean(axis=1).tolist())
     thin = [trace for trace in drawn.figure.data if not trace.showlegend and trace.hovertemplate]
-    assert len(thin) == len(full.tasks) * len(thick)
+    drawn_of = {}
     for trace in thin:
-        (name,) = (name for name in full.tasks if trace.hovertemplate.startswith(f"{name}, "))
-        assert [*trace.y] == pytest.approx(values.loc[str(trace.legendgroup)][name].tolist())
-        is_chosen = name == task
-        assert (trace.line.width, trace.opacity) == ((1.5, 1.0) if is_chosen else (0.75, 0.45))
+        for name, points in itertools.groupby(zip(trace.customdata, trace.y, strict=True), lambda at: at[0]):
+            drawn_of[trace.legendgroup, name] = [value for _, value in points]
+            assert (trace.line.width, trace.opacity) == ((1.5, 1.0) if name == task else (0.75, 0.45))
+    assert drawn_of.keys() == {*itertools.product(thick, full.tasks)}
+    for (variant, name), (*points, end) in drawn_of.items():
+        assert points == pytest.approx(values.loc[variant][name].tolist()) and end is None
 
 
 def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftRun) -> None:

@@ -18,7 +18,15 @@ from driftlens.linalg.state import (
     gauss_legendre,
     softmax_change,
 )
-from driftlens.models.heads import LmHead, ScoreMap, class_rows, is_of_vocabulary
+from driftlens.models.heads import (
+    Derivative,
+    Head,
+    LinearHead,
+    LmHead,
+    ScoreMap,
+    class_rows,
+    is_of_vocabulary,
+)
 from driftlens.runs.schema import OUTPUTS
 
 GAIN_NODES = 4
@@ -193,14 +201,18 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
     return ScoreGains(secant, directional, spectral, certified)
 
 
+def _derivative(head: ScoreMap, point: Tensor) -> Derivative:
+    """That of a map that doesn't know its own."""
+    pull = vjp(head.scores, point)[1]
+    return Derivative(lambda v: jvp(head.scores, (point,), (v,))[1], lambda w: pull(w)[0])
+
+
 def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """|J u| along the drift, and the largest gain found by power iteration from it."""
     with forward_mode_attention(), FixedNumbers():
-        pull = vjp(head.scores, point)[1]
-        vector = direction
-        image = along = jvp(head.scores, (point,), (vector,))[1]
+        at = head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
+        image = along = at.push(direction)
         for _ in range(GAIN_ITERATIONS):
-            back = pull(image)[0]
-            vector = back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300)
-            image = jvp(head.scores, (point,), (vector,))[1]
+            back = at.pull(image)
+            image = at.push(back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300))
     return torch.linalg.vector_norm(along, dim=1), torch.linalg.vector_norm(image, dim=1)

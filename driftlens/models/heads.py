@@ -248,11 +248,36 @@ class Head:
             )
         return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
 
+    def derivative(self, features: Tensor) -> Derivative:
+        """What a step at features [n, d] does to scores."""
+        return _derivative(self.logit_scale * self.embeddings.to(features), features, normalize=True)
+
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
         norm = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2)
         bound: Tensor = norm / _shortest(start, end)
         return bound
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """The Jacobian J [classes, d] of a score map at n features: `push` takes v [n, d] to J v, `pull` w to J' w."""
+
+    push: Callable[[Tensor], Tensor]
+    pull: Callable[[Tensor], Tensor]
+
+
+def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivative:
+    """Of rows [classes, d] @ feature, or @ feature / |feature|: rows (1 - u u') / |feature|, u being its direction."""
+    if not normalize:
+        return Derivative(lambda v: v @ rows.mT, lambda w: w @ rows)
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)  # as `F.normalize` does
+    unit = features / size
+
+    def turned(v: Tensor) -> Tensor:
+        return (v - unit * (unit * v).sum(dim=-1, keepdim=True)) / size
+
+    return Derivative(lambda v: turned(v) @ rows.mT, lambda w: turned(w @ rows))
 
 
 def _shortest(start: Tensor, end: Tensor) -> Tensor:
@@ -282,6 +307,10 @@ class LinearHead:
         bias = None if self.bias is None else self.bias.to(features)
         features = F.normalize(features, dim=-1) if self.normalize else features
         return F.linear(features, self.weight.to(features), bias)
+
+    def derivative(self, features: Tensor) -> Derivative:
+        """What a step at features [n, d] does to scores."""
+        return _derivative(self.weight.to(features), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """|weight|_2, over the shortest feature on the segment where features are normalised."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.diagnostics.output import output_columns, score_gains
-from driftlens.models.heads import Head
+from driftlens.models.heads import Head, LinearHead
 from tests.diagnostics.heads import head
 
 
@@ -91,6 +91,18 @@ def test_gains_stand_in_order(seed: int, drift: float) -> None:
         (gains.spectral, gains.certified),
     ):
         assert (lower <= upper * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_maps_own_derivative_is_that_of_its_scores(normalize: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    point, v = torch.randn(2, 6, 7, generator=generator, dtype=torch.float64)
+    w, rows = (torch.randn(n, k, generator=generator, dtype=torch.float64) for n, k in ((6, 5), (5, 7)))
+    for score_map in (head(), LinearHead(tuple("abcde"), rows, normalize=normalize)):
+        own = score_map.derivative(point)
+        dense = torch.stack([torch.autograd.functional.jacobian(score_map.scores, x) for x in point])
+        torch.testing.assert_close(own.push(v), torch.einsum("ncd,nd->nc", dense, v))
+        torch.testing.assert_close(own.pull(w), torch.einsum("ncd,nc->nd", dense, w))
 
 
 def test_spectral_gain_is_the_largest_singular_value_of_the_jacobian() -> None:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from driftlens.base.errors import RunError
 from driftlens.base.progress import duration
-from driftlens.base.variants import title
+from driftlens.base.variants import is_explained, title
 from driftlens.runs.layout import SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
@@ -83,7 +83,7 @@ def begin(request: Request) -> None:
 def offer_attribution(run: DriftRun) -> None:
     """Where variants were measured without tracing their drift back to layers, offer to do so now."""
     rows = run.layers()
-    traced = rows[rows["variant"] != "base"].groupby(["variant", "task"])["jacobian_samples"].count()
+    traced = rows[rows["variant"].map(is_explained)].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
     if not lacking or not is_analyzed(run.manifest) or is_live(run.manifest):
         return

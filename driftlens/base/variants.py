@@ -56,6 +56,11 @@ def is_control(variant: str) -> bool:
     return part_of(variant) == "baseline" and variant.endswith(_ANCHOR)
 
 
+def is_explained(variant: str) -> bool:
+    """Whether the variant's drift is traced back to layers: nobody repairs the base, or uses an anchor alone."""
+    return variant != "base" and not is_control(variant)
+
+
 def title(variant: str) -> str:
     """What a reader sees: "merged", "featcal" for calibrated:featcal, "featcal, anchor only" for its control."""
     if is_control(variant):

@@ -22,7 +22,7 @@ from driftlens.base.diagnostic import chosen
 from driftlens.base.errors import SpecError
 from driftlens.base.files import PathLike, write_text_atomic
 from driftlens.base.progress import Reporter
-from driftlens.base.variants import calibrated
+from driftlens.base.variants import calibrated, is_explained
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import DRAWN_BY
 from driftlens.jobs.analyze.adding import Additions, asking, columns_of_attribution, measured_drifts
@@ -164,7 +164,7 @@ def explain(path: PathLike, context: Context = Context(), request: ExplainReques
             own = [variant for variant in study.explained_variants if variant not in made]
             run_phases(writer, Phases(writer, study, reporter).explaining(own, add))
             for name in manifest.calibrations:
-                variants = [variant for variant in study.explained_variants if made.get(variant) == name]
+                variants = [variant for variant in study.variants if made.get(variant) == name]
                 phases = Phases(writer, study, reporter, f"calibrate:{name}:")
                 run_phases(writer, phases.completing(variants))
                 run_phases(writer, phases.explaining(variants, add))
@@ -245,7 +245,7 @@ class Phases:
 
         explained = self.study.team.once(known)
         for task in self.study.tasks:
-            missing = [variant for variant in variants if (task, variant) not in explained]
+            missing = [name for name in variants if is_explained(name) and (task, name) not in explained]
             name = f"{self.prefix}explain:{task}"
             # A phase that was stopped behind its last row is recorded as done now.
             if missing or name in self.writer.manifest.phases:

@@ -11,7 +11,7 @@ import torch
 
 from driftlens.base.diagnostic import Diagnostic, chosen
 from driftlens.base.team import ALONE, Team
-from driftlens.base.variants import expert_of
+from driftlens.base.variants import expert_of, is_explained
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorsSource, content_digest, floats_in
 from driftlens.data.samples import SampleSet
@@ -171,8 +171,8 @@ class Study:
 
     @property
     def explained_variants(self) -> tuple[str, ...]:
-        """Variants whose drift is traced back to layers: all but the base, which nobody wants to repair."""
-        return tuple(variant for variant in self.variants if variant != "base")
+        """Variants whose drift is traced back to layers."""
+        return tuple(filter(is_explained, self.variants))
 
     def model_info(self, name: str) -> ModelInfo:
         """Digest, number of parameters, attachments among them, and origin of a model; reads all its tensors once."""

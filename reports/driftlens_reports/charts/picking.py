@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
-from driftlens.base.variants import calibration_of, control_of, is_control
+from driftlens.base.variants import calibration_of, control_of, is_control, is_explained
 from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import EXPLAIN, TABLES
@@ -159,11 +159,11 @@ def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[
         return None
     nowhere = _without_numbers(of_all, columns)
     layers = run.layers()
-    unexplained = {*layers.loc[layers["jacobian_samples"].isna(), "variant"]} - {"base"}
-    is_explained = unexplained.isdisjoint(run.variants if nowhere else chosen)
-    command = TABLES[table].filled_by(columns, is_explained=is_explained)
-    # The attribution is of no base, and an analysis with the same settings leaves out the same variants again.
-    if nowhere or (command.startswith(EXPLAIN) and {*chosen} - {"base"}):
+    unexplained = {*filter(is_explained, layers.loc[layers["jacobian_samples"].isna(), "variant"])}
+    are_all = unexplained.isdisjoint(run.variants if nowhere else chosen)
+    command = TABLES[table].filled_by(columns, is_explained=are_all)
+    # An analysis with the same settings leaves out the same variants again.
+    if nowhere or (command.startswith(EXPLAIN) and any(map(is_explained, chosen))):
         return absent(table, nowhere or empty, _in_python(command) if is_live(run.manifest) else command)
     what, has = ("column", "is") if len(empty) == 1 else ("columns", "are")
     return (

@@ -11,9 +11,9 @@ import torch
 
 import driftlens
 from driftlens.base import devices
+from driftlens.base.devices import moved
 from driftlens.base.errors import RunError, SpecError
 from driftlens.data import samples
-from driftlens.engine.pool import moved
 
 CPU = torch.device("cpu")
 SOURCES = [

@@ -252,16 +252,23 @@ def use_device(number: int) -> torch.device | None:
     return None
 
 
-def pinned(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the host on its way to another device: from pinned memory, without waiting, where that is known.
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
 
-    What its device doesn't know is converted before, to `dtype`.
+    It is converted there, so that what travels is as narrow as what is stored; here what the device doesn't know.
     """
-    if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
-        tensor = tensor.to(dtype)
-    # What is pinned already is its owner's, who may write to it again as soon as this returns.
-    is_ours = has_streams(device) and not tensor.is_pinned()
-    return tensor.pin_memory().to(device, non_blocking=True) if is_ours else tensor
+    if device.type != "cpu" and tensor.device.type == "cpu":
+        if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
+            tensor = tensor.to(dtype)
+        # What is pinned already is its owner's, who may write to it again as soon as this returns.
+        if has_streams(device) and not tensor.is_pinned():
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
+
+
+def beside(features: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor on the device of features and in their dtype, as `moved`."""
+    return moved(tensor, features.device, features.dtype)
 
 
 def free_cached() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.devices import moved
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
@@ -112,7 +113,7 @@ class IntervMerge(Descent, Trained, JointTrainer):
             weight = partial(uniform, self.rank, width, course.generator)
             bias = partial(uniform, 1, self.rank, course.generator, width)
             drawn = (weight(), bias()[0], weight(), bias()[0])
-            leaves = (each.to(device, dtype).requires_grad_() for each in drawn)
+            leaves = (moved(each, device, dtype).requires_grad_() for each in drawn)
             edits[boundary] = Edit.of(dict(zip(_PARTS, leaves, strict=True)), site, first=first)
 
         def loss(chosen: Tensor) -> Tensor:

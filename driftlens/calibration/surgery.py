@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.devices import beside, moved
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
@@ -80,7 +81,7 @@ class Surgery(LowRankTrained, LayerTrainer):
     def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
         """The correction of one task."""
         width, device = features.merged.shape[-1], features.merged.device
-        down = uniform(self.rank, width, course.generator).to(device).requires_grad_()
+        down = moved(uniform(self.rank, width, course.generator), device).requires_grad_()
         up = torch.zeros(width, self.rank, device=device, requires_grad=True)
         correction = LowRank(down, up, self.normalize)
 
@@ -121,12 +122,12 @@ class ProbSurgery(LowRankTrained, LayerTrainer):
     def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
         """The correction of one task, its mean alone."""
         width, like = features.merged.shape[-1], features.merged
-        down = uniform(self.rank, width, course.generator).to(like).requires_grad_()
+        down = beside(like, uniform(self.rank, width, course.generator)).requires_grad_()
         mean, spread = (like.new_zeros(width, self.rank).requires_grad_() for _ in range(2))
 
         def loss(chosen: Tensor) -> Tensor:
             merged, expert = features.rows(chosen)
-            noise = torch.randn(merged.shape, generator=course.generator).to(merged)
+            noise = beside(merged, torch.randn(merged.shape, generator=course.generator))
             return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
 
         self.descend([down, mean, spread], loss, len(features.merged), course)
@@ -182,7 +183,7 @@ class SurgeryV2(LowRankTrained, JointTrainer):
         device, dtype = walk.pool.device, walk.pool.dtype
         corrections: dict[int, LowRank] = {}
         for boundary, width in walk.widths.items():
-            down = uniform(self.rank, width, course.generator).to(device, dtype).requires_grad_()
+            down = moved(uniform(self.rank, width, course.generator), device, dtype).requires_grad_()
             up = torch.zeros(width, self.rank, device=device, dtype=dtype, requires_grad=True)
             corrections[boundary] = LowRank(down, up)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from driftlens.base.devices import moved
 from driftlens.base.diagnostic import diagnostic
 from driftlens.base.errors import ShapeError
 from driftlens.engine.pool import LayerMap
@@ -420,7 +421,7 @@ def _random_like(state: State, seed: int, view: LayerView) -> State:
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + view.start)
     found = {
-        name: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
         for name, leaf in state.items()
     }
     masks = {name: mask for name in found if (mask := view.side.mask(name)) is not None}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import current_stream, device_of, has_streams, pinned, stream_of, use_stream
+from driftlens.base.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.base.words import some_of
@@ -69,16 +69,6 @@ class ReadAhead:
     def forget(self) -> None:
         """Let go of all that nobody asked for."""
         self._coming.clear()
-
-
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
-
-    It is converted there, so that what travels is as narrow as what is stored.
-    """
-    if device.type != "cpu" and tensor.device.type == "cpu":
-        tensor = pinned(tensor, device, dtype)
-    return tensor.to(device, dtype)
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import place_of_sums, wide
+from driftlens.base.devices import moved, place_of_sums, wide
 from driftlens.base.errors import SpecError
 from driftlens.base.variants import expert_of
 from driftlens.engine.calibrating import (
@@ -28,7 +28,7 @@ from driftlens.engine.calibrating import (
     router_of,
     solve_layer,
 )
-from driftlens.engine.pool import ModelPool, moved
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import RouterProblem, SiteReport, SiteUpdate
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.routing import Routing, scored, solve_router

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import place_of_sums
+from driftlens.base.devices import moved, place_of_sums
 from driftlens.base.division import in_runs
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
@@ -343,7 +343,7 @@ class StepWalk(CalibrationWalk):
         for digest in digests:
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
             rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
-        return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
+        return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
     def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
         """What `_run_experts` does, by all processes; to what sites add their outputs where the first task is."""
@@ -541,7 +541,7 @@ class StepWalk(CalibrationWalk):
             some.append((x, wanted, count.sqrt()[:, None], fold))
             if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
                 *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
-                order = fold.argsort(stable=True).to(x.device)
+                order = moved(fold.argsort(stable=True), x.device)
                 x, wanted, root = (part[order] for part in rows)
                 yield x, wanted, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
                 some = []

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import moved, wide
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
@@ -64,7 +64,7 @@ class BoundaryFeatures:
         tokens.
         """
         _require_tokens(self.layer, self.merged)
-        places = slice(None) if chosen is None else chosen.to(self.merged.device)
+        places = slice(None) if chosen is None else moved(chosen, self.merged.device)
         mask = None if self.mask is None else self.mask[places]
         return _token_rows(self.merged[places], mask), _token_rows(self.expert[places], mask)
 
@@ -119,7 +119,7 @@ class FrozenWalk:
                 if layer.index in compared:
                     merged, mask = state[layer.stream], side.mask(layer.stream)
                     wanted = waiting.get(str(layer.index))[layer.stream]
-                    wanted = wanted[rows.to(wanted.device)]
+                    wanted = wanted[moved(rows, wanted.device)]
                     pair = (
                         (_token_rows(merged, mask), _token_rows(wanted, mask))
                         if self.of_tokens

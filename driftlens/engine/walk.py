@@ -22,11 +22,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import has_float64, memory
+from driftlens.base.devices import has_float64, memory, moved
 from driftlens.base.errors import DataError, NumericsError, RunError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch, fitting_batch
-from driftlens.engine.pool import LayerMap, ModelPool, moved
+from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State

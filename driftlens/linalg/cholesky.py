@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import near_factors, wide
+from driftlens.base.devices import beside, near_factors, wide
 from driftlens.base.errors import NumericsError, SingularGramError
 
 _PANEL = 384
@@ -108,7 +108,7 @@ def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float
 def probe(like: Tensor) -> Tensor:
     """A direction v, [k], that no system knows of: random, and the same for every system of k unknowns."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+    return beside(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
 
 def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
@@ -171,7 +171,7 @@ def _limit(matrix: Tensor, largest: float) -> float:
 def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> float:
     """Largest eigenvalue of a positive operator, estimated from below by a few power steps."""
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64).to(matrix)
+    vectors = beside(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
         vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
     return float(torch.linalg.vector_norm(vectors, dim=0).max())

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import pinned
+from driftlens.base.devices import moved
 from driftlens.base.errors import SpecError
 from driftlens.models.chain import SideInputs, State
 
@@ -345,7 +345,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         )
     there = next((value.device for value in inputs.values.values() if isinstance(value, Tensor)), mask.device)
     mask = mask.bool()
-    return mask if mask.device == there else pinned(mask, there).to(there)
+    return moved(mask, there)
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.base.devices import beside, moved
 from driftlens.base.errors import CheckpointError, DataError, ShapeError, SpecError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
@@ -246,7 +247,7 @@ class Head:
                 f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
                 hint="The head was made with another CLIP; make it with this base's text tower.",
             )
-        return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
+        return self.logit_scale * F.normalize(features, dim=-1) @ beside(features, self.embeddings).mT
 
     def derivative(self, features: Tensor) -> Derivative:
         """What a step at features [n, d] does to scores."""
@@ -304,9 +305,9 @@ class LinearHead:
                 f"the classifier reads {self.weight.shape[-1]} features, the model gives {features.shape[-1]}",
                 hint="Give the classifier that was trained on this model's final features.",
             )
-        bias = None if self.bias is None else self.bias.to(features)
+        bias = None if self.bias is None else beside(features, self.bias)
         features = F.normalize(features, dim=-1) if self.normalize else features
-        return F.linear(features, self.weight.to(features), bias)
+        return F.linear(features, beside(features, self.weight), bias)
 
     def derivative(self, features: Tensor) -> Derivative:
         """What a step at features [n, d] does to scores."""
@@ -326,7 +327,7 @@ def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
     """Whether each sample's best score is that of its own label, [n]."""
-    return head.scores(features).argmax(dim=1) == class_rows(head, labels).to(features.device)
+    return head.scores(features).argmax(dim=1) == moved(class_rows(head, labels), features.device)
 
 
 @dataclass(frozen=True)
@@ -393,8 +394,8 @@ class LmHead:
                     f"the language-model head reads {weight.shape[-1]} features, the model gives {features.shape[-1]}",
                     hint="Pool one vector per sample: layers.pool: last.",
                 )
-            shift = None if bias is None else bias.to(features)
-            parts.append(F.linear(features * self.lm.scale, weight.to(features), shift))
+            shift = None if bias is None else beside(features, bias)
+            parts.append(F.linear(features * self.lm.scale, beside(features, weight), shift))
         scores = torch.cat(parts, dim=-1)
         return scores if self.lm.behind is None else self.lm.behind(scores)
 

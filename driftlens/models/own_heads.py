@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from driftlens.base.devices import beside
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.checkpoints.sources import StateSource, check_finite
 from driftlens.models.chain import Pool, pooled
@@ -72,7 +73,7 @@ class OwnHead:
                 f"the classifier reads {self.form.width} features, the model gives {list(features.shape[1:])}",
                 hint="Give a head that was trained on this model's final features.",
             )
-        weights = {name: value.to(features) for name, value in self.weights.items()}
+        weights = {name: beside(features, value) for name, value in self.weights.items()}
         return self.form.run(weights, features[:, None])
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:

@@ -355,7 +355,6 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   present();
   const bool from_device = source.is_privateuseone(), to_device = target.is_privateuseone();
   if (!target.numel()) return target;
-  if (from_device != to_device) (from_device ? counts.to_host : counts.to_device)++;
   if (from_device) use(source);
   if (to_device) use(target);
   // Other tensors of the same memory, which Python knows nothing of.
@@ -363,6 +362,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const auto to = seen_by_host(to_device ? target : target.detach());
   auto copy = [from, to] { to.copy_(from.expand_as(to)); };
   const bool is_apart = from_device != to_device && is_pinned(from_device ? target.data_ptr() : source.data_ptr());
+  const bool is_waited_for = from_device != to_device && !(non_blocking && is_apart);
+  if (is_waited_for) (from_device ? counts.to_host : counts.to_device)++;
   if (switches.is_lazy && non_blocking && is_apart) {
     // The CPU's own tensor is kept as it is until then: whoever changes it without a wait sends what it became.
     if (from_device) std::memset(target.data_ptr(), 0xFF, target.nbytes());

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.engine.pool import ModelPool
 from tests.calibration.helpers import Subject, subject
 
@@ -22,6 +23,13 @@ def pool_on(models: Subject, device: torch.device) -> ModelPool:
     """The same models in float32."""
     sources = {name: models.pool.source(name) for name in models.pool.names}
     return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=torch.float32)
+
+
+def small(name: str) -> Calibrator:
+    """A calibrator with little to do."""
+    few = {"steps": 2, "epochs": 1, "folds": 2, "mu": 0.5}
+    known = calibrators[name].__init__.__annotations__
+    return calibrators[name](**{key: value for key, value in few.items() if key in known})
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from driftlens.base import devices
+from driftlens.base.devices import moved
 from driftlens.base.errors import RunError, SpecError
-from driftlens.engine.pool import ReadAhead, moved
+from driftlens.engine.pool import ReadAhead
 from tests.accelerator import NAME, counted, turn
 from tests.accelerator.subjects import models, pool_on
 

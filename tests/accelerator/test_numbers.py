@@ -33,7 +33,7 @@ from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.taking_apart.interception import settle
 from tests.accelerator import LACKED, turn
-from tests.accelerator.subjects import models, pool_on, same, tables
+from tests.accelerator.subjects import models, pool_on, same, small, tables
 from tests.calibration.helpers import ground
 from tests.zoo import decoders, live_families, mixtures
 from tests.zoo.hand_made import two_texts
@@ -90,9 +90,7 @@ def test_an_analysis_with_all_there_is(
 
 def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
     """All that a calibrator solves for or learns, and what it says of it."""
-    small = {"steps": 2, "epochs": 1, "folds": 2, "mu": 0.5}
-    known = calibrators[name].__init__.__annotations__
-    method = calibrators[name](**{key: value for key, value in small.items() if key in known})
+    method = small(name)
     options: dict[str, Any] = {"pool": pool_on(models(), device), "parts": models().samples(2)}
     takes = method.takes_sites
     on = ground(models(), method.update, **options) if takes else ground(models(), **options, sites={})

@@ -1,12 +1,10 @@
-"""How often the host waits for a device, phase by phase: for values that it reads, and for copies to it."""
+"""How often the host waits for a device, phase by phase, whatever the batches, tasks and variants."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-import driftlens as dl
-from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import module_source
@@ -27,14 +24,14 @@ from driftlens.jobs.analyze import causes
 from driftlens.models.chain import Routes
 from driftlens.models.taking_apart import dissection
 from driftlens.models.taking_apart.mixtures import _mixture, _Watch
-from driftlens.runs.writer import RunWriter
 from tests.accelerator import counted
-from tests.accelerator.subjects import models, pool_on
+from tests.accelerator.counting import Apart, Waits, of_phases, since, waited
+from tests.accelerator.subjects import models, pool_on, small
 from tests.calibration.helpers import batched, given, ground
 from tests.zoo import mixtures
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import MIXTURES
-from tests.zoo.suite import PAIRS, Suite, spec_of
+from tests.zoo.suite import spec_of
 from tests.zoo.world import DEPTH, World, build
 
 pytestmark = pytest.mark.slow
@@ -60,69 +57,14 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Crossing, "take", reading)
 
 
-def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> dict[str, tuple[int, int]]:
-    """Values read and copies to the host in every phase of an analysis of two tasks with four samples."""
+def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> dict[str, Waits]:
+    """Waits in every phase of an analysis of two tasks with four samples."""
     defaults = {"n": 4, "n_diagnosis": 4, "batch_size": batch_size}
     spec = world.spec(metrics={"jacobian": {"samples": 2, "nodes": 4, "max_nodes": 4}})
     spec["data"]["defaults"] = defaults
     weights = {"weights": str(world.weights(world.tasks[0]))}
     spec["baselines"] = {f"other{number}": weights for number in range(num_baselines)}
     return of_phases(spec, out)
-
-
-@dataclass
-class Apart:
-    """Calls of functions, values read and copies to the host in them: each counts for the innermost of these."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    read: Counter[str] = field(default_factory=Counter)
-    to_host: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> tuple[int, int]:
-        return self.read.total(), self.to_host.total()
-
-    def listening(
-        self, plain: Callable[..., Any], name: str, check: Callable[..., None] = lambda *_: None
-    ) -> Callable[..., Any]:
-        """The same function, listened to; `check` gets the reads of each call that ends, and the call once more."""
-
-        @functools.wraps(plain)
-        def counting(*given: Any, **named: Any) -> Any:
-            before, inside = counted(), self.total
-            try:
-                made = plain(*given, **named)
-                check((counted() - before).read, lambda: plain(*given, **named))
-                return made
-            finally:
-                more = counted() - before
-                self.calls[name] += 1
-                self.read[name] += more.read - (self.total[0] - inside[0])
-                self.to_host[name] += more.to_host - (self.total[1] - inside[1])
-
-        return counting
-
-
-def of_phases(spec: dict[str, Any], out: Path, apart: Apart | None = None) -> dict[str, tuple[int, int]]:
-    """The same of a spec, but for what is counted apart meanwhile."""
-    seen: dict[str, tuple[int, int]] = {}
-    phase, apart = RunWriter.phase, apart or Apart()
-
-    @contextmanager
-    def counting(self: RunWriter, name: str) -> Iterator[dict[str, Any]]:
-        before, left_out = counted(), apart.total
-        with phase(self, name) as usage:
-            yield usage
-        more = counted() - before
-        seen[name] = (
-            more.read - (apart.total[0] - left_out[0]),
-            more.to_host - (apart.total[1] - left_out[1]),
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunWriter, "phase", counting)
-        dl.analyze(spec, out=out, device="sim", progress="none")
-    return seen
 
 
 def test_an_analysis_waits_per_layer(sim: torch.device, world: World, tmp_path: Path) -> None:
@@ -135,12 +77,12 @@ def test_an_analysis_waits_per_layer(sim: torch.device, world: World, tmp_path: 
             name != world.tasks[0]
         ):  # whose first two samples are also held against float64, variant by variant
             # Whether features are finite; columns, vectors and how far the library's are off.
-            assert few[f"analyze:{name}"] == many[f"analyze:{name}"] == (LAYERS, 3 * LAYERS)
+            assert few[f"analyze:{name}"] == many[f"analyze:{name}"] == (LAYERS, 3 * LAYERS, 0)
         # A look at each of base, merged model, expert and baselines, and their answers.
-        assert few[f"evaluate:{name}"] == (4, 1) and many[f"evaluate:{name}"] == (6, 1)
+        assert few[f"evaluate:{name}"] == (4, 1, 0) and many[f"evaluate:{name}"] == (6, 1, 0)
         # Of each variant that is explained: whether features are finite, whether nodes suffice; the columns.
-        ratio = [many[f"explain:{name}"][at] / few[f"explain:{name}"][at] for at in (0, 1)]
-        assert ratio == [2.0, 2.0] and few[f"explain:{name}"][0] <= 2 * 2 * LAYERS
+        read, copied, sent = few[f"explain:{name}"]
+        assert many[f"explain:{name}"] == (2 * read, 2 * copied, 2 * sent) and read <= 2 * 2 * LAYERS
 
 
 def test_a_value_read_of_every_batch_is_found(
@@ -150,33 +92,44 @@ def test_a_value_read_of_every_batch_is_found(
     assert seen[f"analyze:{world.tasks[1]}"][0] > LAYERS and seen[f"evaluate:{world.tasks[1]}"][0] > 4
 
 
-@pytest.mark.parametrize("more", [{}, {"spectral": True}], ids=["plain", "spectral"])
+# No kink is met so well: nodes are doubled as often as they may be, and every time somebody has to look.
+_DOUBLED = {"samples": 4, "nodes": 2, "max_nodes": 8, "tolerance": 1e-12}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": dict.fromkeys(("contributions", "prefix", "cka", "adjoint", "groups"), True)
+    | {"jacobian": _DOUBLED},
+    "spectral": {"jacobian": {**_DOUBLED, "samples": 2, "max_nodes": 4, "spectral": True}},
+}
+
+
+@pytest.mark.parametrize("metrics", ASKED.values(), ids=ASKED)
 def test_what_is_asked_for_waits_per_layer(
-    sim: torch.device, monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path, more: dict[str, Any]
+    sim: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    world: World,
+    tmp_path: Path,
+    metrics: dict[str, Any],
 ) -> None:
     """Whatever the batches: nodes that are added, contributions, prefixes and groups, and what is taken back."""
-    # No kink is met so well: nodes are doubled as often as they may be, and every time somebody has to look.
-    jacobian = {"samples": 4, "nodes": 2, "max_nodes": 8, "tolerance": 1e-12, **more}
-    options = dict.fromkeys(("contributions", "prefix", "cka", "adjoint", "groups"), True)
-    spec = world.one_task(metrics={"jacobian": jacobian, **options})
-    seen = []
-    for size in (4, 1):
-        spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": size}
+    spec, seen, num_samples = world.one_task(metrics=metrics), [], metrics["jacobian"]["samples"]
+    for size in (num_samples, 1):
+        spec["data"]["defaults"] = {"n": 4, "n_diagnosis": num_samples, "batch_size": size}
         monkeypatch.setattr(causes, "BATCH", size)
         seen.append(of_phases(spec, tmp_path / f"{size}"))
     assert seen[0] == seen[1] and seen[0][f"explain:{world.tasks[0]}"][1] > LAYERS
 
 
-def waits(method: Calibrator, device: torch.device, batch_size: int, tasks: str) -> int:
-    """Values read and copies to the host of a calibration on four samples of each task."""
-    batches = batched(models().inputs, batch_size)
-    parts = {task: given(batches) for task in tasks}
-    on = ground(models(), method.update, pool=pool_on(models(), device), parts=parts)
-    before = counted()
+def waits(method: Calibrator, device: torch.device, batch_size: int, tasks: str) -> Waits:
+    """Waits of a calibration on four samples of each task."""
+    options: dict[str, Any] = {
+        "pool": pool_on(models(), device),
+        "parts": {task: given(batched(models().inputs, batch_size)) for task in tasks},
+    }
+    takes = method.takes_sites
+    on = ground(models(), method.update, **options) if takes else ground(models(), **options, sites={})
+    before = waited()
     for _ in method.calibrate(on):
         pass
-    seen = counted() - before
-    return seen.read + seen.to_host
+    return since(before)
 
 
 METHODS: dict[str, Calibrator] = {
@@ -189,6 +142,15 @@ METHODS: dict[str, Calibrator] = {
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_calibration_waits_per_layer(sim: torch.device, method: Calibrator) -> None:
     assert waits(method, sim, 4, "a") == waits(method, sim, 1, "ab")
+
+
+@pytest.mark.parametrize("name", sorted(set(calibrators) - set(METHODS)))
+def test_a_calibration_waits_whatever_the_batches(sim: torch.device, name: str) -> None:
+    """What is made for every task, such as what is attached for it, may wait for each."""
+    few = waits(small(name), sim, 4, "a")
+    assert few == waits(small(name), sim, 1, "a")
+    both = waits(small(name), sim, 1, "ab")
+    assert all(two <= 2 * one for one, two in zip(few, both, strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -276,6 +238,7 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
         (masking_utils, "find_packed_sequence_indices", None),
         (masking_utils, "_ignore_causal_mask_sdpa", None),
         (dissection.Dissection, "start", None),
+        (dissection.Dissection, "stem", None),
         (_Watch, "told", once("told")),
         (Routes, "is_as", once("is_as")),
     ):
@@ -287,26 +250,3 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
         seen.append(of_phases(spec, tmp_path / f"run{size}", apart))
     assert seen[0] == seen[1] and apart.read["forward"]
     assert all(numbers[called] for called in ("told", "is_as"))
-
-
-_LIBRARY = (
-    "find_packed_sequence_indices",
-    "_ignore_causal_mask_sdpa",
-    "_ignore_bidirectional_mask_sdpa",
-)
-"""What of transformers reads a batch's mask, in every forward pass."""
-
-
-@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_padding_is_looked_for_before_texts_leave_the_host(
-    sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
-) -> None:
-    """So are tokens that a model doesn't know; the library itself reads masks, batch by batch."""
-    suite, apart, seen = Suite(form, tmp_path, learns=False), Apart(), []
-    for called in _LIBRARY:
-        monkeypatch.setattr(masking_utils, called, apart.listening(getattr(masking_utils, called), called))
-    spec = suite.spec({"a": suite.data("a", PAIRS)})
-    for size in (4, 1):
-        spec["data"]["defaults"] = {"n": 2, "n_diagnosis": 8, "batch_size": size}
-        seen.append(of_phases(spec, tmp_path / f"run{size}", apart))
-    assert seen[0]["analyze:a"] == seen[1]["analyze:a"] and apart.read.total()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vjp
 
+from driftlens.base.devices import moved
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import SampleSet
@@ -306,7 +307,7 @@ def _targets(study: Study, ends: Sequence[LayerView]) -> dict[str, list[attribut
     after = torch.cat([pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)])
     scored = {"margin": attribution.margin_target(head, before, after)}
     if samples.labels is not None:
-        labels = class_rows(head, samples.labels[: len(before)]).to(before.device)
+        labels = moved(class_rows(head, samples.labels[: len(before)]), before.device)
         scored["loss"] = attribution.loss_target(head, before, after, labels)
     sizes = [len(of) for of in befores]
     for name, of in scored.items():

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.devices import moved
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
-from driftlens.models.frames import Inputs, frame_at, inputs_in, padding_mask, raw_inputs
+from driftlens.models.frames import Inputs, frame_at, inputs_in, on_host, padding_mask, raw_inputs
 from driftlens.models.language.pictures import as_the_library
 from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.dissection import Dissection, forward_pass, own_weights, run
@@ -404,11 +405,11 @@ class Sighted(Dissection):
         if "image_position_ids" in batch:  # below zero where patches fill up an image
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
-        at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
+        at_images = torch.eq(on_host(batch["input_ids"]).cpu(), self.image_token)
         tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
         if bool(mask.all()):
             del tensors["vision_mask"]
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name: moved(tensor, device) for name, tensor in tensors.items()}
 
     def _num_tokens(self, sample: Mapping[str, Tensor]) -> int:
         """How many tokens reach the tower's first block of one sample's images."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.devices import moved
 from driftlens.models.language.sounds import SoundReader
 from driftlens.models.language.texts import TextReader
 from driftlens.models.taking_apart.dissection import fitted
@@ -107,12 +108,16 @@ def log_likelihoods(
         results = list(run(module, reader, questions, columns))
     finally:
         module.train(was_training)
-    sums, counts = (torch.stack(side, dim=1) for side in zip(*results, strict=True))
-    return sums, counts
+    # Of all answers together: whoever copies waits for what was asked of the device.
+    found = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
+    every = [is_own for _, is_own in results]
+    columns_of = zip(found.split([is_own.shape[1] for is_own in every], dim=1), every, strict=True)
+    sums = torch.stack([scores.where(is_own, 0.0).sum(dim=1) for scores, is_own in columns_of], dim=1)
+    return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 
 
-def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of each row, and their numbers, of scores of the next token [n, t, vocabulary].
+def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
+    """Log-likelihoods [n, t] of tokens by scores of the next one [n, t, vocabulary]; on the host which are of a row.
 
     t is that of the longest row; with `at_end` the scores of a shorter one are the last ones, not the first.
     """
@@ -124,8 +129,7 @@ def _summed(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) ->
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
-    log_probabilities = wide.gather(2, ids.to(wide.device).long()[:, :, None])[:, :, 0].cpu().double()
-    return log_probabilities.where(is_own, 0.0).sum(dim=1), counts.double()
+    return wide.gather(2, moved(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
 
 
 def _continued(
@@ -143,7 +147,7 @@ def _continued(
             given["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         given = batch | {name: value for name, value in given.items() if name in takes}
         scores = module(**fitted(module, given), use_cache=False).logits
-        yield _summed(scores[:, -kept:-1], tokens, at_end=True)
+        yield _of_tokens(scores[:, -kept:-1], tokens, at_end=True)
 
 
 def _encoded_once(
@@ -162,6 +166,6 @@ def _encoded_once(
         rows = [[*reader.before_answers, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
-            encoder_outputs=encoded, decoder_input_ids=ids.to(device), use_cache=False, **mask
+            encoder_outputs=encoded, decoder_input_ids=moved(ids, device), use_cache=False, **mask
         ).logits
-        yield _summed(scores[:, len(reader.opening) :], tokens, at_end=False)
+        yield _of_tokens(scores[:, len(reader.opening) :], tokens, at_end=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from driftlens.base.devices import moved
 from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.frames import (
@@ -565,7 +566,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+        return moved(value, weight.device, weight.dtype if value.is_floating_point() else None)
 
     return mapped(inputs, fit)
 

@@ -111,7 +111,7 @@ def log_likelihoods(
     # Of all answers together: whoever copies waits for what was asked of the device.
     found = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
     every = [is_own for _, is_own in results]
-    columns_of = zip(found.split([is_own.shape[1] for is_own in every], dim=1), every, strict=True)
+    columns_of = zip(torch.split(found, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
     sums = torch.stack([scores.where(is_own, 0.0).sum(dim=1) for scores, is_own in columns_of], dim=1)
     return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 

@@ -2,13 +2,16 @@
 
 `sim` and `sim:1` are devices of torch with memory of their own, whose operations run on the CPU's kernels and so give
 the CPU's bits. See `device.cpp` for what they punish, and `Switches` for what can be turned. Compiled once in some ten
-seconds, and kept where torch keeps extensions (TORCH_EXTENSIONS_DIR).
+seconds for each version of it and of torch, and kept where torch keeps extensions (TORCH_EXTENSIONS_DIR).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import shutil
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +81,18 @@ def _module() -> Any:
     from torch.utils.cpp_extension import load
 
     source = Path(__file__).with_name("device.cpp")
-    load("driftlens_sim", [str(source)], extra_cflags=["-O1"], is_python_module=False)
+    made_of = source.read_bytes(), torch.__version__.encode(), str(sys.implementation.cache_tag).encode()
+    name = f"driftlens_sim_{hashlib.sha256(b' '.join(made_of)).hexdigest()[:12]}"
+    kept = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions") / name
+    kept.mkdir(parents=True, exist_ok=True)
+    is_done = (
+        kept / "done"
+    )  # torch would compile anew where its own headers lie elsewhere, as in CI every time
+    if is_done.exists():
+        torch.ops.load_library(kept / f"{name}.so")
+    else:
+        load(name, [str(source)], extra_cflags=["-O1"], build_directory=str(kept), is_python_module=False)
+        is_done.touch()
     torch.utils.rename_privateuse1_backend(NAME)
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.plugged = False

@@ -19,10 +19,10 @@ def models() -> Subject:
     return subject("open_clip_vit")
 
 
-def pool_on(models: Subject, device: torch.device) -> ModelPool:
-    """The same models in float32."""
+def pool_on(models: Subject, device: torch.device, dtype: torch.dtype = torch.float32) -> ModelPool:
+    """The same models, in float32 unless another dtype is named."""
     sources = {name: models.pool.source(name) for name in models.pool.names}
-    return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=torch.float32)
+    return ModelPool(models.pool.chain, models.modules["base"], sources, device=device, dtype=dtype)
 
 
 def small(name: str) -> Calibrator:

@@ -37,7 +37,7 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
     "explain": lambda run: (run,),
     "calibrate": lambda run: (run, "--name", "repaired", "--auto"),
     "sweep": lambda run: (run, "--param", "alpha=0.3,0.6"),
-    "arena": lambda run: (run, "--methods", "featcal,surgery:steps=2"),
+    "arena": lambda run: (run, "--methods", "featcal:views=1,surgery:steps=2"),
     "advise": lambda run: (run, "--search"),
 }
 """Commands that look at a run, or add to it."""

@@ -88,10 +88,10 @@ def test_an_analysis_with_all_there_is(
     assert pd.read_parquet(tmp_path / "run/tables/resources.parquet")["peak_gpu_bytes"].max() > 0
 
 
-def solution(name: str, device: torch.device) -> dict[Any, Tensor]:
+def solution(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[Any, Tensor]:
     """All that a calibrator solves for or learns, and what it says of it."""
     method = small(name)
-    options: dict[str, Any] = {"pool": pool_on(models(), device), "parts": models().samples(2)}
+    options: dict[str, Any] = {"pool": pool_on(models(), device, dtype), "parts": models().samples(2)}
     takes = method.takes_sites
     on = ground(models(), method.update, **options) if takes else ground(models(), **options, sites={})
     solved: dict[Any, Tensor] = {}
@@ -123,6 +123,16 @@ def test_a_calibration(
     name, expected = calibrated
     turn(**switches)
     found = solution(name, sim)
+    assert found.keys() == expected.keys()
+    assert not [key for key in expected if not same(found[key], expected[key])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["featcal", "residual"])
+def test_a_calibration_of_narrow_features(sim: torch.device, name: str, dtype: torch.dtype) -> None:
+    expected = solution(name, CPU, dtype)
+    turn(no_double=True)
+    found = solution(name, sim, dtype)
     assert found.keys() == expected.keys()
     assert not [key for key in expected if not same(found[key], expected[key])]
 

@@ -27,9 +27,22 @@ from tests.zoo.world import CLASSES, build, write_images
 
 pytestmark = pytest.mark.slow
 
+
+def named_models(spec: Path) -> list[Path]:
+    """A base, an expert, and another for a merge of it."""
+    return [spec.parent / f"models/hf/{name}" for name in ("base", *CLASSES)]
+
+
 MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
     "analyze": lambda spec, run: (spec, "--out", run),
     "merge": lambda spec, run: (spec, "--method", "regmean", "--out", run),
+    "why": lambda spec, run: (
+        *named_models(spec),
+        "--data",
+        spec.parent / "models/flowers.npz",
+        "--out",
+        run,
+    ),
 }
 """Commands that make something, by what they are given: a spec, and the folder to make."""
 ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
@@ -44,8 +57,7 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
 ELSEWHERE = {
     "demo": "is an analysis and two calibrations of an embedded suite, one after the other",
     "doctor": "runs no model",
-    "validate": "rehearses an analysis, and keeps nothing of it",
-    "why": "is an analysis, of models that are named one by one",
+    "validate": "rehearses an analysis, and keeps nothing of it: see below",
     "reproduce": "is analyses, calibrations and sweeps of a suite, one after the other",
 }
 
@@ -60,7 +72,7 @@ def test_every_command_that_takes_a_device_is_tried() -> None:
 
 def done(command: str, *given: object, device: str) -> None:
     arguments = [command, *map(str, given), "--device", device]
-    quiet = [] if command in ("advise", "doctor") else ["--progress", "none"]
+    quiet = [] if command in ("advise", "validate") else ["--progress", "none"]
     with pytest.raises(SystemExit) as leaving:
         main([*arguments, *quiet])
     assert leaving.value.code == 0, arguments
@@ -82,6 +94,11 @@ def spec(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def run(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(dl.analyze(spec, out=tmp_path_factory.mktemp("run") / "run", progress="none").path)
+
+
+def test_an_analysis_is_rehearsed(sim: torch.device, spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done("validate", spec, device=NAME)
+    assert "device             sim, float32" in capsys.readouterr().out
 
 
 def equal_tables(folder: Path, other: Path) -> None:

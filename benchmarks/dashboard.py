@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
-from benchmarks.pages import SIZE, TASKS
+from benchmarks.pages import SIZE, TASKS, server_at
 from driftlens_app.pages import pages
 from tests.browser.chromium import lacking, launch
 from tests.browser.reading import settled
@@ -98,11 +96,5 @@ def _drawn(window: Any) -> None:
 
 def _megabytes(address: str) -> float:
     """Resident memory of the server at an address, with what it started."""
-    port = int(address.rpartition(":")[2])
-    (pid,) = {
-        listening.pid
-        for listening in psutil.net_connections("tcp")
-        if listening.status == psutil.CONN_LISTEN and listening.laddr.port == port
-    }
-    server = psutil.Process(pid)
+    server = server_at(address)
     return sum(one.memory_info().rss for one in (server, *server.children(recursive=True))) / 1e6

@@ -34,7 +34,7 @@ from driftlens.findings.measures import (
 from driftlens.findings.reading import Kind, brief, is_measured, signed
 from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
 
 _MOST_MOVES = 5
@@ -458,6 +458,7 @@ def arena_sheet(
     return Table.from_rows("arena", title, columns, rows, note)
 
 
+@remembered
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     """What a calibration is and takes; None what was not measured."""
     info, used = run.calibration_info(name), run.resources()
@@ -469,6 +470,7 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found}
 
 
+@remembered
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
     scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
@@ -480,6 +482,7 @@ def _change(name: str, change: Finding) -> dict[str, Any]:
     return {name: change.value, **ends}
 
 
+@remembered
 def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
     """Means of one variant, and what changes from the merged model to it."""
     is_after = variant not in ("base", "merged") and "merged" in run.variants

@@ -461,7 +461,9 @@ class ExhibitRequest(Request, title="export"):
     """
 
     style: Text = asked("Width of the venue: neurips, icml-column or slide.", "neurips")
-    task: str | None = asked("Task of exhibits about one; the one that drifts most if left out.")
+    task: str | None = asked(
+        "Task of exhibits about one; if left out, that of median gain in intro, else the one that drifts most."
+    )
     baseline: str | None = asked("Variant to compare with; the merged model if left out.")
     calibrated: str | tuple[str, ...] | None = asked(
         "Calibrations to show, joined by commas; the last one (tables: all) if left out.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.browser.server import serving
 from tests.pipeline.fixtures import light, world
 from tests.records.full_run import write_full_run
 
-__all__ = ["app_url", "browser", "light", "page", "runs_folder", "world"]
+__all__ = ["app_url", "browser", "light", "page", "runs_folder", "workshop", "world"]
 
 PATIENCE = 60_000
 """Milliseconds that a page may take to show something while other tests compute."""
@@ -56,6 +57,23 @@ def app_url(browser: Any, runs_folder: Path, tmp_path_factory: pytest.TempPathFa
     """The address of a dashboard on `runs_folder`."""
     with serving(runs_folder, tmp_path_factory.mktemp("server") / "log") as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def _bench(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A dashboard for runs that a test writes, changes or makes: one server for all, as each takes seconds to start."""
+    root = tmp_path_factory.mktemp("bench") / "runs"
+    root.mkdir()
+    with serving(root, root.with_name("log")) as address:
+        yield address, root
+
+
+@pytest.fixture
+def workshop(_bench: tuple[str, Path]) -> Iterator[tuple[str, Path]]:
+    """The address of a dashboard on an empty folder, and that folder, which is emptied behind the test."""
+    yield _bench
+    for left in _bench[1].iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from playwright.sync_api import expect
 from driftlens.findings.outcomes import outcomes
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import drawn, eventually, settled
-from tests.browser.server import serving
 from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
@@ -207,30 +206,30 @@ def test_the_frame_has_the_dashboards_theme_whatever_the_systems_is(
 
 
 def test_hostile_names_run_nothing_in_the_dashboard(
-    page: Any, tmp_path: Path, opened: Callable[..., Any]
+    page: Any, workshop: tuple[str, Path], opened: Callable[..., Any]
 ) -> None:
     evil = (
         "</script><script>parent.document.title = 'ran'</script>",
         "<img src=x onerror=\"top.name='ran'\">",
     )
+    address, root = workshop
     run = open_run(
         write_full_run(
-            tmp_path / "runs" / "evil",
+            root / "evil",
             name=evil[0],
             tasks=evil,
             class_names=evil,
             size=Size(blocks=1, samples=8, width=4, tests=8),
         )
     )
-    with serving(run.path.parent, tmp_path / "log") as address:
-        frame = opened("samples", address=address, run=run)
-        frame.locator(".card").first.click()
-        expect(frame.locator("#detail h2")).to_contain_text("Sample")
-        assert page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
-        # Nothing in the frame can reach the page around it.
-        with pytest.raises(Exception, match="cross-origin"):
-            frame.evaluate("parent.document.title")
-        assert [text for text in page.said if "Blocked" not in text] == []
+    frame = opened("samples", address=address, run=run)
+    frame.locator(".card").first.click()
+    expect(frame.locator("#detail h2")).to_contain_text("Sample")
+    assert page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
+    # Nothing in the frame can reach the page around it.
+    with pytest.raises(Exception, match="cross-origin"):
+        frame.evaluate("parent.document.title")
+    assert [text for text in page.said if "Blocked" not in text] == []
 
 
 def test_the_keyboard_alone_gets_from_the_page_into_the_points(page: Any, opened: Callable[..., Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from driftlens.findings.reading import signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, drawn, open_drawer, settled
-from tests.browser.server import serving
 from tests.pipeline.calibrating import roomy_run
 from tests.records.full_run import write_full_run
 from tests.zoo.world import World
@@ -69,71 +67,68 @@ def test_two_models_and_two_runs_are_compared(page: Any, app_url: str, runs_fold
     assert f"with={other.id}" in page.url
 
 
-def test_repairs_are_run_beside_one_another(page: Any, light: DriftRun, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "light"
+def test_repairs_are_run_beside_one_another(page: Any, light: DriftRun, workshop: tuple[str, Path]) -> None:
+    address, root = workshop
+    run = root / "light"
     shutil.copytree(light.path, run)
-    with serving(run.parent, tmp_path / "log") as address:
-        page.goto(f"{address}/repair")
+    page.goto(f"{address}/repair")
+    settled(page)
+    field = page.get_by_role("combobox", name="Repairs to compare")
+    field.scroll_into_view_if_needed()
+    page.get_by_role("button", name="Clear all").last.click()
+    settled(page)
+    for title in ("FeatCal", "SVC"):
+        field.fill(title)
+        page.get_by_role("option", name=title, exact=True).click()
         settled(page)
-        field = page.get_by_role("combobox", name="Repairs to compare")
-        field.scroll_into_view_if_needed()
-        page.get_by_role("button", name="Clear all").last.click()
-        settled(page)
-        for title in ("FeatCal", "SVC"):
-            field.fill(title)
-            page.get_by_role("option", name=title, exact=True).click()
-            settled(page)
-        page.keyboard.press("Escape")
-        page.get_by_role("button", name="Compare repairs").click()
-        expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
-        drawn(page, page.get_by_role("heading", name=re.compile("^Before and after ")), timeout=PATIENCE)
-        expect(page.get_by_role("button", name="Compare repairs")).to_be_enabled(timeout=PATIENCE)
-        settled(page)
-        made = open_run(run)
-        assert {at.method for at in made.manifest.calibrations.values()} == {"featcal", "svc"}
-        plots = page.evaluate(
-            "[...document.querySelectorAll('.js-plotly-plot')].map(it => it.data.flatMap(trace => trace.text))"
-        )
-        assert any({"featcal", "svc"} == {*names} for names in plots), plots
-        expect(page.get_by_role("heading", name="Repairs: gain against cost")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Compare repairs").click()
+    expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
+    drawn(page, page.get_by_role("heading", name=re.compile("^Before and after ")), timeout=PATIENCE)
+    expect(page.get_by_role("button", name="Compare repairs")).to_be_enabled(timeout=PATIENCE)
+    settled(page)
+    made = open_run(run)
+    assert {at.method for at in made.manifest.calibrations.values()} == {"featcal", "svc"}
+    plots = page.evaluate(
+        "[...document.querySelectorAll('.js-plotly-plot')].map(it => it.data.flatMap(trace => trace.text))"
+    )
+    assert any({"featcal", "svc"} == {*names} for names in plots), plots
+    expect(page.get_by_role("heading", name="Repairs: gain against cost")).to_be_visible()
 
 
 def test_a_damaged_and_a_vanished_piece_take_nothing_else_along(
-    page: Any, runs_folder: Path, tmp_path: Path
+    page: Any, runs_folder: Path, workshop: tuple[str, Path]
 ) -> None:
-    root = tmp_path / "root"
-    shutil.copytree(runs_folder, root)
+    address, root = workshop
+    shutil.copytree(runs_folder, root, dirs_exist_ok=True)
     full = open_run(root / "full")
     file = full.path / "tables" / "outputs.parquet"
     file.write_bytes(file.read_bytes()[:100])
     shutil.rmtree(full.path / "features")
-    with serving(root, tmp_path / "log") as address:
-        page.goto(f"{address}/overview?run={full.id}")
-        drawn(page, page.get_by_role("heading", name="Mean drift by layer"), timeout=PATIENCE)
-        said = page.get_by_test_id("stAlertContentError").filter(has_text="outputs")
-        expect(said.first).to_be_visible()
-        page.get_by_test_id("stSidebarNav").get_by_role("link", name="Layers").click()
-        drawn(page, page.get_by_role("heading", name="Drift by layer"), timeout=PATIENCE)
-        expect(page.get_by_test_id("stAlertContentError")).to_have_count(0)
-        page.get_by_test_id("stSidebarNav").get_by_role("link", name="Samples").click()
-        expect(page.get_by_test_id("stAlertContentError").first).to_be_visible()
-        settled(page)
-        # The whole run goes while it is looked at; the other one is still there.
-        shutil.rmtree(full.path)
-        page.get_by_test_id("stSidebarNav").get_by_role("link", name="Overview").click()
-        drawn(page, page.get_by_text(re.compile("is not here")), timeout=PATIENCE)
-        expect(page.get_by_text("Traceback")).to_have_count(0)
-        choose(page, "Run", "merged only")
-        drawn(page, page.get_by_role("heading", name="merged only"), timeout=PATIENCE)
+    page.goto(f"{address}/overview?run={full.id}")
+    drawn(page, page.get_by_role("heading", name="Mean drift by layer"), timeout=PATIENCE)
+    said = page.get_by_test_id("stAlertContentError").filter(has_text="outputs")
+    expect(said.first).to_be_visible()
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Layers").click()
+    drawn(page, page.get_by_role("heading", name="Drift by layer"), timeout=PATIENCE)
+    expect(page.get_by_test_id("stAlertContentError")).to_have_count(0)
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Samples").click()
+    expect(page.get_by_test_id("stAlertContentError").first).to_be_visible()
+    settled(page)
+    # The whole run goes while it is looked at; the other one is still there.
+    shutil.rmtree(full.path)
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Overview").click()
+    drawn(page, page.get_by_text(re.compile("is not here")), timeout=PATIENCE)
+    expect(page.get_by_text("Traceback")).to_have_count(0)
+    choose(page, "Run", "merged only")
+    drawn(page, page.get_by_role("heading", name="merged only"), timeout=PATIENCE)
 
 
 @pytest.fixture
-def writable(browser: Any, light: DriftRun, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def writable(light: DriftRun, workshop: tuple[str, Path]) -> tuple[str, Path]:
     """The address of a dashboard on a copy of a small real run, and the copy."""
-    run = tmp_path / "runs" / "light"
-    shutil.copytree(light.path, run)
-    with serving(run.parent, tmp_path / "log") as address:
-        yield address, run
+    address, root = workshop
+    return address, Path(shutil.copytree(light.path, root / "light"))
 
 
 def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_numbers(
@@ -168,26 +163,25 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
 
 
 def test_from_the_first_visit_to_the_repaired_model_by_pressing_only_buttons(
-    page: Any, world: World, tmp_path: Path
+    page: Any, world: World, workshop: tuple[str, Path]
 ) -> None:
-    (tmp_path / "runs").mkdir()
-    run = roomy_run(world, tmp_path / "runs").path
+    address, root = workshop
+    run = roomy_run(world, root).path
     page.set_viewport_size({"width": 1440, "height": 900})
-    with serving(run.parent, tmp_path / "log") as address:
-        page.goto(address)
-        settled(page)
-        page.get_by_test_id("stSidebarNav").get_by_role("link", name=re.compile("Calibrate|Repair")).click()
-        button = page.get_by_role("button", name="Repair with the best method")
-        expect(button).to_be_enabled()
-        settled(page)
-        box = button.bounding_box()
-        assert box is not None and box["y"] + box["height"] < 900, "above the fold"
-        button.click()
-        expect(page.get_by_role("progressbar").first).to_be_visible(timeout=PATIENCE)
-        drawn(page, page.get_by_role("heading", name="Before and after best"), timeout=PATIENCE)
-        expect(page.get_by_role("heading", name=re.compile("→"))).to_be_visible()
-        drawn(page, page.get_by_text("Calibration best is done."), timeout=PATIENCE)
-        expect(button).to_be_enabled()
+    page.goto(address)
+    settled(page)
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name=re.compile("Calibrate|Repair")).click()
+    button = page.get_by_role("button", name="Repair with the best method")
+    expect(button).to_be_enabled()
+    settled(page)
+    box = button.bounding_box()
+    assert box is not None and box["y"] + box["height"] < 900, "above the fold"
+    button.click()
+    expect(page.get_by_role("progressbar").first).to_be_visible(timeout=PATIENCE)
+    drawn(page, page.get_by_role("heading", name="Before and after best"), timeout=PATIENCE)
+    expect(page.get_by_role("heading", name=re.compile("→"))).to_be_visible()
+    drawn(page, page.get_by_text("Calibration best is done."), timeout=PATIENCE)
+    expect(button).to_be_enabled()
     assert list(open_run(run).manifest.calibrations) == ["best"]
 
 
@@ -241,14 +235,12 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
     assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}
 
 
-def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: Path) -> None:
-    write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
-    with serving(tmp_path / "runs", tmp_path / "log") as address:
-        page.goto(f"{address}/repair")
-        page.get_by_text("All numbers", exact=True).click(timeout=60_000)
-        expect(page.get_by_test_id("stDataFrame")).to_have_count(7, timeout=60_000)
-        settled(page)
-        fitting = (
-            "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
-        )
-        page.wait_for_function(f"{fitting}.length === 7")
+def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, workshop: tuple[str, Path]) -> None:
+    address, root = workshop
+    write_full_run(root / "full", tasks=("house_numbers", "textures"))
+    page.goto(f"{address}/repair")
+    page.get_by_text("All numbers", exact=True).click(timeout=60_000)
+    expect(page.get_by_test_id("stDataFrame")).to_have_count(7, timeout=60_000)
+    settled(page)
+    fitting = "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
+    page.wait_for_function(f"{fitting}.length === 7")

@@ -18,7 +18,6 @@ from driftlens_reports.build import Report
 from driftlens_reports.explorer.page import Explorer
 from tests.app.pages import failed
 from tests.browser.reading import drawn, eventually, settled
-from tests.browser.server import serving
 from tests.records.full_run import write_full_run
 
 pytestmark = pytest.mark.slow
@@ -33,12 +32,6 @@ HEAD, ROW = 35, 35
 """Pixels of a table's head and of each of its rows."""
 
 
-@pytest.fixture
-def root(runs_folder: Path, tmp_path: Path) -> Path:
-    shutil.copytree(runs_folder, tmp_path / "root")
-    return tmp_path / "root"
-
-
 def click(page: Any, row: int, x: int) -> None:
     """A click into a row of the table, which is drawn and holds no elements of its own."""
     page.get_by_test_id("stDataFrame").wait_for()
@@ -49,59 +42,62 @@ def click(page: Any, row: int, x: int) -> None:
     settled(page)
 
 
-def test_runs_are_opened_compared_renamed_and_put_away(page: Any, root: Path, tmp_path: Path) -> None:
+def test_runs_are_opened_compared_renamed_and_put_away(
+    page: Any, runs_folder: Path, workshop: tuple[str, Path]
+) -> None:
+    url, root = workshop
+    shutil.copytree(runs_folder, root, dirs_exist_ok=True)
     ids = [open_run(folder).id for folder in root.iterdir()]
-    with serving(root, tmp_path / "log") as url:
-        page.goto(f"{url}/runs")
-        click(page, 0, 15)
-        click(page, 1, 15)
-        page.get_by_role("button", name="Compare").click()
-        page.wait_for_url("**/repair?**")
-        assert all(id in page.url for id in ids)
+    page.goto(f"{url}/runs")
+    click(page, 0, 15)
+    click(page, 1, 15)
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_url("**/repair?**")
+    assert all(id in page.url for id in ids)
 
-        page.goto(f"{url}/runs")
-        click(page, 0, 15)
-        page.get_by_role("button", name="Rename").click()
-        page.get_by_label("Name", exact=True).fill("better so")
-        page.keyboard.press("Enter")
-        page.get_by_role("dialog").get_by_role("button", name="Rename").click()
-        expect(page.get_by_role("dialog")).to_have_count(0)
-        settled(page)
-        names = sorted(open_run(folder).name for folder in root.iterdir())
-        assert "better so" in names and len(names) == 2
+    page.goto(f"{url}/runs")
+    click(page, 0, 15)
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("Name", exact=True).fill("better so")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").get_by_role("button", name="Rename").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    settled(page)
+    names = sorted(open_run(folder).name for folder in root.iterdir())
+    assert "better so" in names and len(names) == 2
 
-        for folder in [*root.iterdir()]:  # later than the run was finished, or nobody would be told
-            write_job(replace(failed(root, folder.name), started="2999-01-01T00:00:00.000Z"))
-        page.goto(f"{url}/runs")
-        expect(page.get_by_role("button", name="Dismiss")).to_have_count(2)
-        click(page, 0, 15)
-        page.get_by_role("button", name="Delete").click()
-        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-        expect(page.get_by_role("dialog")).to_have_count(0)
-        settled(page)
-        (put_away,) = (root / "deleted").iterdir()
-        (left,) = (folder for folder in root.iterdir() if folder.name not in ("deleted", ".driftlens"))
-        assert {open_run(put_away).name, open_run(left).name} == {*names}
-        expect(page.get_by_test_id("stToast")).to_contain_text(f"Deleted: {open_run(put_away).name}")
-        # How it once ended is not told of what is no longer there.
-        expect(page.get_by_role("button", name="Dismiss")).to_have_count(1)
-        # Nothing is ticked in the list that is left.
-        expect(page.get_by_role("button", name="Delete")).to_have_count(0)
+    for folder in [*root.iterdir()]:  # later than the run was finished, or nobody would be told
+        write_job(replace(failed(root, folder.name), started="2999-01-01T00:00:00.000Z"))
+    page.goto(f"{url}/runs")
+    expect(page.get_by_role("button", name="Dismiss")).to_have_count(2)
+    click(page, 0, 15)
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    settled(page)
+    (put_away,) = (root / "deleted").iterdir()
+    (left,) = (folder for folder in root.iterdir() if folder.name not in ("deleted", ".driftlens"))
+    assert {open_run(put_away).name, open_run(left).name} == {*names}
+    expect(page.get_by_test_id("stToast")).to_contain_text(f"Deleted: {open_run(put_away).name}")
+    # How it once ended is not told of what is no longer there.
+    expect(page.get_by_role("button", name="Dismiss")).to_have_count(1)
+    # Nothing is ticked in the list that is left.
+    expect(page.get_by_role("button", name="Delete")).to_have_count(0)
 
-        page.goto(f"{url}/runs")
-        settled(page)
-        expect(page.get_by_test_id("stToast")).to_have_count(0)
-        click(page, 0, 70)
-        page.wait_for_url("**/overview?**")
-        assert open_run(left).id in page.url
+    page.goto(f"{url}/runs")
+    settled(page)
+    expect(page.get_by_test_id("stToast")).to_have_count(0)
+    click(page, 0, 70)
+    page.wait_for_url("**/overview?**")
+    assert open_run(left).id in page.url
 
-        page.goto(f"{url}/runs")
-        click(page, 0, 15)
-        page.get_by_role("button", name="Archive").click()
-        page.get_by_role("dialog").get_by_role("button", name="Archive").click()
-        expect(page.get_by_test_id("stToast")).to_contain_text("Archived: ")
-        (archived,) = (root / "archived").iterdir()
-        assert open_run(archived).name in names and not left.exists()
+    page.goto(f"{url}/runs")
+    click(page, 0, 15)
+    page.get_by_role("button", name="Archive").click()
+    page.get_by_role("dialog").get_by_role("button", name="Archive").click()
+    expect(page.get_by_test_id("stToast")).to_contain_text("Archived: ")
+    (archived,) = (root / "archived").iterdir()
+    assert open_run(archived).name in names and not left.exists()
 
 
 @pytest.fixture(scope="module")
@@ -149,25 +145,24 @@ def test_axe_finds_nothing_on_any_page(
     assert broken == []
 
 
-def test_long_names_push_no_number_out(browser: Any, tmp_path: Path) -> None:
+def test_long_names_push_no_number_out(browser: Any, workshop: tuple[str, Path]) -> None:
     """Of 60 letters and more: of the run, tasks and classes."""
     tail = "_with_a_name_that_somebody_thought_would_tell_everything_about_it"
-    root = tmp_path / "root"
+    url, root = workshop
     tasks, classes = ([f"{name}{tail}" for name in names] for names in (("a", "b"), ("cat", "dog", "fox")))
     run = open_run(write_full_run(root / "long", name=f"run{tail}", tasks=tasks, class_names=classes))
-    with serving(root, tmp_path / "log") as url:
-        for width in (420, 1440):
-            page = browser.new_page(viewport={"width": width, "height": 1000})
-            for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
-                page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
-                drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
-                main = page.get_by_test_id("stMain")
-                assert main.evaluate("it => it.scrollWidth - it.clientWidth") <= 0, (width, address)
-                if seen := SEEN.get((width, address)):  # columns out of sight have no head
-                    table = page.get_by_test_id("stDataFrame").first
-                    table.scroll_into_view_if_needed()
-                    expect(table.locator("canvas th").filter(has_text=seen).first).to_be_attached()
-            page.close()
+    for width in (420, 1440):
+        page = browser.new_page(viewport={"width": width, "height": 1000})
+        for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
+            page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
+            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+            main = page.get_by_test_id("stMain")
+            assert main.evaluate("it => it.scrollWidth - it.clientWidth") <= 0, (width, address)
+            if seen := SEEN.get((width, address)):  # columns out of sight have no head
+                table = page.get_by_test_id("stDataFrame").first
+                table.scroll_into_view_if_needed()
+                expect(table.locator("canvas th").filter(has_text=seen).first).to_be_attached()
+        page.close()
 
 
 def test_the_shell_says_where_one_is(page: Any, app_url: str, runs_folder: Path) -> None:

@@ -88,19 +88,19 @@ def test_a_click_on_a_cell_of_the_overview_opens_its_layer_and_task(
     assert f"task={run.tasks[1]}" in page.url and "layer=3" in page.url
 
 
-def test_names_that_are_streamlits_signs_are_text(page: Any, tmp_path: Path) -> None:
+def test_names_that_are_streamlits_signs_are_text(page: Any, workshop: tuple[str, Path]) -> None:
     """Icons, its logo, narrow spaces and addresses; a joiner without width may stand in them."""
+    address, root = workshop
     name = ":material/delete: :streamlit: a\N{NARROW NO-BREAK SPACE}b https://evil.example www.evil.example"
     task = ":material_home: :red[x] me@evil.example"
-    run = open_run(write_full_run(tmp_path / "runs" / "odd", name=name, tasks=(task,), size=Size(blocks=1)))
-    with serving(tmp_path / "runs", tmp_path / "log") as address:
-        for path, called in (("overview", name), ("samples", "Samples")):
-            page.goto(f"{address}/{path}?run={run.id}")
-            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
-            said = page.get_by_role("heading", level=1).inner_text().replace("\N{WORD JOINER}", "")
-            assert said == called.replace("\N{NARROW NO-BREAK SPACE}", " ")
-            expect(page.locator("a[href*=evil]")).to_have_count(0)
-        expect(page.locator("[data-testid=stMain] h1 :is(img, [role=img])")).to_have_count(0)
+    run = open_run(write_full_run(root / "odd", name=name, tasks=(task,), size=Size(blocks=1)))
+    for path, called in (("overview", name), ("samples", "Samples")):
+        page.goto(f"{address}/{path}?run={run.id}")
+        drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+        said = page.get_by_role("heading", level=1).inner_text().replace("\N{WORD JOINER}", "")
+        assert said == called.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        expect(page.locator("a[href*=evil]")).to_have_count(0)
+    expect(page.locator("[data-testid=stMain] h1 :is(img, [role=img])")).to_have_count(0)
 
 
 def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, runs_folder: Path) -> None:
@@ -350,42 +350,40 @@ def plain_words(sentence: str) -> str:
     return signs(sentence).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_a_broken_spec_is_mended_and_started(page: Any, light: DriftRun, tmp_path: Path) -> None:
+def test_a_broken_spec_is_mended_and_started(page: Any, light: DriftRun, workshop: tuple[str, Path]) -> None:
     good = (light.path / "spec.yaml").read_text()
     lines = good.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("experts:"))
     bad = "\n".join([*lines[:at], "exprets:", *lines[at + 1 :]])
-    root = tmp_path / "runs"
-    root.mkdir()
+    address, root = workshop
     said: list[str] = []
     page.on("console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None)
-    with serving(root, tmp_path / "log") as address:
-        page.goto(f"{address}/new_run")
-        settled(page)
-        field, start = (
-            page.get_by_label("Spec", exact=True),
-            page.get_by_role("button", name="Start the analysis"),
-        )
-        # What is dropped lies in the field that could have been pasted into.
-        dropped = {"name": "mine.yaml", "mimeType": "application/yaml", "buffer": bad.encode()}
-        page.locator("input[type=file]").set_input_files(dropped)
-        expect(field).to_have_value(bad)
-        settled(page)
-        expect(start).to_be_disabled()
-        page.get_by_role("button", name="Check the spec").click()
-        problem = page.get_by_test_id("stAlertContentError").filter(has_text=f"Line {at + 1}:")
-        expect(problem).to_contain_text("exprets: unknown key", timeout=PATIENCE)
-        expect(page.get_by_text(f"{at + 1}  exprets:")).to_be_visible()
-        expect(start).to_be_disabled()
+    page.goto(f"{address}/new_run")
+    settled(page)
+    field, start = (
+        page.get_by_label("Spec", exact=True),
+        page.get_by_role("button", name="Start the analysis"),
+    )
+    # What is dropped lies in the field that could have been pasted into.
+    dropped = {"name": "mine.yaml", "mimeType": "application/yaml", "buffer": bad.encode()}
+    page.locator("input[type=file]").set_input_files(dropped)
+    expect(field).to_have_value(bad)
+    settled(page)
+    expect(start).to_be_disabled()
+    page.get_by_role("button", name="Check the spec").click()
+    problem = page.get_by_test_id("stAlertContentError").filter(has_text=f"Line {at + 1}:")
+    expect(problem).to_contain_text("exprets: unknown key", timeout=PATIENCE)
+    expect(page.get_by_text(f"{at + 1}  exprets:")).to_be_visible()
+    expect(start).to_be_disabled()
 
-        field.fill(good)
-        field.press("Control+Enter")
-        settled(page)
-        expect(problem).to_have_count(0)
-        expect(start).to_be_disabled()
-        check(page)
-        expect(page.get_by_text("driftlens analyze pasted.yaml --out pasted")).to_be_visible()
-        start.click()
-        page.wait_for_url("**/overview?**", timeout=PATIENCE)
-        assert open_run(root / "pasted").tasks == light.tasks
+    field.fill(good)
+    field.press("Control+Enter")
+    settled(page)
+    expect(problem).to_have_count(0)
+    expect(start).to_be_disabled()
+    check(page)
+    expect(page.get_by_text("driftlens analyze pasted.yaml --out pasted")).to_be_visible()
+    start.click()
+    page.wait_for_url("**/overview?**", timeout=PATIENCE)
+    assert open_run(root / "pasted").tasks == light.tasks
     assert not said

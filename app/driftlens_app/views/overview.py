@@ -184,8 +184,8 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
     tasks = rows["task"][: len(run.tasks)]
     images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]
     if any(image and image[0] for image in images) and not is_narrow():  # there numbers need the room
-        rows.insert(0, "sample", [*(image[0] if image else None for image in images), *[None] * len(mean)])
-        columns["sample"] = ImageColumn("sample", width=66)
+        rows.insert(0, "e.g.", [*(image[0] if image else None for image in images), *[None] * len(mean)])
+        columns["e.g."] = ImageColumn("e.g.", width=44)
     return rows.reset_index(drop=True), columns
 
 

@@ -934,7 +934,11 @@
     $("clear").onclick = () => choose([]);
     $("back").onclick = () => { state.page--; refresh(); };
     $("on").onclick = () => { state.page++; refresh(); };
-    $("notes").replaceChildren(...data.notes.map((text) => made("p", "", text)));
+    $("notes").replaceChildren(...data.notes.map((text) => {
+      const said = made("p");
+      said.append(...text.split("`").map((part, at) => (at % 2 ? made("code", "", part) : part)));
+      return said;
+    }));
     const repaint = () => { readTheme(); recolour(); refresh(); };
     if (hosted) {
       addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { setTheme(said.dark); repaint(); } });

@@ -5,6 +5,7 @@ Here a command is run, and errors are turned into two lines and an exit code.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -82,14 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt), heard:
         code = run(flags + rest)
     put_in_order()  # what was begun where the interrupt fell
-    if members() > 1 and code:
-        # Threads of torch.distributed may wait for processes that are gone, and would be waited for.
+    # Threads of torch.distributed may wait for processes that are gone, and would be waited for.
+    is_stuck = members() > 1 and bool(code)
+    if arguments is not None and not is_stuck:
+        sys.exit(code)
+    if not is_stuck:
+        atexit._run_exitfuncs()
+    # Python's own end would look through all that is there once more, for a second; what `gc.freeze` hides from it,
+    # triton 3.9 takes for leaked and tells in 30 lines.
+    with contextlib.suppress(OSError, ValueError):  # nobody listens any more
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    if arguments is None:
-        gc.freeze()  # or the end would look through all that is there once more, for a second
-    sys.exit(code)
+    os._exit(code)
 
 
 def run(arguments: list[str]) -> int:

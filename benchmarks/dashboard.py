@@ -1,4 +1,7 @@
-"""How soon the dashboard is usable, and what its server holds: 8 tasks, 12 blocks, 256 samples, and 80 small runs."""
+"""How soon the dashboard is usable, and what its server holds: 8 tasks, 12 blocks, 256 samples, and 80 small runs.
+
+`python -m benchmarks dashboard`; `python -m benchmarks.dashboard` lets many users open all pages of a run at once.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ WANTED = {
     f"{RUNS} runs in the folder": 2.0,
 }
 """Seconds."""
+SESSIONS = 30
 MOST_MEMORY = 600
 """MB, of the server and its children, after every page was opened with both folders."""
 
@@ -72,6 +76,41 @@ def run(device: str) -> str:
     )
 
 
+def crowd() -> str:
+    """Visits that many sessions make at once, page by page, those that met an error, and MB of the server."""
+    from playwright.sync_api import sync_playwright
+
+    paths = [pathlib.Path(path).stem for path in pages()]
+    faults, memory = list[str](), list[float]()
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        folder = pathlib.Path(scratch)
+        write_full_run(folder / "runs" / "run", tasks=[f"task {at}" for at in range(TASKS)], size=SIZE)
+        run_id = json.loads((folder / "runs" / "run" / "manifest.json").read_text())["id"]
+        browser = launch(playwright)
+        with serving(folder / "runs", folder / "log") as address:
+            windows = [browser.new_page(viewport={"width": 1400, "height": 1000}) for _ in range(SESSIONS)]
+            for window in windows:
+                window.on("pageerror", lambda error: faults.append(str(error)))
+            for path in paths:
+                for window in windows:
+                    window.goto(f"{address}/{path}?run={run_id}", wait_until="commit")
+                for window in windows:
+                    _drawn(window)
+                    shown = window.get_by_test_id("stException").all_inner_texts()
+                    faults.extend(f"{path}: {text}" for text in shown)
+                memory.append(_megabytes(address))
+        browser.close()
+        logged = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
+    after = "; ".join(
+        f"{SESSIONS * (at + 1)} {size:.0f} MB ({path})"
+        for at, (path, size) in enumerate(zip(paths, memory, strict=True))
+    )
+    return (
+        f"{SESSIONS} sessions x {len(paths)} pages: {len(faults)} errors shown, {len(logged)} in the server's log; "
+        f"its memory after visits: {after}" + "".join(f"\n{fault}" for fault in faults)
+    )
+
+
 def _write_many(folder: pathlib.Path) -> None:
     source = write_full_run(folder / "run-00", size=Size(blocks=2, samples=6, width=4, classes=2, tests=40))
     manifest = json.loads((source / "manifest.json").read_text())
@@ -98,3 +137,7 @@ def _megabytes(address: str) -> float:
     """Resident memory of the server at an address, with what it started."""
     server = server_at(address)
     return sum(one.memory_info().rss for one in (server, *server.children(recursive=True))) / 1e6
+
+
+if __name__ == "__main__":
+    print(crowd())

@@ -60,7 +60,7 @@ def main() -> None:
     if os.geteuid() == 0 and CAN_BE_ANYBODY:
         be_anybody()
     case = json.loads(sys.argv[1])
-    sys.exit(play(**case | {"told": Path(case["told"])}))
+    play(**case | {"told": Path(case["told"])})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,7 @@ from driftlens.base.errors import RunError, SpecError
 from driftlens.cli import main
 from driftlens.cli.app import app
 from driftlens.engine.walk import Crossing
+from driftlens.spec import load_spec
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
 from tests.zoo.world import CLASSES, build, write_images
@@ -43,6 +45,8 @@ MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
         "--out",
         run,
     ),
+    "reproduce": lambda spec, run: (spec, "--out", run.parent / "runs"),
+    "demo": lambda spec, run: ("--out", run),
 }
 """Commands that make something, by what they are given: a spec, and the folder to make."""
 ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
@@ -55,11 +59,10 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
 }
 """Commands that look at a run, or add to it."""
 ELSEWHERE = {
-    "demo": "is an analysis and two calibrations of an embedded suite, one after the other",
     "doctor": "runs no model",
     "validate": "rehearses an analysis, and keeps nothing of it: see below",
-    "reproduce": "is analyses, calibrations and sweeps of a suite, one after the other",
 }
+"""Commands that make nothing."""
 
 
 def test_every_command_that_takes_a_device_is_tried() -> None:
@@ -119,9 +122,12 @@ def played(spec: Path, run: Path) -> Played:
         if command in ADDED:
             shutil.copytree(run, folder)
             done(command, *ADDED[command](folder), device=device)
-        else:
+            return folder
+        with pytest.MonkeyPatch.context() as patch:  # a smaller suite in the place of the embedded one
+            suite = SimpleNamespace(spec=lambda: load_spec(spec))
+            patch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
             done(command, *MADE[command](spec, folder), device=device)
-        return folder
+        return folder if command != "reproduce" else folder.parent / "runs/task_arithmetic"
 
     return play
 

@@ -229,7 +229,10 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
         found = verdict(run, name)
-        for sentence in (*found.sentences, *selection_sentences(run, name)):
+        # The page repairs itself, and links to where reports are written.
+        has_button = {"report", "calibrate"} & {*found.command.split()}
+        said = [text for text in found.sentences if not (has_button and f"`{found.command}`" in text)]
+        for sentence in (*said, *selection_sentences(run, name)):
             st.markdown(f"- {with_command(run, sentence, found.command)}")
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:

@@ -401,6 +401,7 @@ class _Work:
         lead(self.team, writer, save)
 
     def _look(self, on_first: Callable[[str], None] | None) -> None:
+        self.reporter.step("look", 0, 1)
         said = first_look(open_run(self.writer.folder), self.study, self.plan.variant, self.plan.counts)
         self.reporter.step("look", 1, 1, said)
         if on_first is not None:

@@ -16,7 +16,7 @@ from driftlens.base.variants import calibrated, title
 from driftlens.base.words import counted, listed
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
-from driftlens.findings.reading import estimate, size, written
+from driftlens.findings.reading import estimate, size, unbroken, written
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
@@ -256,7 +256,8 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
         each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
-        st.markdown(plain(f"{change}; {each}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."))
+        said = f"{change}; {each}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."
+        st.markdown(unbroken(plain(said)))
     # Main sources are the merged model's and stand on Overview, as dots do; the chart below shows the drift.
     show_sheet(task_sheet(run, found), {"main source", "relative drift"})
 

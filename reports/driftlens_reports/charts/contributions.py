@@ -62,7 +62,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = stacked(share_rows(run, options, {"final_share": CONTRIBUTED}))
     tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     grid = panels.panel_grid(
-        [words.label(task) for task in tasks],
+        words.labels(tasks),
         x_title="share of final drift (%)",
         y_titles=["variant"],
         height=max(_BAR * len(variants) + 12, _LEAST),

@@ -74,7 +74,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks, rivals = list(rows["task"].unique()), rows["variant"].unique()
     baseline = variants.title(options.baseline)
     grid = panels.panel_grid(
-        [words.label(task) for task in tasks],
+        words.labels(tasks),
         x_title=f"cosine, {words.literal(baseline)}",
         y_titles=[f"cosine, {words.shown(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
         dark=options.dark,

@@ -85,7 +85,7 @@ def draw_cells(
         grid.add(at, coloured, _numbers(coloured, scales[panel.scale]))
     grid.add_lines("x", *panels.borders(run.layers()))
     is_narrow = panels.is_narrow() and len(scales) == 1
-    shown_names = [words.label(name, words.LONGEST_OF_TWO if is_narrow else words.LONGEST) for name in names]
+    shown_names = words.labels(names, words.LONGEST_OF_TWO if is_narrow else words.LONGEST)
     ticks = {"tickvals": list(range(len(names))), "ticktext": shown_names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
     grid.set_axes(x={**panels.layer_axis(run, beyond), "showgrid": False}, y={**ticks, **first_on_top})

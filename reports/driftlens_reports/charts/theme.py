@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from driftlens.base.variants import Part, part_of
 from driftlens.findings.reading import percent
-from driftlens_reports.charts.words import label, literal, shown
+from driftlens_reports.charts.words import labels, literal, shown
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
@@ -347,7 +347,7 @@ def category_axis(names: Sequence[str]) -> dict[str, Any]:
     shown = [literal(name) for name in names]
     return {
         **{"type": "category", "categoryorder": "array", "categoryarray": shown},
-        **{"tickvals": shown, "ticktext": [label(name) for name in names], "showgrid": False},
+        **{"tickvals": shown, "ticktext": labels(names), "showgrid": False},
     }
 
 

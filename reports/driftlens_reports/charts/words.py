@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -57,6 +58,22 @@ def label(text: str, longest: int = LONGEST) -> str:
     return literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
 
 
+def labels(names: Sequence[str], longest: int = LONGEST) -> list[str]:
+    """A label per name; of those that would be cut to the same words, what they share is left out."""
+    cut = [label(name, longest) for name in names]
+    for alike in ([at for at, text in enumerate(cut) if text == repeated] for repeated in set(cut)):
+        whole = [called(names[at]) for at in alike]
+        if len(alike) == 1 or len(whole[0]) <= longest:
+            continue
+        ends = (at for at, letters in enumerate(zip(*whole, strict=False)) if len({*letters}) > 1)
+        differ = next(ends, min(map(len, whole)))
+        word = re.split(r"[\W_]", whole[0][:differ])[-1]  # a number or a short word is kept whole
+        begin = differ - min(len(word), longest // 3)
+        for at, name in zip(alike, whole, strict=True):
+            cut[at] = label(f"{name[: longest // 3]}…{name[begin:]}", longest)
+    return cut
+
+
 def shown(variant: str) -> str:
     """What a figure calls a variant, safe to put into it."""
     return label(title(variant))
@@ -65,8 +82,8 @@ def shown(variant: str) -> str:
 def task_titles(tasks: Iterable[str], names: Sequence[str]) -> list[str]:
     """Titles of a row of panels per task, one panel per name; of the task alone where there is but one, unnamed."""
     if not any(names):
-        return [label(task) for task in tasks]
-    return [f"{label(task, LONGEST_OF_TWO)}: {name}" for task in tasks for name in names]
+        return labels(list(tasks))
+    return [f"{task}: {name}" for task in labels(list(tasks), LONGEST_OF_TWO) for name in names]
 
 
 def by_variant(texts: Iterable[tuple[object, str]]) -> str:

@@ -23,7 +23,7 @@ from driftlens.base.variants import is_control, part_of, title
 from driftlens.findings.outcomes import OUTCOMES, outcomes
 from driftlens.findings.projection import project
 from driftlens.findings.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
-from driftlens.findings.reading import printable, signs
+from driftlens.findings.reading import printable, signs, unbroken
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun
@@ -99,7 +99,9 @@ def gathered(
     return {
         "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
         "sentences": [
-            signs(text) for text in judged.sentences if not judged.command or judged.command not in text
+            unbroken(signs(text))
+            for text in judged.sentences
+            if not judged.command or judged.command not in text
         ],
         "stages": [_stage(run, name) for name in stages],
         "layers": [run.layer_name(layer) for layer in layers],

@@ -18,7 +18,7 @@ from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
-from driftlens_reports.charts.words import counted, label, literal, ranged
+from driftlens_reports.charts.words import counted, label, labels, literal, ranged
 from driftlens_reports.sections import PRESETS, TITLES
 from tests.quick import few
 from tests.reports.charts.recording import (
@@ -280,6 +280,16 @@ def test_names_are_shown_character_by_character() -> None:
     assert literal("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
     assert literal("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
     assert label("a" * 40) == "a" * 25 + "…" and label("<" * 40, 9).count("&lt;") == 8
+
+
+def test_long_names_stay_apart_when_they_are_cut() -> None:
+    names = ["clip-vit-base-patch32_cars", "clip-vit-base-patch32_caltech", "mnist"]
+    assert labels(names, 14) == ["clip…cars", "clip…caltech", "mnist"]
+    assert labels([f"part_of_a_rather_long_benchmark_{at}" for at in (10, 15)]) == [
+        "part_of_…10",
+        "part_of_…15",
+    ]
+    assert labels(names[:1], 14) == [label(names[0], 14)] and labels(["a", "a"]) == ["a", "a"]
 
 
 def test_counts_read_as_words() -> None:

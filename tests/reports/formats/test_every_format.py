@@ -428,6 +428,12 @@ def test_every_drawing_says_what_it_shows(light: str, standard: Report) -> None:
     assert len(labels) > 1 and {*labels} - {bar} <= alts
 
 
+def test_no_line_of_a_paragraph_ends_within_a_number(light: str) -> None:
+    said = re.findall(r"<p\b[^>]*>(.*?)</p>", light, flags=re.DOTALL)
+    assert any("\N{NO-BREAK SPACE}%" in text for text in said)
+    assert not any(re.search(r"\d [%±]", text) for text in said)
+
+
 @pytest.mark.slow
 def test_a_large_light_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     folder = write_full_run(

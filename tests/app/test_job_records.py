@@ -40,6 +40,21 @@ def with_values(record: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("log", "state"), [("Traceback:\nImportError: interrupted\n", "cancelled"), ("error: no\n", "failed")]
+)
+def test_a_job_that_was_cancelled_before_it_could_say_so_is_no_failure(
+    root: Path, record: Path, log: str, state: str
+) -> None:
+    """It was interrupted among its imports; what tells an error has failed by itself."""
+    job = job_of(root / "full")
+    assert job is not None
+    job.log.write_text(log)
+    with_values(record, code=1, cancelled="2026-01-02T03:04:05+00:00")
+    view = watch(root / "full")
+    assert view is not None and view.state == state
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"started": 5},

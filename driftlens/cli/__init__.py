@@ -83,11 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt), heard:
         code = run(flags + rest)
     put_in_order()  # what was begun where the interrupt fell
-    # Threads of torch.distributed may wait for processes that are gone, and would be waited for.
-    is_stuck = members() > 1 and bool(code)
-    if arguments is not None and not is_stuck:
-        sys.exit(code)
-    if not is_stuck:
+    if members() == 1 or not code:  # else threads of torch.distributed may wait for processes that are gone
+        if arguments is not None:
+            sys.exit(code)
         atexit._run_exitfuncs()
     # Python's own end would look through all that is there once more, for a second; what `gc.freeze` hides from it,
     # triton 3.9 takes for leaked and tells in 30 lines.

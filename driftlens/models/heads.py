@@ -251,7 +251,7 @@ class Head:
 
     def derivative(self, features: Tensor) -> Derivative:
         """What a step at features [n, d] does to scores."""
-        return _derivative(self.logit_scale * self.embeddings.to(features), features, normalize=True)
+        return _derivative(self.logit_scale * beside(features, self.embeddings), features, normalize=True)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
@@ -311,7 +311,7 @@ class LinearHead:
 
     def derivative(self, features: Tensor) -> Derivative:
         """What a step at features [n, d] does to scores."""
-        return _derivative(self.weight.to(features), features, normalize=self.normalize)
+        return _derivative(beside(features, self.weight), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """|weight|_2, over the shortest feature on the segment where features are normalised."""

@@ -85,9 +85,8 @@ def _module() -> Any:
     name = f"driftlens_sim_{hashlib.sha256(b' '.join(made_of)).hexdigest()[:12]}"
     kept = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions") / name
     kept.mkdir(parents=True, exist_ok=True)
-    is_done = (
-        kept / "done"
-    )  # torch would compile anew where its own headers lie elsewhere, as in CI every time
+    # Torch would compile anew where its own headers lie elsewhere, as in CI every time.
+    is_done = kept / "done"
     if is_done.exists():
         torch.ops.load_library(kept / f"{name}.so")
     else:

@@ -312,13 +312,8 @@ def _ended(job: Job, status: Status | None) -> View:
     if job.code == 0 or (job.code is None and says == "done"):
         return View(job, "done", progress)
     # One that is interrupted while libraries are being imported may end with whatever code they make of it.
-    is_wordless = job.cancelled and says is None and failure is None
-    if (
-        says == "cancelled"
-        or job.code == Cancelled.exit_code
-        or is_wordless
-        or (job.cancelled and was_killed)
-    ):
+    was_stopped = job.cancelled and (was_killed or (says is None and failure is None))
+    if says == "cancelled" or job.code == Cancelled.exit_code or was_stopped:
         return View(job, "cancelled", progress)
     # Who tells its error has ended by itself, though the server that would know its exit code was down.
     if says == "failed" or (failure is not None and (job.code is None or not was_killed)):

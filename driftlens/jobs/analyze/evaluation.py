@@ -75,8 +75,7 @@ def scores_of(
         if test is None:
             return Said()
         part = test.positions(first, last)
-        found, others = (of(study, task, told, reporter, part) for of in (accuracies, answers))
-        said = Said(found.results | others.results, others.notices)
+        said = _said(study, task, told, reporter, part)
         for name in found_out:
             assert finder is not None
             said.add(_found_out(study, task, name, finder, reporter, part))
@@ -246,6 +245,12 @@ class Said:
         self.notices += other.notices
 
 
+def _said(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+    """What variants say to test samples of a task, by all its metrics."""
+    found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
+    return Said(found.results | others.results, others.notices)
+
+
 def _found_out(
     study: Study, task: str, variant: str, finder: TaskFinder, reporter: Reporter, part: range
 ) -> Said:
@@ -253,21 +258,18 @@ def _found_out(
     at_hand, pool, found = study.tasks[task], study.pool, Said()
     assert at_hand.test is not None or not part
     rows: dict[str, dict[int, tuple[Any, ...]]] = {}
-    taken = finder.tasks_of(task)
+    taken, maps = finder.tasks_of(task), pool.variant(variant).attachments
     for other in dict.fromkeys(taken[at] for at in part):
         mapped = f"{variant} as {other}"
-        maps = pool.variant(variant).attachments
-        pool.add(
-            mapped, pool.source(variant), {(task, at): own for (of, at), own in maps.items() if of == other}
-        )
+        of_other = {(task, at): own for (of, at), own in maps.items() if of == other}
+        pool.add(mapped, pool.source(variant), of_other)
         places = [at for at in part if taken[at] == other]
         few = dataclasses.replace(at_hand, test=at_hand.test and part_of(at_hand.test, places))
         alone = dataclasses.replace(study, tasks={**study.tasks, task: few})
-        for of in (accuracies, answers):
-            said = of(alone, task, [mapped], reporter, range(len(places)))
-            found.notices += [notice.replace(mapped, variant) for notice in said.notices]
-            for (_, metric), values in said.results.items():
-                rows.setdefault(metric, {}).update(zip(places, values, strict=True))
+        said = _said(alone, task, [mapped], reporter, range(len(places)))
+        found.notices += [notice.replace(mapped, variant) for notice in said.notices]
+        for (_, metric), values in said.results.items():
+            rows.setdefault(metric, {}).update(zip(places, values, strict=True))
         pool.discard(mapped)
     whole = {metric: own for metric, own in rows.items() if len(own) == len(part)}
     found.results = {(variant, metric): [own[at] for at in part] for metric, own in whole.items()}

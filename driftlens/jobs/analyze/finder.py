@@ -7,6 +7,8 @@ of the calibration samples, whose common covariance is shrunk (Ledoit and Wolf, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +24,12 @@ class TaskFinder:
     def __init__(self, study: Study) -> None:
         """Nothing is computed yet; the study has a base, and calibration samples."""
         self._study, self._found = study, dict[str, tuple[str, ...]]()
-        self._known: tuple[NDArray[np.float32], list[str]] | None = None
 
     def tasks_of(self, task: str) -> Sequence[str]:
         """Of every test sample of a task, in order, the task that it is taken for."""
         if task not in self._found:
-            self._found[task] = self._say(self._study.tasks[task].test)
+            test = self._study.tasks[task].test
+            self._found[task] = self._say(test) if test else ()
         return self._found[task]
 
     def shares(self) -> dict[str, float]:
@@ -35,27 +37,20 @@ class TaskFinder:
         said = {task: self.tasks_of(task) for task in self._study.tasks}
         return {task: sum(own == task for own in of) / len(of) for task, of in said.items() if of}
 
-    def _say(self, test: SampleSet | None) -> tuple[str, ...]:
-        if test is None or not len(test):
-            return ()
-        features, names = self._calibration
-        if len({*names}) == 1:
-            return (names[0],) * len(test)
+    def _say(self, test: SampleSet) -> tuple[str, ...]:
+        if len(self._study.tasks) == 1:
+            return (test.task,) * len(test)
+        return tuple(map(str, self._trained.predict(self._features(test))))
+
+    @cached_property
+    def _trained(self) -> Any:
+        """The classifier of all calibration samples."""
         from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
-        trained = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(features, names)
-        return tuple(map(str, trained.predict(self._features(test))))
-
-    @property
-    def _calibration(self) -> tuple[NDArray[np.float32], list[str]]:
-        """Features of all calibration samples, and their tasks."""
-        if self._known is None:
-            seen = {
-                name: at.calibration for name, at in self._study.tasks.items() if at.calibration is not None
-            }
-            features = np.concatenate([self._features(samples) for samples in seen.values()])
-            self._known = features, [name for name, samples in seen.items() for _ in samples.ids]
-        return self._known
+        given = [at.calibration for at in self._study.tasks.values() if at.calibration is not None]
+        features = np.concatenate([self._features(samples) for samples in given])
+        names = [samples.task for samples in given for _ in samples.ids]
+        return LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(features, names)
 
     def _features(self, samples: SampleSet) -> NDArray[np.float32]:
         pool = self._study.pool

@@ -5,12 +5,13 @@ The numbers are those of docs/architecture.md, "What a device is waited for".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import driftlens as dl
 from driftlens.data import live
@@ -47,6 +48,18 @@ def read_of(inputs: Any) -> None:
     """A value that somebody reads who need not."""
     leaf = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
     leaf.sum().item()
+
+
+def plant(patch: pytest.MonkeyPatch, owner: Any, called: str, of: Callable[..., Any]) -> None:
+    """Let a function read a value of what `of` picks from what it was given and what it made."""
+    plain = getattr(owner, called)
+
+    def reading(*given: Any, **named: Any) -> Any:
+        made = plain(*given, **named)
+        read_of(of(given, made))
+        return made
+
+    patch.setattr(owner, called, reading)
 
 
 def heard(patch: pytest.MonkeyPatch, spec: dict[str, Any], out: Path, size: int) -> tuple[Any, Apart]:
@@ -95,13 +108,7 @@ def test_a_batch_waits_where_it_begins(
     assert wide == narrow and at_once.calls["library_states"] == apart.calls["library_states"]
     assert not more_than(BEGINNINGS[name], apart)
     if name == FORMS[0]:
-        plain = pool.on_device
-
-        def reading(*given: Any) -> Any:
-            read_of(made := plain(*given))
-            return made
-
-        monkeypatch.setattr(pool, "on_device", reading)
+        plant(monkeypatch, pool, "on_device", lambda _, made: made)
         assert more_than(BEGINNINGS[name], heard(monkeypatch, spec, tmp_path / "planted", 1)[1]) == ["begun"]
 
 
@@ -119,16 +126,10 @@ ANSWERED = {"decoder": (4, 2, (0, 1)), "encoder-decoder": (3, 2, (0, 2))}
 def test_answers_wait_token_by_token_and_are_copied_once(
     sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, is_planted: bool
 ) -> None:
-    (suite, module), plain = asked(sim, form, tmp_path), generation.fitted
+    suite, module = asked(sim, form, tmp_path)
     first, behind, copies = ANSWERED[form]
-
-    def fitted(*given: Any) -> Any:
-        made = plain(*given)
-        if is_planted:
-            read_of(made)
-        return made
-
-    monkeypatch.setattr(generation, "fitted", fitted)
+    if is_planted:
+        plant(monkeypatch, generation, "fitted", lambda _, made: made)
     own = module.generate
     for num_tokens, size in ((4, 8), (8, 8), (8, 4)):
         apart, before = Apart(), waited()
@@ -149,14 +150,9 @@ def test_likelihoods_are_copied_once_for_all_answers(
     sim: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, is_planted: bool
 ) -> None:
     """The library reads its mask for each, a decoder's twice where it pads, and where questions are encoded."""
-    (suite, module), plain = asked(sim, form, tmp_path), generation._of_tokens
-
-    def of_tokens(scores: Tensor, *given: Any, **named: Any) -> Any:
-        if is_planted:
-            read_of(scores)
-        return plain(scores, *given, **named)
-
-    monkeypatch.setattr(generation, "_of_tokens", of_tokens)
+    suite, module = asked(sim, form, tmp_path)
+    if is_planted:
+        plant(monkeypatch, generation, "_of_tokens", lambda given, _: given[0])
     questions = [question for question, _ in PAIRS]
     for answers in (["yes", "no it"], ["yes", "no it", "red", "blue is green"]):
         before = waited()

@@ -157,7 +157,7 @@ def calibration_form(
         key=_BEST,
     )
     if obstacle:
-        st.warning(f"A calibration can't begin: {coded(obstacle)}", icon=":material/warning:")
+        st.warning(f"A calibration can't begin: {coded(obstacle.rstrip('.'))}.", icon=":material/warning:")
     if few is not None:
         note(
             f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "

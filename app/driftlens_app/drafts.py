@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,9 @@ PASTED = "Models of your own, or pasted YAML"
 
 PASTED_AS = "pasted"
 """How its file is called, but for the ending and a number."""
+
+GIVEN = "given-merges"
+"""Settings of merges that their fields begin with, by method."""
 
 _KEPT, _TEXT, _DRAWER = "_draft", "pasted", "begin-draft"
 _RECIPE, _WRITTEN, _TOLD, _PROBLEM = "_recipe", "_written", "_chosen-for-draft", "_draft-problem"
@@ -92,15 +97,18 @@ def begin_with(text: str) -> None:
     st.session_state.update({"spec": PASTED, _TEXT: text})
 
 
-def compare_merges(run: DriftRun, command: str) -> None:
-    """Let the page of new runs begin with a run's own spec, and with the merges that a command compares."""
-    own, known = (
-        (run.path / SPEC).relative_to(Settings.from_environment().root).as_posix(),
-        methods("merge_methods"),
-    )
-    asked = re.search(r"--compare[ =](\S+)", command)
-    names = [name for name in (asked[1].split(",") if asked else ()) if name in known]
-    st.session_state.update({"spec": own, "new-merge": True, "merges": names})
+def begin_merge(run: DriftRun, command: str) -> None:
+    """Let the page of new runs begin with a run's own spec, and with the merges that a command compares or makes."""
+    own = (run.path / SPEC).relative_to(Settings.from_environment().root).as_posix()
+    merges: dict[str, dict[str, Any]] = {}
+    for option, value in itertools.pairwise(shlex.split(command)):
+        if option == "--compare":
+            merges = {name: {} for name in value.split(",")}
+        elif option == "--set" and value.startswith("merge="):
+            made = json.loads(value.removeprefix("merge="))
+            merges = {made.pop("method"): made}
+    names = [name for name in merges if name in methods("merge_methods")]
+    st.session_state.update({"spec": own, "new-merge": bool(names), "merges": names, GIVEN: merges})
 
 
 def _take() -> None:

@@ -1,5 +1,5 @@
 // Holds the explorer's page in a frame without an origin, keeps what it shows behind the # of the window's address, where
-// neither the server nor Streamlit looks, and tells it of the theme.
+// neither the server nor Streamlit looks, and tells it of the theme. The page itself comes by explorer_page.js.
 
 const MOST = 100000; // pixels, and letters of a state: a frame that says more isn't ours
 
@@ -32,10 +32,14 @@ export default function ({ parentElement, data, setTriggerValue }) {
     frame.setAttribute("sandbox", "allow-scripts allow-downloads");
     frame.title = data.title;
     frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show })}`;
-    frame.srcdoc = data.page;
     frame.style.height = `${box.height ?? data.height}px`;
     box.append(frame);
+    fill();
     keep(state);
+  };
+  const fill = () => {
+    const [name, page] = window.explorerPages?.[data.show] ?? [];
+    if (name === data.page && box.frame && !box.frame.srcdoc) box.frame.srcdoc = page;
   };
   const hear = ({ source, data: said }) => {
     if (!box.frame || source !== box.frame.contentWindow) return;
@@ -49,13 +53,13 @@ export default function ({ parentElement, data, setTriggerValue }) {
     Object.assign(box, { page: data.page, asked: data.asked });
     load(start());
     box.run = data.run;
-  } else if (box.dark !== data.dark) box.frame.contentWindow.postMessage({ dark: data.dark }, "*");
-  box.dark = data.dark;
+  } else box.frame.contentWindow.postMessage({ dark: data.dark, ...(box.isKept ? {} : { task: data.task }) }, "*");
   box.leave?.();
   addEventListener("message", hear);
+  addEventListener("explorer-page", fill);
   addEventListener("hashchange", travel);
   // Streamlit writes addresses of its own, without what is behind the #.
   const looking = setInterval(() => { if (box.isKept && !location.hash && box.state) keep(box.state); }, 300);
-  box.leave = () => { removeEventListener("message", hear); removeEventListener("hashchange", travel); clearInterval(looking); };
+  box.leave = () => { removeEventListener("message", hear); removeEventListener("explorer-page", fill); removeEventListener("hashchange", travel); clearInterval(looking); };
   return () => box.leave();
 }

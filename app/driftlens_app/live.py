@@ -14,7 +14,7 @@ from driftlens.base.variants import is_explained, title
 from driftlens.runs.layout import SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ANALYZE, ATTRIBUTED
+from driftlens.runs.schema import ANALYZE, ATTRIBUTED, CALIBRATE
 from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.drafts import begin_with
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
@@ -92,6 +92,16 @@ def offer_attribution(run: DriftRun) -> None:
     offer(explain_request(run), "Trace the drift back to layers")
 
 
+def link_to_repair() -> None:
+    """A link to the form that repairs the run."""
+    st.page_link(
+        path_of("repair"),
+        label="Repair this run",
+        icon=":material/tune:",
+        query_params={"repair": "Calibrate"},
+    )
+
+
 def show_additions(run: DriftRun) -> bool:
     """Show the live job that adds diagnostics to the run, or how the last one failed; returns whether it is live."""
     if live_job(run.path, "explain") is not None:
@@ -103,10 +113,14 @@ def show_additions(run: DriftRun) -> bool:
 
 
 def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
-    """In place of a chart, a button that measures what the run lacks for it, by its sentence; whether it could be."""
+    """In place of a chart, a button or link to what the run lacks for it, by its sentence; whether there is one."""
     names, settings = addition(lacking), Settings.from_environment()
     if is_live(run.manifest) or not is_analyzed(run.manifest) or settings.read_only:
         return False
+    if CALIBRATE in lacking:
+        note(coded(lacking.replace(f"`{CALIBRATE}`", "a repair")))
+        link_to_repair()
+        return True
     if names is None:
         if ANALYZE in lacking and not settings.is_one_run:
             note(coded(lacking.replace(f"`{ANALYZE}`", "a new run")))

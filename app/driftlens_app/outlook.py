@@ -145,8 +145,11 @@ def obstacle(run: DriftRun) -> str:
     if is_live(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     missing = some_of(unanalyzed(run.manifest))
-    goes_on = "`driftlens analyze --resume` goes on"
-    return f"the run is unfinished; still to be done: {missing}. {goes_on}" if missing else ""
+    return (
+        f"the run is unfinished; still to be done: {missing}. Its analysis has to go on first"
+        if missing
+        else ""
+    )
 
 
 def past_cost(run: DriftRun) -> str:

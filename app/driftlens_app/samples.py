@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import time
 from collections.abc import Sequence
@@ -68,8 +69,9 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             require_inside(run.path / file)
     with shown_errors():
         asked, wanted = st.session_state.get(_ASKED, (0, "")) if part == "" else (0, "")
+        name, page = _inside(run, part == "points")
         data = {
-            "page": _inside(run, part == "points"),
+            "page": name,
             "run": run.id,
             "show": part,
             "dark": is_dark(),
@@ -79,10 +81,12 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             "height": _HEIGHTS[part],
             "title": "Samples that move from model to model",
         }
-        embedded = component("explorer", "<div></div>", _FRAME)
-        clicked = embedded(
-            data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
-        )
+        embedded, bring = component("explorer", "<div></div>", _FRAME), component("explorer_page", "<i></i>")
+        with st.container(gap=None):
+            bring(data={"show": part, "name": name, "page": page}, key=f"explorer-page-{part}", height=1)
+            clicked = embedded(
+                data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
+            )
         if clicked.open:
             explore(run, str(clicked.open))
 
@@ -107,8 +111,10 @@ def offer_page(run: DriftRun) -> None:
 
 
 @st.cache_data(max_entries=8, show_spinner="Laying out samples", hash_funcs={DriftRun: key_of})
-def _inside(run: DriftRun, only_points: bool) -> str:
-    return Explorer(run).inside(only_points=only_points).decode()
+def _inside(run: DriftRun, only_points: bool) -> tuple[str, str]:
+    """A name for the page, which differs wherever the page does, and the page."""
+    page = Explorer(run).inside(only_points=only_points)
+    return hashlib.sha256(page).hexdigest(), page.decode()
 
 
 def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from html import escape
+from html import escape, unescape
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.variants import Part, title
 from driftlens.findings.headline import headline
 from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
-from driftlens.findings.table import Table
+from driftlens.findings.table import INTERVAL, Table
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
@@ -35,12 +35,13 @@ from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import lay_out, merged, palette
+from driftlens_reports.charts.words import labels
 from driftlens_reports.formats.headline import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
-_NAMED, _LONG_NAME = ("name", "task"), 28
-"""Columns of names, and from how many letters on they have a width of their own, or they push numbers out of sight."""
+_NAMED, _LONG_NAME = ("name", "task", "model"), 28
+"""Columns of names, and from how many letters on they are cut, or they would push numbers out of sight."""
 _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
@@ -164,7 +165,7 @@ def caption(text: str, line: int = _LINE) -> None:
 
 def note(text: str, icon: str = "info") -> None:
     """A box with a remark, and a Material symbol before it."""
-    st.info(text, icon=f":material/{icon}:")
+    st.info(f"{text[:1].upper()}{text[1:]}", icon=f":material/{icon}:")
 
 
 def open_part(names: Sequence[str], *, key: str) -> str:
@@ -209,7 +210,9 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: A
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
     """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
-    named = {name: TextColumn(name, width=120 if is_narrow() else 220) for name in long}
+    width, letters = (128, 16) if is_narrow() else (220, 28)
+    named = {name: TextColumn(name, width=width) for name in long}
+    rows = rows.assign(**{name: [*map(unescape, labels([*rows[name]], letters))] for name in long})
     # Formats of Streamlit write a hyphen where numbers have a minus.
     signed, written = _below_zero(rows, columns), rows
     if signed:
@@ -257,14 +260,14 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     for head, shown in zip(names, sheet.shown(), strict=True):
         if shown.head != head:
             rows[head] = rows[head].map(signs)
-            columns[head] = TextColumn(shown.head)
+            columns[head] = TextColumn(shown.head, width=94 if shown.head == INTERVAL else None)
         elif shown.kind in _NUMBERS and len(shown.at) == 1:  # else a text beside its interval
             factor, digits = _NUMBERS[shown.kind]
             rows[head] = factor * numbers[head].astype(float)
             # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.
             if factor == 100:
                 rows[head] = rows[head].round(1)
-            columns[head] = NumberColumn(head.replace(" - ", " − "), format=digits)
+            columns[head] = NumberColumn(signs(head), format=digits)
     return rows, columns
 
 

@@ -112,7 +112,7 @@ def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
     return f"{text} ({', '.join(parts)})" if parts else text
 
 
-_MINUS = re.compile(r"(?<![\w.)-])-(?=\d)")
+_MINUS = re.compile(r"(?<![\w.)-])-(?=\d)|(?<=\w )-(?= \w)")
 _GLUE = re.compile(
     r"(?<=\d) (?=%|±|points\b)|(?<=±) |(?<=\bn) (?=\\?= ?\d)|(?<=[=]) (?=\d)|(?<=\d) (?=to .?\d)|(?<=\bto) (?=.?\d)"
 )

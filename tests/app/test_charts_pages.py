@@ -91,6 +91,9 @@ def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
     write_full_run(tmp_path / "plain", variants=("base", "merged"))
     app = open_app(tmp_path, "theory", theory="Gains")
     assert "no other baseline; gains are counted from merged" in said(app)
+    assert "Needs a variant besides the baseline; a repair adds one." in said(app)
+    (link,) = app.get("page_link")
+    assert (link.proto.page, link.proto.query_string) == ("repair", "repair=Calibrate")
 
 
 @pytest.mark.slow

@@ -318,6 +318,18 @@ def test_the_button_of_the_verdict_fills_in_the_merges_to_compare(open_app: Open
     assert app.multiselect(key="merges").value == ["average", "ties", "iso_c", "tsv_m"]
 
 
+def test_the_button_of_the_verdict_fills_in_the_nearer_merge_and_its_settings(
+    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = json.dumps({"method": "ties", "scaling": 0.4})
+    command = f"driftlens analyze {root}/full/spec.yaml --set 'merge={made}' --set merged=null --out x"
+    monkeypatch.setattr("driftlens.findings.verdict.next_command", lambda *_: command)
+    app = press(open_app(root, "overview"), "Analyze the nearer merge").switch_page("views/new_run.py").run()
+    assert app.selectbox(key="spec").value == "full/spec.yaml"
+    assert app.multiselect(key="merges").value == ["ties"]
+    assert app.number_input(key="merge.ties.scaling").value == 0.4
+
+
 def test_a_draft_takes_no_other_files_place(open_app: Open, root: Path, tmp_path: Path) -> None:
     (root / "pasted.yaml").write_text("of somebody else")
     (root / "pasted-1.yaml").symlink_to(tmp_path / "outside.yaml")

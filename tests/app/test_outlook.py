@@ -119,7 +119,7 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
     unfinished = open_run(run)
     assert past_cost(unfinished) == "Estimate, under Advanced, checks weights and data first."
-    text = "the run is unfinished; still to be done: analyze:mnist. `driftlens analyze --resume` goes on"
+    text = "the run is unfinished; still to be done: analyze:mnist. Its analysis has to go on first"
     assert obstacle(unfinished) == text
 
 

@@ -17,6 +17,7 @@ from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.layout import thumbs_file
 from driftlens.runs.run import open_run
 from driftlens_app.samples import pictures
+from driftlens_reports.explorer.page import Explorer
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
 from tests.records.full_run import write_full_run, write_run
@@ -24,9 +25,22 @@ from tests.records.full_run import write_full_run, write_run
 
 def embedded(app: AppTest) -> dict[str, Any]:
     """What the page gives its explorer."""
-    (given,) = [at.proto.json for at in app.get("bidi_component") if "explorer" in at.proto.component_name]
+    (given,) = [
+        at.proto.json for at in app.get("bidi_component") if at.proto.component_name.endswith("explorer")
+    ]
     told: dict[str, Any] = json.loads(given)
     return told
+
+
+def test_without_a_repair_a_link_stands_for_the_command(open_app: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "bare")
+    app = open_app(tmp_path, "samples")
+    brought = [at.proto.json for at in app.get("bidi_component") if "page" in at.proto.component_name]
+    told = json.loads(brought[0])
+    assert told["name"] == embedded(app)["page"] and "Nothing is repaired yet." in told["page"]
+    assert "driftlens calibrate" not in told["page"]
+    assert "driftlens calibrate" in Explorer(run).page.decode()
+    assert [link.proto.label for link in app.get("page_link")] == ["Repair this run"]
 
 
 def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Open, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def analyze_request(
     named = (*merged_by(merge), f"--set=name={json.dumps(name)}") if merge else ()
     resume: tuple[str, ...] = ()
     if run.is_dir() and any(run.iterdir()):
-        if job_of(run) is None or not _is_run(run):
+        if not _is_run(run) or (job_of(run) is None and read_manifest(run).finished):
             raise SpecError(f"the folder {name} is not empty", hint="Choose another name.")
         resume = ("--resume",)
     arguments = ("analyze", str(file), "--out", str(run), *named, *resume, *_PROGRESS)

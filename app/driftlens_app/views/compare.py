@@ -12,7 +12,7 @@ from driftlens.base.variants import part_of, title
 from driftlens.findings.compare import Comparison, compare, comparison_table
 from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.requests import comparisons
-from driftlens_app.pages import path_of
+from driftlens_app.live import link_to_repair
 from driftlens_app.runs import folder_of, key_of, opened, run_ids
 from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings
@@ -76,12 +76,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
         pair = _pair(run, second)
     if pair is None:
         note("The run has one model only. Calibrate it, or choose another run.")
-        st.page_link(
-            path_of("repair"),
-            label="Calibrate this run",
-            icon=":material/tune:",
-            query_params={"repair": "Calibrate"},
-        )
+        link_to_repair()
         return None
     return _compared(run, second, *pair)
 

@@ -13,7 +13,7 @@ import streamlit as st
 from driftlens.base.errors import SpecError
 from driftlens.runs.layout import SPEC
 from driftlens_app.calibration import Method, fields, methods
-from driftlens_app.drafts import PASTED, PASTED_AS, checked, draft, keep, kept_as
+from driftlens_app.drafts import GIVEN, PASTED, PASTED_AS, checked, draft, keep, kept_as
 from driftlens_app.jobs import requests, start
 from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.outlook import show_findings
@@ -33,7 +33,7 @@ PAGE = Page(
 
 _FOUND = "_preflight"
 _SPEC, _MERGES, _DRAWER = "spec", "merges", "new-merge"
-"""Keys that `drafts.compare_merges` fills, too."""
+"""Keys that `drafts.begin_merge` fills, too."""
 
 
 def show() -> None:
@@ -146,7 +146,8 @@ def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
         with st.container(border=True):
             st.markdown(f"**{plain(known.title)}**")
             caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
-            merges[method] = fields(known.settings, {}, f"merge.{method}")
+            given = st.session_state.get(GIVEN, {}).get(method, {})
+            merges[method] = fields(known.settings, given, f"merge.{method}")
     return merges
 
 

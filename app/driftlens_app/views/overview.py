@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlencode
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
+from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn
 
 from driftlens.base.variants import title
 from driftlens.base.words import counted
 from driftlens.findings.checks import CheckReport, self_checks
 from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
-from driftlens.findings.verdict import Verdict, shareable, task_sheet, verdict
+from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
-from driftlens_app.drafts import compare_merges
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import explore, pictures, show_explorer
@@ -41,18 +40,12 @@ from driftlens_app.show import (
     with_command,
     with_dots,
 )
+from driftlens_app.steps import show_steps, steps_of
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import SECTIONS, charts
 from driftlens_reports.charts.page_curves import layer_strip, mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
-_STEPS = {"merge": "Compare merges", "calibrate": "Repair", "advise": "Repair", "report": "Write a report"}
-"""The button that stands for a command, by the word that the command has."""
-_PAGES = {
-    "Compare merges": ("call_merge", "new_run"),
-    "Repair": ("build", "repair"),
-    "Write a report": ("description", "export"),
-}
 _CELLS = "contributions-heatmap"
 _MOST_PANELS = 8
 """Tasks whose samples move side by side; of more, one is shown."""
@@ -98,29 +91,15 @@ def _show_verdict(run: DriftRun) -> None:
     show_headline(run)
     with st.container(border=True, key="verdict"):
         # What a button says or does needs no sentence and no command beside it.
-        steps = [label for word, label in _STEPS.items() if f" {word} " in judged.command]
-        checks = self_checks(run)
-        doubled = (f"`{judged.command}`", f"{_badge(checks)}.") if steps else (f"{_badge(checks)}.",)
-        said = [text for text in judged.sentences if not any(part in text for part in doubled)]
+        (steps, said), checks = steps_of(run, judged), self_checks(run)
+        said = [text for text in said if f"{_badge(checks)}." not in text]
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in said))
         with st.container(horizontal=True, vertical_alignment="center"):
-            for label in dict.fromkeys([*steps, "Repair"]):
-                _step(run, label, judged.command if label in steps else "")
+            show_steps(run, steps, judged.command, "Repair")
             _to_samples(run, judged)
             _self_checks(checks)
     if judged.means:
         _task_table(run, judged)
-
-
-def _step(run: DriftRun, label: str, command: str) -> None:
-    """A button to the page that does what `command` does, the first one to press; any other where that is empty."""
-    icon, page = _PAGES[label]
-    kind: Literal["primary", "secondary"] = "primary" if command else "secondary"
-    about = shareable(run, command) or None
-    if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
-        if page == "new_run":
-            compare_merges(run, command)
-        st.switch_page(path_of(page), query_params={RUN: run.id})
 
 
 def _to_samples(run: DriftRun, judged: Verdict) -> None:
@@ -179,7 +158,6 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
     rows["by layer"] = rows["task"].map(layers)
     about = "Relative drift from the first layer to the last."
-    columns |= {head: TextColumn("95 % interval", width=94) for head in rows if head.endswith(" low")}
     columns["by layer"] = AreaChartColumn("by layer", width=70, y_min=0.0, help=about)
     tasks = rows["task"][: len(run.tasks)]
     images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]

@@ -48,6 +48,7 @@ from driftlens_app.show import (
     shown_errors,
     with_command,
 )
+from driftlens_app.steps import show_steps, steps_of
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.page_curves import left_curves, running_curve
@@ -95,6 +96,8 @@ def show() -> None:
             cost=choosing_cost(run, choosing, efforts),
         )
         _act(run, wanted, pressed, blocked=blocked)
+        if not (blocked or run.manifest.finished):
+            show_steps(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
         show_live(run.path, functools.partial(_curve, run))
         if show_bad_end(job) and job is not None and not settings.read_only:
@@ -229,11 +232,13 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
         found = verdict(run, name)
-        # The page repairs itself, and links to where reports are written.
-        has_button = {"report", "calibrate"} & {*found.command.split()}
-        said = [text for text in found.sentences if not (has_button and f"`{found.command}`" in text)]
+        steps, said = steps_of(run, found)
         for sentence in (*said, *selection_sentences(run, name)):
             st.markdown(f"- {with_command(run, sentence, found.command)}")
+        # The page repairs itself, and links to where reports are written.
+        show_steps(
+            run, [label for label in steps if label not in ("Repair", "Write a report")], found.command
+        )
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
             for sheet in calibration_sheets(run, name) if drawer.open else ():
@@ -288,7 +293,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
     _chart(run, "arena", "Drawn once there are two repairs: the button below makes those that are chosen.")
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
-            show_sheet(arena_sheet(run))
+            show_sheet(arena_sheet(run), {"cosine"})  # or it would be wider than a window
     with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
         known = calibration.methods()
         chosen = st.multiselect(

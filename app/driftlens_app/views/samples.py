@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pandas as pd
 import streamlit as st
 
-from driftlens.base.variants import title
+from driftlens.base.variants import calibration_of, title
+from driftlens_app.live import link_to_repair, offer_attribution
 from driftlens_app.pages import Page
 from driftlens_app.samples import offer_page, outcomes_of, show_explorer
 from driftlens_app.selection import TASK, VARIANTS, Selection, selection
@@ -39,7 +40,11 @@ def _explore(part: str) -> None:
         note("The run has no features yet.")
         return
     show_explorer(chosen.run)
-    offer_page(chosen.run)
+    with st.container(horizontal=True, vertical_alignment="center"):
+        offer_page(chosen.run)
+        if not any(map(calibration_of, chosen.run.variants)):
+            link_to_repair()
+    offer_attribution(chosen.run)
     for name in parts_of("samples")[part]:
         if name != "scatter":  # which reports have, where nothing moves
             show_chart(name, chosen.run, chosen.options())

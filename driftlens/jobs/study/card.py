@@ -228,6 +228,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else Markup(escaped(str(value))),
     )
+    environment.filters["typeset"] = lambda rows: [[*map(signs, cells)] for cells in rows]
     return environment.get_template("card.md.jinja")
 
 

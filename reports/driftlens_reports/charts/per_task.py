@@ -14,6 +14,7 @@ from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, ti
 from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import estimate, number, percent
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import ANALYZE
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 
@@ -156,8 +157,8 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 _NO_PERPLEXITY = (
-    "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, `driftlens analyze SPEC --out "
-    "NEW` adds it."
+    "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, "
+    f"`{ANALYZE}` adds it."
 )
 
 

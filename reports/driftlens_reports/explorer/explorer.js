@@ -941,7 +941,7 @@
     }));
     const repaint = () => { readTheme(); recolour(); refresh(); };
     if (hosted) {
-      addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { setTheme(said.dark); repaint(); } });
+      addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { const task = NAMES.task.indexOf(said.task); if (task >= 0) setTask(task); setTheme(said.dark); repaint(); } });
       new ResizeObserver(() => tell({ height: document.body.offsetHeight })).observe(document.body);
       $("open").onclick = () => open(state.task);
     } else addEventListener("hashchange", () => location.reload());

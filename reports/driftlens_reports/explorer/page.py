@@ -23,6 +23,7 @@ from driftlens_reports.formats.page import digest
 
 _HERE = pathlib.Path(__file__).parent
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
+_COMMAND = re.compile("[:;] `(driftlens [^`]+|--samples)`.*")
 _UNSAFE = re.compile("[<>&\u2028\u2029]")
 
 
@@ -51,14 +52,15 @@ class Explorer:
         return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
     def inside(self, *, only_points: bool = False) -> bytes:
-        """The same without name and headline, for a host that shows them; `only_points`: as `gathered` has them.
+        """The same without name, headline and commands, which a host shows; `only_points`: as `gathered` has them.
 
         The host puts it into a frame without an origin, whose name is "driftlens " and, as JSON: `state`, what the
         page's address would say behind its #; `dark`; and `show`: "" for all, "points" or "wall" for that part. The
         page tells it its `height`, its `state`, and as `open` the state that is to be seen in full; the host tells
-        the page of another theme: `{dark: true}`.
+        the page of another theme, and task: `{dark: true, task: "cars"}`.
         """
-        return page(gathered(self.run, self._request, only_points=True) if only_points else self._data)
+        data = gathered(self.run, self._request, only_points=True) if only_points else self._data
+        return page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
 
     @functools.cached_property
     def _data(self) -> dict[str, Any]:

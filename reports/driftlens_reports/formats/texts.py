@@ -106,7 +106,7 @@ def markdown(content: ReportContent) -> bytes:
 
 
 def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *lines = [f"| {' | '.join(map(escape, line))} |" for line in rows]
+    head, *lines = [f"| {' | '.join(escape(signs(cell)) for cell in line)} |" for line in rows]
     ends = (":--" if shown.kind == "text" else "--:" for shown in table.shown())
     return [head, f"|{'|'.join(ends)}|", *lines]
 

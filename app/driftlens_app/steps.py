@@ -1,0 +1,48 @@
+"""What to do next about a run, as buttons in the place of the command that its verdict names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import streamlit as st
+
+from driftlens.findings.verdict import Verdict, shareable
+from driftlens.runs.run import DriftRun
+from driftlens_app.drafts import begin_merge
+from driftlens_app.jobs.processes import is_at_work
+from driftlens_app.pages import path_of
+from driftlens_app.selection import RUN
+
+GO_ON = "Go on with the analysis"
+_STEPS = {
+    " --resume": GO_ON,
+    " merge=": "Analyze the nearer merge",
+    " merge ": "Compare merges",
+    " calibrate ": "Repair",
+    " advise ": "Repair",
+    " report ": "Write a report",
+}
+"""The button that stands for a command, by what the command has in it."""
+_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
+"""Icon and page of a button; of any other, those of new runs."""
+
+
+def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
+    """Buttons that stand for the verdict's command, and its sentences without what they or a job under way answer."""
+    command = found.command.replace("'", "")
+    steps = [] if is_at_work(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
+    is_answered = steps or is_at_work(run.path)
+    return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
+
+
+def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
+    """Buttons to press: first those that do what `command` does, then `others`."""
+    for label in dict.fromkeys([*steps, *others]):
+        icon, page = _PAGES.get(label, ("call_merge", "new_run"))
+        kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"
+        about = shareable(run, command) if label in steps else None
+        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
+            if page == "new_run":
+                begin_merge(run, command)
+            st.switch_page(path_of(page), query_params={RUN: run.id})

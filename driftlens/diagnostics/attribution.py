@@ -29,6 +29,7 @@ from driftlens.linalg.state import (
     floating,
     inner,
     norm,
+    panels_for,
     relative_error,
     subtract,
 )
@@ -80,6 +81,10 @@ def pulled_back(steps: Sequence[Step], covector: State) -> Iterator[tuple[Step, 
             covector = PathJacobian(step.call, step.expert_in, step.merged_in, step.nodes).vjp(covector)
 
 
+Scored = tuple[ScoreMap, Tensor, Tensor]
+"""A variant's score map for the task, and the features [n, d] of expert and variant."""
+
+
 def drift_target(expert: Tensor, variant: Tensor) -> Target:
     """The final drift itself: u = e_L / |e_L|^2, so that the parts are shares and sum to 1. NaN without drift."""
     drift = variant - expert
@@ -88,57 +93,79 @@ def drift_target(expert: Tensor, variant: Tensor) -> Target:
     return Target(drift / each, torch.where(energy > 0, 1.0, torch.nan))
 
 
-def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
-    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41); features [n, d], true rows [n].
+def loss_targets(scored: Sequence[Scored], labels: Sequence[Tensor]) -> list[Target]:
+    """The cross-entropy of each variant minus that of the expert, in nats (Eq. 41); labels are true rows, [n] each.
 
-    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments. `head` is the
-    variant's score map for the task; what another map of the expert's changes is no drift.
+    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments. What another map
+    of the expert's changes is no drift. A device is waited for once for all variants.
     """
-    start, end = head.scores(expert), head.scores(variant)
-    wanted = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
-    gradient = torch.zeros_like(start)
-    for t, weight in composite_nodes(end - start):
-        gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
-    return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
+    ends = [(head.scores(expert), head.scores(variant)) for head, expert, variant in scored]
+    panels, targets = panels_for([end - start for start, end in ends]), []
+    for of, rows, (start, end), number in zip(scored, labels, ends, panels, strict=True):
+        wanted = torch.zeros_like(start).scatter_(1, rows[:, None], 1.0)
+        gradient = torch.zeros_like(start)
+        for t, weight in composite_nodes(end - start, number):
+            gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
+        targets.append(Target(_pulled(*of, gradient), (gradient * (end - start)).sum(dim=1)))
+    return targets
 
 
-def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
-    """The variant's margin of the expert's decision minus the expert's own, in scores.
+def margin_targets(scored: Sequence[Scored]) -> list[Target]:
+    """Each variant's margin of the expert's decision minus the expert's own, in scores.
 
     A margin is the score of the class that the expert chooses minus that of the strongest other class, its rival: each
     model's own. The variant decides otherwise exactly where its margin is negative. With one class there is no margin,
     and NaN.
 
     u pulls back the chosen class minus the rivals met on the way, each counting for the part of the segment of scores
-    on which it is the strongest: scores are linear there, so the change is their product with u exactly.
+    on which it is the strongest: scores are linear there, so the change is their product with u exactly. A device is
+    waited for as often as one sample's rivals change, for all variants together.
     """
-    start, end = head.scores(expert), head.scores(variant)
-    if start.shape[1] < 2:
-        return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
-    chosen = start.argmax(dim=1, keepdim=True)
-    before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
-    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rivals(start, end, chosen)
-    change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
-    return Target(_pulled(head, expert, variant, direction), change)
+    ends = [(head.scores(expert), head.scores(variant)) for head, expert, variant in scored]
+    targets = []
+    for (head, expert, variant), (start, end), rivals in zip(scored, ends, _rivals(ends), strict=True):
+        if start.shape[1] < 2:
+            nothing = torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan)
+            targets.append(Target(*nothing))
+            continue
+        chosen = start.argmax(dim=1, keepdim=True)
+        before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
+        direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - rivals
+        change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
+        targets.append(Target(_pulled(head, expert, variant, direction), change))
+    return targets
 
 
-def _rivals(start: Tensor, end: Tensor, chosen: Tensor) -> Tensor:
-    """For how much of the segment from `start` to `end` each class but the chosen one has the largest score, [n, c].
+def _rivals(ends: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For how much of each segment of scores each class but the one chosen at its start is the largest, [n, c] each.
 
     The largest of lines is followed from crossing to crossing; a later one climbs more steeply, so no class comes back.
     """
-    change = end - start
-    others = start.scatter(1, chosen, -torch.inf)
-    shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
-    rival = others.argmax(dim=1, keepdim=True)
-    while bool((t < 1).any()):
+    ways = [_Rivals(*pair) for pair in ends]
+    while ways and bool(torch.stack([(way.t < 1).any() for way in ways]).any()):
+        for way in ways:
+            way.go_on()
+    return [way.shares for way in ways]
+
+
+class _Rivals:
+    """How far segments of scores are followed, `t`, and the shares so far; going on behind the end changes nothing."""
+
+    def __init__(self, start: Tensor, end: Tensor) -> None:
+        self.change = end - start
+        self.others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
+        self.shares, self.t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
+        self.rival = self.others.argmax(dim=1, keepdim=True)
+
+    def go_on(self) -> None:
+        """As far as the next crossing, or the end."""
+        change, others, rival = self.change, self.others, self.rival
         ahead, steeper = others.gather(1, rival) - others, change - change.gather(1, rival)
-        crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(t)
-        reached, following = crossing.min(dim=1, keepdim=True)
+        crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(self.t)
+        reached, self.rival = crossing.min(dim=1, keepdim=True)
         reached = reached.clamp_max(1)
-        shares.scatter_add_(1, rival, reached - t)
-        t, rival = reached, following
-    return shares
+        self.shares.scatter_add_(1, rival, reached - self.t)
+        self.t = reached
 
 
 def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:

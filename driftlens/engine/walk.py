@@ -87,6 +87,7 @@ class Passage:
         is_full: whether a task without samples is refused.
         is_patient: whether features that are NaN or infinite are refused by `check`, for all parts that crossed a layer
             at once, and not behind every one: whoever looks at them has to wait for a device.
+        watches: what crossed layers since the last `check`; several passages may share them.
     """
 
     pool: ModelPool
@@ -98,8 +99,8 @@ class Passage:
     file_prefix: str = ""
     is_full: bool = True
     is_patient: bool = False
+    watches: list[FiniteWatch] = field(default_factory=list, init=False)
     waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
-    _watches: list[FiniteWatch] = field(default_factory=list, init=False)
 
     @property
     def all_waiting(self) -> Iterator[WaitingBatch]:
@@ -117,17 +118,13 @@ class Passage:
     ) -> Crossing:
         """The batches of a part before a layer, to be taken through it; arguments as for `batches`."""
         watch = FiniteWatch(layer, task, self.parts[task][part].ids)
-        self._watches.append(watch)
+        self.watches.append(watch)
         ended = (lambda: None) if self.is_patient else self.check
         return Crossing(layer, watch, self.batches(layer, task, part, waits=waits, tell=tell), ended)
 
     def check(self) -> None:
         """Refuse features that have crossed a layer since the last time and are NaN or infinite."""
-        watches, self._watches = self._watches, []
-        totals = [total for watch in watches for totals in watch.totals.values() for total in totals]
-        if totals and not bool(torch.isfinite(torch.cat(totals)).all()):
-            for watch in watches:
-                watch.check()
+        require_finite(self.watches)
 
     def batches(
         self,
@@ -242,6 +239,15 @@ class FiniteWatch:
                     task=self.task,
                     sample=sample,
                 )
+
+
+def require_finite(watches: list[FiniteWatch]) -> None:
+    """Refuse features that were seen and are NaN or infinite, by one look at all; what was looked at is let go."""
+    totals = [total for watch in watches for totals in watch.totals.values() for total in totals]
+    if totals and not bool(torch.isfinite(torch.cat(totals)).all()):
+        for watch in watches:
+            watch.check()
+    watches.clear()
 
 
 @dataclass
@@ -528,6 +534,7 @@ def walk(
     *,
     reference: Reference = "expert",
     ids: Sequence[str] = (),
+    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[LayerView]:
     """Layer views in forward order: for each layer, for each batch, for each variant.
 
@@ -541,13 +548,17 @@ def walk(
         batches: the samples, each batch read once.
         reference: see `Reference`.
         ids: sample ids, for messages.
+        watches: where features are noted that somebody else looks at, by `require_finite`; None looks behind every
+            layer.
 
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
     expert, is_forth = pool.expert(task), reference == "expert"
     models = [expert, *variants]
-    passage = Passage(pool, {task: [Given(lambda: batches, ids)]}, models, is_full=False)
+    parts = {task: [Given(lambda: batches, ids)]}
+    passage = Passage(pool, parts, models, is_full=False, is_patient=watches is not None)
+    passage.watches = passage.watches if watches is None else watches
 
     def visit(layer: Layer) -> Iterator[LayerView]:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
@@ -602,13 +613,20 @@ def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Rou
 
 
 def layer_states(
-    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = ""
+    pool: ModelPool,
+    model: str,
+    batches: Iterable[Batch],
+    *,
+    task: str = "",
+    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
     """One model's plain forward, layer by layer: each layer with (first sample, state, side inputs) of every batch.
 
-    Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
+    Layers are read one at a time while all given batches wait, so hand over as many as memory allows. With `watches`
+    somebody else looks whether features are finite, as for `walk`; without, it is looked behind the last layer.
     """
     passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False, is_patient=True)
+    passage.watches = passage.watches if watches is None else watches
 
     def visit(layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
         layer_map = pool.layer_map(model, layer, task)
@@ -616,7 +634,7 @@ def layer_states(
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             crossing.take(batch, model, layer_map)
-        if layer is pool.chain.layers[-1]:
+        if watches is None and layer is pool.chain.layers[-1]:
             passage.check()
         yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
 
@@ -624,13 +642,20 @@ def layer_states(
 
 
 def forward(
-    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "", pooling: Pool | None = None
+    pool: ModelPool,
+    model: str,
+    batches: Iterable[Batch],
+    *,
+    task: str = "",
+    pooling: Pool | None = None,
+    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Final features of one model, batch by batch: (position of the first sample, [n, d]).
 
-    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is.
+    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is. `watches`
+    are as for `layer_states`.
     """
-    for layer, states in layer_states(pool, model, batches, task=task):
+    for layer, states in layer_states(pool, model, batches, task=task, watches=watches):
         if layer.role == "head":
             for start, state, side in states:
                 yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from transformers import masking_utils
@@ -26,7 +27,7 @@ from driftlens.models.taking_apart import dissection
 from driftlens.models.taking_apart.mixtures import _mixture, _Watch
 from tests.accelerator import counted
 from tests.accelerator.counting import Apart, Waits, of_phases, since, waited
-from tests.accelerator.subjects import models, pool_on, small
+from tests.accelerator.subjects import models, pool_on, small, tables
 from tests.calibration.helpers import batched, given, ground
 from tests.zoo import mixtures
 from tests.zoo.cases import perturbed
@@ -57,11 +58,14 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Crossing, "take", reading)
 
 
-def by_phase(world: World, out: Path, batch_size: int, num_baselines: int) -> dict[str, Waits]:
+# No kink is met so well: nodes are doubled as often as they may be, and every time somebody has to look.
+_DOUBLED = {"samples": 4, "nodes": 2, "max_nodes": 8, "tolerance": 1e-12}
+
+
+def by_phase(world: World, out: Path, batch_size: int, num_baselines: int, **asked: Any) -> dict[str, Waits]:
     """Waits in every phase of an analysis of two tasks with four samples."""
-    defaults = {"n": 4, "n_diagnosis": 4, "batch_size": batch_size}
-    spec = world.spec(metrics={"jacobian": {"samples": 2, "nodes": 4, "max_nodes": 4}})
-    spec["data"]["defaults"] = defaults
+    spec = world.spec(metrics={"jacobian": {"samples": 2, "nodes": 4, "max_nodes": 4}} | asked)
+    spec["data"]["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": batch_size}
     weights = {"weights": str(world.weights(world.tasks[0]))}
     spec["baselines"] = {f"other{number}": weights for number in range(num_baselines)}
     return of_phases(spec, out)
@@ -71,29 +75,53 @@ def test_an_analysis_waits_per_layer(sim: torch.device, world: World, tmp_path: 
     few, narrow, many = (
         by_phase(world, tmp_path / f"{size}", size, num) for size, num in ((4, 1), (1, 1), (2, 3))
     )
-    assert narrow == few
+    assert narrow == few == many
     for name in world.tasks:
-        if (
-            name != world.tasks[0]
-        ):  # whose first two samples are also held against float64, variant by variant
-            # Whether features are finite; columns, vectors and how far the library's are off.
-            assert few[f"analyze:{name}"] == many[f"analyze:{name}"] == (LAYERS, 3 * LAYERS, 0)
-        # A look at each of base, merged model, expert and baselines, and their answers.
-        assert few[f"evaluate:{name}"] == (4, 1, 0) and many[f"evaluate:{name}"] == (6, 1, 0)
-        # Of each variant that is explained: whether features are finite, whether nodes suffice; the columns.
+        # Whether features are finite; columns, vectors and how far the library's are off. The first two samples of the
+        # first task are also held against float64.
+        more = name == world.tasks[0]
+        assert few[f"analyze:{name}"] == (LAYERS + more, 3 * LAYERS + more, 0)
+        # Whether features are finite, and who is right.
+        assert few[f"evaluate:{name}"] == (1, 1, 0)
+        # Whether features are finite; numbers by layer, and those of all layers.
+        assert few[f"explain:{name}"] == (LAYERS, 2, 0)
+
+
+EVERYTHING = {"jacobian": _DOUBLED, "adjoint": True, "groups": True}
+
+
+def test_causes_wait_per_layer_whatever_the_variants(sim: torch.device, world: World, tmp_path: Path) -> None:
+    """Also where nodes are added, and for what is taken back: two more walks, targets and groups of modules."""
+    few, many = (by_phase(world, tmp_path / f"{num}", 4, num, **EVERYTHING) for num in (1, 3))
+    assert few == many
+    for name in world.tasks:
         read, copied, sent = few[f"explain:{name}"]
-        assert many[f"explain:{name}"] == (2 * read, 2 * copied, 2 * sent) and read <= 2 * 2 * LAYERS
+        assert LAYERS < read <= 6 * LAYERS and 2 < copied <= 3 * LAYERS and not sent
+
+
+def test_variants_are_explained_apart_where_memory_is_too_little(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path
+) -> None:
+    """To equal numbers, and more waits."""
+    seen, runs = [], [tmp_path / name for name in ("together", "apart")]
+    for run in runs:
+        seen.append(by_phase(world, run, 4, 1, **EVERYTHING)[f"explain:{world.tasks[0]}"])
+        monkeypatch.setattr(causes, "fitting_batch", lambda size: 1)
+    assert seen[0][0] < seen[1][0]
+    together, apart = map(tables, runs)
+    for name, table in together.items():
+        pd.testing.assert_frame_equal(table, apart[name], check_exact=True)
 
 
 def test_a_value_read_of_every_batch_is_found(
     sim: torch.device, world: World, tmp_path: Path, planted: None
 ) -> None:
-    seen = by_phase(world, tmp_path / "run", 2, 1)
-    assert seen[f"analyze:{world.tasks[1]}"][0] > LAYERS and seen[f"evaluate:{world.tasks[1]}"][0] > 4
+    few, many = (by_phase(world, tmp_path / f"{num}", 2, num) for num in (1, 2))
+    for phase in ("analyze", "evaluate", "explain"):
+        assert few[f"{phase}:{world.tasks[1]}"][0] > LAYERS
+        assert few[f"{phase}:{world.tasks[1]}"] < many[f"{phase}:{world.tasks[1]}"]
 
 
-# No kink is met so well: nodes are doubled as often as they may be, and every time somebody has to look.
-_DOUBLED = {"samples": 4, "nodes": 2, "max_nodes": 8, "tolerance": 1e-12}
 ASKED: dict[str, dict[str, Any]] = {
     "plain": dict.fromkeys(("contributions", "prefix", "cka", "adjoint", "groups"), True)
     | {"jacobian": _DOUBLED},

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from driftlens.base.diagnostic import Diagnostic, chosen, diagnostics
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.progress import Reporter
-from driftlens.jobs.analyze.causes import adjoint_columns, group_rows
+from driftlens.jobs.analyze.causes import adjoint_columns, group_rows, together
 from driftlens.jobs.analyze.diagnosis import diagnosis_of, stacked, walked
 from driftlens.jobs.study.reopening import Phase
 from driftlens.jobs.study.study import Study
@@ -111,16 +111,19 @@ class Additions:
             adjoint_columns if option == "adjoint" else group_rows
         )
 
-        def found(variant: str) -> list[dict[str, Any]]:
-            of = known[(known["variant"] == variant) & known["nodes"].notna()]
-            return list(
-                follow(study, task, variant, dict(zip(of["layer"], of["nodes"].astype(int), strict=True)))
-            )
+        def found(some: Sequence[str]) -> list[dict[str, Any]]:
+            nodes = {}
+            for name in some:
+                of = known[(known["variant"] == name) & known["nodes"].notna()]
+                nodes[name] = dict(zip(of["layer"], of["nodes"].astype(int), strict=True))
+            return list(follow(study, task, nodes))
 
-        for variant in self.reporter.track(
-            variants, "explain", lambda name: f"{option} of task {task}, {name}"
+        for some in self.reporter.track(
+            list(together(study, variants)),
+            "explain",
+            lambda some: f"{option} of task {task}, {', '.join(some)}",
         ):
-            rows = study.team.at(study.owner(task), partial(found, variant))
+            rows = study.team.at(study.owner(task), partial(found, some))
             if rows:
                 frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
                 self.writer.append(_FOLLOWED[option], frame, replace=True)

@@ -19,7 +19,7 @@ from torch.func import vjp
 from driftlens.base.devices import moved
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, fitting_batch
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, smooth_split, walk
@@ -29,6 +29,9 @@ from driftlens.linalg.state import State, inner, norm, subtract
 from driftlens.models.chain import pooled
 from driftlens.models.heads import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
+
+Nodes = Mapping[str, Mapping[int, int]]
+"""Variant -> layer -> nodes of its path-averaged Jacobians."""
 
 BATCH = 8
 """Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
@@ -58,22 +61,25 @@ def attribution_of(
 
 
 def _explained(
-    study: Study, task: str, variants: Sequence[str], pieces: Sequence[Sequence[list[_Followed]]]
+    study: Study, task: str, variants: Sequence[str], pieces: Sequence[Mapping[str, _Followed]]
 ) -> Explanation:
     found, ids = Explanation(), study.tasks[task].diagnosis.ids
-    for number, variant in enumerate(variants):
-        rows, final_shares = _columns(study, [part for piece in pieces for part in piece[number]])
+    nodes: dict[str, dict[int, int]] = {}
+    for variant in variants:
+        rows, final_shares = _columns(study, _Followed.joined([piece[variant] for piece in pieces]))
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             found.layers.append(key | rows[layer])
             shares = final_shares[layer - 1]
             found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
         found.warnings += _unconverged(study, task, variant, rows)
-        nodes = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
+        nodes[variant] = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
+    for some in together(study, variants):
+        of_some = {variant: nodes[variant] for variant in some}
         if "groups" in study.settings.options:
-            found.groups += group_rows(study, task, variant, nodes)
+            found.groups += group_rows(study, task, of_some)
         if "adjoint" in study.settings.options:
-            found.adjoint += adjoint_columns(study, task, variant, nodes)
+            found.adjoint += adjoint_columns(study, task, of_some)
     return found
 
 
@@ -97,49 +103,91 @@ def _unconverged(
 
 @dataclass(frozen=True)
 class _Followed:
-    """What one batch [n] says: |e_L|^2, and by layer [L, n] contributions and prefix swaps, where asked for."""
+    """What some samples say of one variant: numbers by name and layer, samples along the last axis, and nodes by layer.
 
-    energy: Tensor
-    sensitivities: dict[int, attribution.LayerSensitivity]
-    shares: Tensor | None
-    prefix_shares: Tensor | None
+    Those of all layers together are of layer 0: `energy` |e_L|^2, [n], and where they were asked for `final_share` and
+    `prefix_share`, the layers' parts of it, [L, n].
+    """
+
+    numbers: dict[tuple[str, int], NDArray[np.float64]]
+    nodes: dict[int, int]
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Followed]) -> _Followed:
+        """The same of all samples."""
+        names, nodes = parts[0].numbers, parts[0].nodes
+        return cls(
+            {name: np.concatenate([part.numbers[name] for part in parts], axis=-1) for name in names},
+            {layer: max(part.nodes[layer] for part in parts) for layer in nodes},
+        )
+
+
+def together(study: Study, variants: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Variants that are followed side by side, so that a device is waited for once for all of them.
+
+    They are fewer where memory has been too little; on the host, where nobody waits, one by one.
+    """
+    size = 1 if study.pool.device.type == "cpu" else fitting_batch(len(variants))
+    return (variants[first : first + size] for first in range(0, len(variants), size))
 
 
 @torch.no_grad()
 def _followed(
     study: Study, task: str, variants: Sequence[str], reporter: Reporter, first: int, last: int
-) -> list[list[_Followed]]:
-    """Why each variant's features drift on some batches of the first samples of one task: by variant and batch."""
+) -> dict[str, _Followed]:
+    """Why each variant's features drift on some batches of the first samples of one task."""
     settings = study.settings.jacobian
     assert settings is not None
     samples = _first_samples(study, task)
     num_layers = len(study.pool.chain.layers)
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
-    meter, part, found = TaskMeter(reporter, "explain", units, task), samples.positions(first, last), []
-    for number, variant in enumerate(variants):
-        followed = [attribution.Contributions(settings) for _ in range(first, last)]
+    meter, part = TaskMeter(reporter, "explain", units, task), samples.positions(first, last)
+    done, found = 0, dict[str, _Followed]()
+    for some in together(study, variants):
+        # By batch and variant, as the walk sees them.
+        followed = [(name, attribution.Contributions(settings)) for _ in range(first, last) for name in some]
         swapped = [attribution.PrefixSwaps() for _ in followed]
         batches = samples.batches(part.start, part.stop)
-        views = walk(study.pool, task, [variant], batches, ids=samples.ids)
+        views = walk(study.pool, task, some, batches, ids=samples.ids)
         # The host decides for every batch by itself, as nobody waits there, and holds one batch's products at a time.
         at_once = 1 if study.pool.device.type == "cpu" else len(followed)
         places = itertools.cycle(range(0, len(followed), at_once) if followed else ())
         while seen := list(itertools.islice(views, at_once)):
             layer, place = seen[0].layer.index, next(places)
-            meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
-            attribution.carry_together(followed[place : place + at_once], seen)
+            meter.step(done + (layer - 1) * len(some), f"causes, layer {layer} of {num_layers}")
+            attribution.carry_together([of for _, of in followed[place : place + at_once]], seen)
             if settings.prefix:
                 for swaps, view in zip(swapped[place:], seen, strict=False):
                     swaps.add(view)
-        parts = []
-        for of, swaps in zip(followed, swapped, strict=True):
-            shares = of.shares() if settings.contributions else None
-            parts.append(
-                _Followed(of.energy(), of.sensitivities, shares, swaps.shares() if settings.prefix else None)
-            )
-        found.append(parts)
+        done += num_layers * len(some)
+        found |= _fetched(some, followed, swapped)
     meter.finish()
     return found
+
+
+def _fetched(
+    variants: Sequence[str],
+    followed: Sequence[tuple[str, attribution.Contributions]],
+    swapped: Sequence[attribution.PrefixSwaps],
+) -> Iterator[tuple[str, _Followed]]:
+    """What was found of some variants; all numbers come from the device together."""
+    parts: dict[tuple[str, str, int], list[Tensor]] = defaultdict(list)
+    nodes: dict[str, dict[int, int]] = {variant: {} for variant in variants}
+    for (variant, of), swaps in zip(followed, swapped, strict=True):
+        parts[variant, "energy", 0].append(of.energy())
+        if of.settings.contributions:
+            parts[variant, "final_share", 0].append(of.shares())
+        if of.settings.prefix:
+            parts[variant, "prefix_share", 0].append(swaps.shares())
+        for layer, seen in of.sensitivities.items():
+            nodes[variant][layer] = max(seen.nodes, nodes[variant].get(layer, 0))
+            for name in ("error", "size", "random_gain", "spectral_norm", "spectral_residual"):
+                if (number := getattr(seen, name)) is not None:
+                    parts[variant, name, layer].append(number)
+    numbers: dict[str, dict[tuple[str, int], NDArray[np.float64]]] = {variant: {} for variant in variants}
+    for (variant, name, layer), values in fetched(parts, dim=-1).items():
+        numbers[variant][name, layer] = values.double().numpy()
+    return ((variant, _Followed(numbers[variant], nodes[variant])) for variant in variants)
 
 
 def _first_samples(study: Study, task: str) -> SampleSet:
@@ -149,25 +197,24 @@ def _first_samples(study: Study, task: str) -> SampleSet:
     return dataclasses.replace(samples, ids=samples.ids[: study.settings.jacobian.samples], batch_size=BATCH)
 
 
-def _columns(
-    study: Study, parts: Sequence[_Followed]
-) -> tuple[dict[int, dict[str, float | int]], NDArray[np.float64]]:
+def _columns(study: Study, found: _Followed) -> tuple[dict[int, dict[str, float | int]], NDArray[np.float64]]:
     """Columns of the layer table by layer, and `final_share` per sample [L, n] of the samples that were followed."""
-    energy = _joined([part.energy for part in parts])
+    numbers, energy = found.numbers, found.numbers["energy", 0]
     num_layers, count = len(study.pool.chain.layers), len(energy)
     layers: dict[int, dict[str, float | int]] = {
         index: {"jacobian_samples": count} for index in range(1, num_layers + 1)
     }
-    for index in parts[0].sensitivities:
-        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in parts])
+    for index, nodes in found.nodes.items():
+        of_layer = {name: values for (name, layer), values in numbers.items() if layer == index}
+        layers[index] |= _sensitivity_columns(of_layer) | {"nodes": nodes}
     per_sample = np.full((num_layers, count), np.nan)
-    if there := [part.shares for part in parts if part.shares is not None]:
-        shares = _joined(there)
+    if ("final_share", 0) in numbers:
+        shares = numbers["final_share", 0]
         _fill(layers, "final_share", shares, energy)
         layers[num_layers]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
         per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
-    if there := [part.prefix_shares for part in parts if part.prefix_shares is not None]:
-        _fill(layers, "prefix_share", _joined(there), energy)
+    if ("prefix_share", 0) in numbers:
+        _fill(layers, "prefix_share", numbers["prefix_share", 0], energy)
     return layers, per_sample
 
 
@@ -185,40 +232,38 @@ def _fill(
         layers[index] |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
 
 
-def _sensitivity_columns(parts: list[attribution.LayerSensitivity]) -> dict[str, float | int]:
-    error, size = (_joined([getattr(part, name) for part in parts]) for name in ("error", "size"))
+def _sensitivity_columns(numbers: Mapping[str, NDArray[np.float64]]) -> dict[str, float | int]:
+    error, size = numbers["error"], numbers["size"]
     columns: dict[str, float | int] = {
-        "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
-        "nodes": max(part.nodes for part in parts),
+        "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan
     }
-    gains = [part.random_gain for part in parts if part.random_gain is not None]
-    if gains:
-        columns["random_gain_mean"] = float(_joined(gains).mean())
-    norms = [part.spectral_norm for part in parts if part.spectral_norm is not None]
-    residuals = [part.spectral_residual for part in parts if part.spectral_residual is not None]
-    if norms:
-        columns["spectral_norm_mean"] = float(np.nanmean(_joined(norms)))
-        columns["spectral_residual_max"] = float(np.nanmax(_joined(residuals)))
+    if "random_gain" in numbers:
+        columns["random_gain_mean"] = float(numbers["random_gain"].mean())
+    if "spectral_norm" in numbers:
+        columns["spectral_norm_mean"] = float(np.nanmean(numbers["spectral_norm"]))
+        columns["spectral_residual_max"] = float(np.nanmax(numbers["spectral_residual"]))
     return columns
 
 
-def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
-    return torch.cat(parts, dim=-1).cpu().double().numpy()
-
-
 @torch.no_grad()
-def adjoint_columns(
-    study: Study, task: str, variant: str, nodes: Mapping[int, int]
-) -> Iterator[dict[str, Any]]:
-    """Columns of the `adjoint` table, by target and layer; `nodes` sufficed for the forward pass, by layer."""
-    taken = list(_taken_back(study, task, variant, nodes))
+def adjoint_columns(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Columns of the `adjoint` table of some variants, side by side, by target and layer.
+
+    `nodes` are those variants, and what sufficed for their forward pass.
+    """
+    taken, measured = (
+        list(_taken_back(study, task, nodes)),
+        defaultdict[tuple[str, str, str], list[Tensor]](list),
+    )
     ends = [seen[-1] for seen, _ in taken]
-    for name, targets in _targets(study, ends).items():
-        pulled = [
-            attribution.adjoint_parts(steps, {last.layer.stream: target.covector})
-            for (_, steps), last, target in zip(taken, ends, targets, strict=True)
-        ]
-        parts, change = _joined(pulled), _joined([target.change for target in targets])
+    for (_, steps), last, targets in zip(taken, ends, _targets(study, ends), strict=True):
+        for name, target in targets.items():
+            covector = {last.layer.stream: target.covector}
+            measured[last.variant, name, "parts"].append(attribution.adjoint_parts(steps, covector))
+            measured[last.variant, name, "change"].append(target.change)
+    numbers = {key: values.double().numpy() for key, values in fetched(measured, dim=-1).items()}
+    for variant, name in ((variant, name) for variant, name, of in measured if of == "parts"):
+        parts, change = (numbers[variant, name, of] for of in ("parts", "change"))
         of_target = {"sample_id": list(study.tasks[task].diagnosis.ids[: len(change)]), "change": change}
         for layer, part in enumerate(parts, start=1):
             key = {"task": task, "variant": variant, "target": name, "layer": layer}
@@ -227,62 +272,71 @@ def adjoint_columns(
 
 
 @torch.no_grad()
-def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) -> Iterator[dict[str, Any]]:
-    """Rows of the table of module groups; arguments and errors as for `adjoint_columns`."""
-    measured: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
-    for seen, steps in _taken_back(study, task, variant, nodes):
-        last = seen[-1]
-        drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
-        for view, (step, pulled) in zip(reversed(seen), attribution.pulled_back(steps, drift), strict=True):
-            if view.layer.index not in study.settings.stored_layers:
-                continue
-            expert, merged = (study.pool.layer_map(at, view.layer, task) for at in (expert_of(task), variant))
-            parts, whole = (
-                attribution.group_mismatches(expert, merged, view.expert_in, view.side),
-                step.local_mismatch,
-            )
-            if view.routes:  # what going elsewhere changes is no module's
-                parts["routing"] = subtract(whole, decompose(view).local_mismatch)
-            rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
-            common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
-            for group, part in parts.items():
-                measured[view.layer.index, group].append(
-                    torch.stack([inner(part, whole), inner(part, pulled), *common])
-                )
+def group_rows(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Rows of the table of module groups; arguments as for `adjoint_columns`."""
+    measured: dict[tuple[str, int, str], list[Tensor]] = defaultdict(list)
+    for seen, steps in _taken_back(study, task, nodes):
+        for layer, group, numbers in _group_numbers(study, seen, steps):
+            measured[seen[-1].variant, layer, group].append(numbers)
     for key, per_sample in fetched(measured, dim=1).items():
         of = per_sample.double().numpy().sum(axis=1)
         ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
-        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))
+        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, *key, *ratios), strict=True))
+
+
+def _group_numbers(
+    study: Study, seen: Sequence[LayerView], steps: Sequence[attribution.Step]
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Of one batch, layer and group of modules what its share of mismatch and drift is made of, [6, n]."""
+    last = seen[-1]
+    drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
+    for view, (step, pulled) in zip(reversed(seen), attribution.pulled_back(steps, drift), strict=True):
+        if view.layer.index not in study.settings.stored_layers:
+            continue
+        expert, merged = (
+            study.pool.layer_map(at, view.layer, view.task) for at in (expert_of(view.task), view.variant)
+        )
+        parts = attribution.group_mismatches(expert, merged, view.expert_in, view.side)
+        whole = step.local_mismatch
+        if view.routes:  # what going elsewhere changes is no module's
+            parts["routing"] = subtract(whole, decompose(view).local_mismatch)
+        rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
+        common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
+        for group, part in parts.items():
+            numbers = torch.stack([inner(part, whole), inner(part, pulled), *common])
+            yield view.layer.index, group, numbers
 
 
 def _taken_back(
-    study: Study, task: str, variant: str, nodes: Mapping[int, int]
+    study: Study, task: str, nodes: Nodes
 ) -> Iterator[tuple[list[LayerView], list[attribution.Step]]]:
-    """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
+    """Of each variant and batch of the first samples all layers in forward order, as the walk saw them and as steps."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples = _first_samples(study, task)
-    views: dict[int, list[LayerView]] = defaultdict(list)
-    mismatches: dict[int, list[State]] = defaultdict(list)
-    for view in walk(study.pool, task, [variant], samples.batches()):
-        mismatches[view.start].append(smooth_split(view).local_mismatch)
+    samples, variants = _first_samples(study, task), [*nodes]
+    views: dict[tuple[str, int], list[LayerView]] = defaultdict(list)
+    mismatches: dict[tuple[str, int], list[State]] = defaultdict(list)
+    for view in walk(study.pool, task, variants, samples.batches()):
+        mismatches[view.variant, view.start].append(smooth_split(view).local_mismatch)
         # The view's own layer functions hold the layer's parameters; they are read again on the way back.
-        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten, variant_along=None))
+        views[view.variant, view.start].append(
+            dataclasses.replace(view, crossed_layer=_forgotten, variant_along=None)
+        )
 
     def call(view: LayerView, state: State) -> State:
         routes = view.routes["crossed"].given() if view.routes else None
-        return study.pool.layer_map(variant, view.layer, task)(state, view.side.along(routes))
+        return study.pool.layer_map(view.variant, view.layer, task)(state, view.side.along(routes))
 
-    for start, seen in views.items():
+    for (variant, start), seen in sorted(views.items(), key=lambda pair: variants.index(pair[0][0])):
         steps = [
             attribution.Step(
                 call=partial(call, view),
                 expert_in=view.expert_in,
                 merged_in=view.merged_in,
                 local_mismatch=mismatch,
-                nodes=nodes.get(view.layer.index, settings.nodes),
+                nodes=nodes[variant].get(view.layer.index, settings.nodes),
             )
-            for view, mismatch in zip(seen, mismatches[start], strict=True)
+            for view, mismatch in zip(seen, mismatches[variant, start], strict=True)
         ]
         yield seen, steps
 
@@ -291,26 +345,34 @@ def _forgotten(state: State) -> State:
     raise AssertionError("the layer's parameters are read again")
 
 
-def _targets(study: Study, ends: Sequence[LayerView]) -> dict[str, list[attribution.Target]]:
-    """By name what is explained, batch by batch; scores are those of all batches at once, so that one wait does."""
-    pooling, stream, samples = study.settings.pool, ends[0].layer.stream, study.tasks[ends[0].task].diagnosis
+def _targets(study: Study, ends: Sequence[LayerView]) -> list[dict[str, attribution.Target]]:
+    """Of every end what is explained, by name; scores are those of all ends at once, so that one wait does."""
+    task, pooling, stream = ends[0].task, study.settings.pool, ends[0].layer.stream
     pairs = [(last.expert_out[stream], last.merged_out[stream]) for last in ends]
-    targets = {"final_drift": [attribution.drift_target(*pair) for pair in pairs]}
-    head = study.head(ends[0].task, ends[0].variant)
-    if head is None:
-        return targets
+    targets = [{"final_drift": attribution.drift_target(*pair)} for pair in pairs]
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
     pools = [partial(pooled, how=pooling, mask=last.side.mask(stream)) for last in ends]
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, pairs, strict=True)]
-    befores, pulls = zip(*pulled, strict=True)
-    before = torch.cat(befores)
-    after = torch.cat([pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)])
-    scored = {"margin": attribution.margin_target(head, before, after)}
-    if samples.labels is not None:
-        labels = moved(class_rows(head, samples.labels[: len(before)]), before.device)
-        scored["loss"] = attribution.loss_target(head, before, after, labels)
-    sizes = [len(of) for of in befores]
-    for name, of in scored.items():
-        parts = zip(pulls, torch.split(of.covector, sizes), torch.split(of.change, sizes), strict=True)
-        targets[name] = [attribution.Target(pull(covector)[0], change) for pull, covector, change in parts]
+    after = [pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)]
+    places: dict[str, list[int]] = defaultdict(list)
+    for at, last in enumerate(ends):
+        places[last.variant].append(at)
+    scored = {
+        variant: (head, torch.cat([pulled[at][0] for at in own]), torch.cat([after[at] for at in own]))
+        for variant, own in places.items()
+        if (head := study.head(task, variant)) is not None
+    }
+    made = {"margin": attribution.margin_targets([*scored.values()])}
+    if (labels := study.tasks[task].diagnosis.labels) is not None:
+        rows = [
+            moved(class_rows(head, labels[: len(expert)]), expert.device)
+            for head, expert, _ in scored.values()
+        ]
+        made["loss"] = attribution.loss_targets([*scored.values()], rows)
+    for name, of_variants in made.items():
+        for own, of in zip((places[variant] for variant in scored), of_variants, strict=True):
+            sizes = [len(after[at]) for at in own]
+            parts = zip(own, torch.split(of.covector, sizes), torch.split(of.change, sizes), strict=True)
+            for at, covector, change in parts:
+                targets[at][name] = attribution.Target(pulled[at][1](covector)[0], change)
     return targets

@@ -24,9 +24,11 @@ from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.engine.walk import (
     ROUNDING,
+    FiniteWatch,
     LayerView,
     layer_states,
     not_closed,
+    require_finite,
     tolerance,
     waiting_bytes,
     walk,
@@ -412,10 +414,12 @@ def precision_error(
     dtype = str(study.pool.dtype).removeprefix("torch.")
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
     first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
-    worst = math.nan
+    worst, watches = math.nan, list[FiniteWatch]()
     # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
-    views = (_exact_drifts(study, walk(exact_pool, task, [variant], first)) for variant in study.variants)
-    for view, exact in itertools.chain.from_iterable(views):
+    views = itertools.chain.from_iterable(
+        walk(exact_pool, task, [variant], first, watches=watches) for variant in study.variants
+    )
+    for view, exact in _exact_drifts(study, views, watches):
         rows = slice(view.start, view.stop)
         found, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
@@ -449,14 +453,17 @@ class _Seen(NamedTuple):
     stop: int
 
 
-def _exact_drifts(study: Study, views: Iterable[LayerView]) -> Iterator[tuple[_Seen, Array]]:
-    """Pooled drifts [n, d] of views; all are read at once, so that no device is waited for in between."""
+def _exact_drifts(
+    study: Study, views: Iterable[LayerView], watches: list[FiniteWatch]
+) -> Iterator[tuple[_Seen, Array]]:
+    """Pooled drifts [n, d] of views; all are looked at and read at once, so that no device is waited for before."""
     seen, vectors = list[_Seen](), list[Tensor]()
     for view in views:
         seen.append(_Seen(view.variant, view.layer, view.start, view.stop))
         for state in (view.merged_out, view.expert_out):
             # A copy, or a look at some tokens would hold all of them.
             vectors.append(view.layer.vectors(state, view.side, study.settings.pool).clone())
+    require_finite(watches)
     flat = torch.cat([vector.flatten() for vector in vectors]).cpu().double()
     sizes = [vector.shape for vector in vectors]
     read = [

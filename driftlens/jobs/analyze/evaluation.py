@@ -26,7 +26,7 @@ from driftlens.base.variants import expert_of, title
 from driftlens.data.related import Comparison, Related, number_of
 from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool, input_bytes
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import FiniteWatch, forward, require_finite, waiting_bytes
 from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate
 from driftlens.jobs.study.study import Study
@@ -125,17 +125,22 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in part[::length]:
         chunk = list(samples.batches(first, min(first + length, part.stop)))
-        hits: dict[str, list[Tensor]] = {}  # fetched together: a device is asked to wait once per chunk
+        # Looked at and fetched together: a device is asked to wait twice per chunk, whatever the variants.
+        hits, watches = dict[str, list[Tensor]](), list[FiniteWatch]()
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
             # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
-            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
+            pooling = study.settings.pool
+            for start, features in forward(
+                study.pool, model, chunk, task=task, pooling=pooling, watches=watches
+            ):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
                 hits.setdefault(variant, []).append(modality.is_right(head, features, labels))
+        require_finite(watches)
         read = torch.stack([torch.cat(of) for of in hits.values()]).cpu().double().tolist() if hits else []
         for variant, values in zip(hits, read, strict=True):
             found.results[variant, modality.metric] += [(hit,) for hit in values]

@@ -258,10 +258,10 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     names = [sheet.columns[shown.at[0]].name for shown in sheet.shown()]
     rows, columns = pd.DataFrame(texts, columns=names), dict[str, Any]()
     for head, shown in zip(names, sheet.shown(), strict=True):
-        if shown.head != head:
+        if len(shown.at) > 1:
             rows[head] = rows[head].map(signs)
             columns[head] = TextColumn(shown.head, width=94 if shown.head == INTERVAL else None)
-        elif shown.kind in _NUMBERS and len(shown.at) == 1:  # else a text beside its interval
+        elif shown.kind in _NUMBERS:
             factor, digits = _NUMBERS[shown.kind]
             rows[head] = factor * numbers[head].astype(float)
             # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.

@@ -62,7 +62,7 @@ def _changes(chosen: Selection) -> None:
     with one_column(is_narrow()):
         drawn = change_curves(comparison, dark=is_dark())
     show_drawn("change", names, drawn)
-    show_sheet(comparison_table(comparison.tasks))
+    show_sheet(comparison_table(comparison.tasks), {"samples"})  # or it would be wider than a window
     show_data(comparison.tasks, f"{names}-tasks", key="data-tasks")
 
 

@@ -86,7 +86,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.add(0, _depth(run, options.dark))
     # Numbers of segments that are too narrow for one size are left out; hovering tells.
     written = {"minsize": theme.SMALL - 2, "mode": "hide"}
-    grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=panels.room_beside(titles))
+    grid.lay_out(barmode="overlay", uniformtext=written, margin=panels.room_beside(titles))
     alt = f"Stacked signed shares of the final drift by layer. {words.peak_share(layers, CONTRIBUTED)}"
     columns = [*with_ends(rows, CONTRIBUTED), "start"]
     notes = [_INTERVALS] if len(columns) > 2 else []
@@ -192,7 +192,7 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.add_lines("y", 0.0)
     grid.add_lines("x", *panels.borders(rows))
     grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
-    grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
+    grid.lay_out(barmode="group", bargap=0.25, bargroupgap=0)
     carried, swapped = (words.peak_share(rows, column) for column in names)
     columns = [*with_ends(rows, _CARRIED), *with_ends(rows, _SWAPPED)]
     notes, remainder = [_INTERVALS] if len(columns) > 2 else [], rows["remainder_share"].astype(float)
@@ -299,7 +299,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
             grid.add(at, points)
     grid.add_lines("y", 0)
     grid.set_axes(x=panels.layer_axis(run, "rest"), y={"tickformat": theme.TICK_NUMBER})
-    grid.figure.update_layout(bargap=0.25, showlegend=False)
+    grid.lay_out(bargap=0.25, showlegend=False)
     counts = words.ranged(rows.loc[rows["place"] != REST, "n"], "diagnosis sample")
     tasks = words.counted(rows["task"].nunique(), "task")
     return Drawn(

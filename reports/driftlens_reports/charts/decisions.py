@@ -55,7 +55,7 @@ def _stacks(
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
             settings = bars(rows[rows["variant"] == variant], outcome)
             grid.add(at, go.Bar(marker=fill, **brush.named(outcome, outcome), **settings))
-    grid.figure.update_layout(barmode="stack")
+    grid.lay_out(barmode="stack")
     return grid.figure
 
 
@@ -297,10 +297,10 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(0, curve)
         grid.add(1, counts)
-    theme.identity_line(grid.figure, 0, 1, dark=options.dark, **grid.place(0))
+    grid.add_identity(0, 0, 1)
     share = {"range": [-0.02, 1.02], "tickformat": theme.TICK_SHARE}
     grid.set_axes(x=[share, {**share, "dtick": 0.2, "showgrid": False}], y=[share, {"rangemode": "tozero"}])
-    grid.figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
+    grid.lay_out(barmode="group", bargap=0.15, bargroupgap=0)
     errors = rows.groupby("variant", sort=False)[_ERROR].first().map(number)
     errors_said = words.by_variant(errors.items())
     return Drawn(
@@ -386,7 +386,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     values = values[np.isfinite(values) & (values > 0)]
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     for at in range(len(_ESTIMATES)):
-        theme.identity_line(grid.figure, *reach, dark=options.dark, **grid.place(at))
+        grid.add_identity(at, *reach)
     # Of two decades plotly else writes every digit, one over the other.
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}

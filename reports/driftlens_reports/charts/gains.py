@@ -93,18 +93,16 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.add(tasks.index(task), trace)
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
-        theme.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
+        grid.add_identity(at, low, 1)
         # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
         of_task = means[means["task"] == task]
         symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
         glyphs = [theme.GLYPHS.get(symbol, words.shown(variant)) for symbol, variant in symbols]
         gained = [f"{gain:+.3f}".replace("-", "\N{MINUS SIGN}") for gain in of_task["mean gain"]]
         lines = [f"{glyph} {gain}" for glyph, gain in zip(glyphs, gained, strict=True)]
-        axis = str(at + 1) if at else ""
-        grid.figure.add_annotation(
+        grid.annotate(
+            at,
             text="<br>".join(["mean gain", *lines]),
-            xref=f"x{axis} domain",
-            yref=f"y{axis} domain",
             **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
             align="right",
             showarrow=False,

@@ -89,14 +89,13 @@ def draw_cells(
     ticks = {"tickvals": list(range(len(names))), "ticktext": shown_names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
     grid.set_axes(x={**panels.layer_axis(run, beyond), "showgrid": False}, y={**ticks, **first_on_top})
-    figure = grid.figure
     # Numbers that don't fit into their cell are left out; hovering tells.
     written = {"uniformtext": {"minsize": theme.SMALL - 2, "mode": "hide"}, "bargap": 0}
     settings = {**written, "plot_bgcolor": theme.palette(dark).gap, "margin": panels.room_beside(shown_names)}
-    margin = figure.layout.margin
+    height, margin = grid.layout["height"], grid.layout["margin"]
     if is_narrow:
-        settings["margin"] |= {"r": 12, "b": margin.b + _BAR_BELOW}
-        settings["height"] = figure.layout.height + _BAR_BELOW
+        settings["margin"] |= {"r": 12, "b": margin["b"] + _BAR_BELOW}
+        settings["height"] = height + _BAR_BELOW
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
         beside = theme.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
@@ -105,11 +104,12 @@ def draw_cells(
         elif is_narrow:
             beside |= {"title": {"text": shades.title, "side": "top"}, "orientation": "h"}
             # Measured from the container, a low chart would have no room left for its cells.
-            inner = figure.layout.height - margin.t - margin.b
-            beside |= {"y": -margin.b / inner, "yanchor": "top"}
+            inner = height - margin["t"] - margin["b"]
+            beside |= {"y": -margin["b"] / inner, "yanchor": "top"}
         ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
         settings[f"coloraxis{at + 1 if at else ''}"] = {**ends, "colorbar": beside}
-    return theme.lay_out(figure, settings)
+    grid.lay_out(**settings)
+    return grid.figure
 
 
 def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:

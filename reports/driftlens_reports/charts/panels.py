@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
-from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, theme_layout
+from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, theme_layout
 
 MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
@@ -128,49 +127,73 @@ def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[fl
     }
 
 
-@dataclass(frozen=True)
 class Grid:
-    """A figure of empty panels, filled row by row."""
+    """Empty panels, filled row by row; plotly checks them once, when all is said and `figure` is asked for."""
 
-    figure: go.Figure
-    columns: int
-    panels: int
-    dark: bool
+    def __init__(self, columns: int, panels: int, dark: bool, layout: Mapping[str, Any]) -> None:
+        self.columns, self.panels, self.dark = columns, panels, dark
+        self.layout, self._traces = dict(layout), list[Any]()
 
-    def place(self, at: int) -> dict[str, int]:
-        """Where panel `at`, counted from 0, is: arguments for `figure.add_trace` and the like."""
-        return {"row": at // self.columns + 1, "col": at % self.columns + 1}
+    @functools.cached_property
+    def figure(self) -> go.Figure:
+        """The figure; what the grid is told from now on it does not have."""
+        return go.Figure(self._traces, self.layout)
 
     def add(self, at: int, *traces: Any) -> None:
-        """Draw `traces` in panel `at`, the first one at the bottom."""
+        """Draw `traces` in panel `at`, counted from 0, the first one at the bottom."""
         for trace in traces:
-            self.figure.add_trace(trace, **self.place(at))
+            self._traces.append(trace.update(xaxis=_axis("x", at, ""), yaxis=_axis("y", at, "")))
+
+    def lay_out(self, **settings: Any) -> None:
+        """Settings of the whole figure."""
+        self.layout = merged(self.layout, settings)
+
+    def set_axis(self, letter: str, at: int, **settings: Any) -> None:
+        """Settings of one axis of panel `at`."""
+        self.lay_out(**{_axis(letter, at): settings})
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
         """Settings of the axes of every panel, one for all or one per column; none leaves them."""
-        axes = {}
         for letter, given in (("x", x), ("y", y)):
             by_column = [given] if isinstance(given, Mapping) else given
-            panels = range(self.panels if by_column else 0)
-            axes |= {_axis(letter, at): by_column[at % len(by_column)] for at in panels}
-        lay_out(self.figure, axes)
+            for at in range(self.panels if by_column else 0):
+                self.set_axis(letter, at, **by_column[at % len(by_column)])
 
     def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
         """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0)."""
         colours, is_level = palette(self.dark), letter == "y"
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
         across = "x" if is_level else "y"
-        shapes = [
-            {
-                **{"type": "line", "line": {**line, "width": 1}, "layer": "below" if is_level else "above"},
-                **{f"{letter}ref": _axis(letter, at, ""), f"{letter}0": value, f"{letter}1": value},
-                **{f"{across}ref": f"{_axis(across, at, '')} domain", f"{across}0": 0, f"{across}1": 1},
-            }
-            for value in values
-            for at in range(self.panels)
-            if column in (None, at % self.columns)
-        ]
-        lay_out(self.figure, {"shapes": [*self.figure.layout.shapes, *shapes]} if shapes else {})
+        for value in values:
+            for at in range(self.panels):
+                if column in (None, at % self.columns):
+                    self._add_shape(
+                        line={**line, "width": 1},
+                        layer="below" if is_level else "above",
+                        **{f"{letter}ref": _axis(letter, at, ""), f"{letter}0": value, f"{letter}1": value},
+                        **{
+                            f"{across}ref": f"{_axis(across, at, '')} domain",
+                            f"{across}0": 0,
+                            f"{across}1": 1,
+                        },
+                    )
+
+    def add_identity(self, at: int, low: float, high: float) -> None:
+        """A thin line in panel `at` from (low, low) to (high, high): where both axes show the same."""
+        self._add_shape(
+            line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
+            layer="below",
+            **{"x0": low, "y0": low, "x1": high, "y1": high},
+            **{"xref": _axis("x", at, ""), "yref": _axis("y", at, "")},
+        )
+
+    def annotate(self, at: int, **settings: Any) -> None:
+        """Write into panel `at`, at places from 0 to 1."""
+        refs = {f"{letter}ref": f"{_axis(letter, at, '')} domain" for letter in "xy"}
+        self.layout["annotations"] = [*self.layout["annotations"], {**refs, **settings}]
+
+    def _add_shape(self, **settings: Any) -> None:
+        self.layout["shapes"] = [*self.layout.get("shapes", ()), {"type": "line", **settings}]
 
 
 def _axis(letter: str, at: int, word: str = "axis") -> str:
@@ -198,15 +221,13 @@ def panel_grid(
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
     is_near = y_by == "row" or (is_common and y_by != "panel")
-    figure = make_subplots(
-        rows,
-        columns,
-        subplot_titles=list(titles),
-        column_widths=widths,
-        vertical_spacing=gap / inner if rows > 1 else 0,
-        horizontal_spacing=(0.05 if is_near else 0.09) if columns > 1 else 0,
-    )
+    across = _parts(widths or [1] * columns, 0.05 if is_near else 0.09)
+    down = _parts([1] * rows, gap / inner)[::-1]
     axes = _grid_axes(len(titles), columns, x_titles, y_titles, y_by)
+    for at in range(rows * columns):
+        row, column = divmod(at, columns)
+        axes[_axis("x", at)] |= {"anchor": _axis("y", at, ""), "domain": across[column]}
+        axes[_axis("y", at)] |= {"anchor": _axis("x", at, ""), "domain": down[row]}
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -217,10 +238,26 @@ def panel_grid(
         **axes,
         "height": inner + top + _BOTTOM + below,
         "margin": {**theme["margin"], "t": top, "b": theme["margin"]["b"] + below},
-        "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],
+        "annotations": [
+            {
+                **{"text": title, "font": font, "showarrow": False, "xanchor": "center", "yanchor": "bottom"},
+                **{"x": sum(across[at % columns]) / 2, "xref": "paper"},
+                **{"y": down[at // columns][1], "yref": "paper"},
+            }
+            for at, title in enumerate(titles)
+            if title
+        ],
     }
-    lay_out(figure, settings)
-    return Grid(figure, columns, len(titles), dark)
+    return Grid(columns, len(titles), dark, settings)
+
+
+def _parts(sizes: Sequence[float], gap: float) -> list[tuple[float, float]]:
+    """Where parts of these sizes begin and end between 0 and 1, with a gap between any two."""
+    room, parts = (1 - gap * (len(sizes) - 1)) / sum(sizes), list[tuple[float, float]]()
+    for size in sizes:
+        start = parts[-1][1] + gap if parts else 0.0
+        parts.append((start, min(1.0, start + room * size)))
+    return parts
 
 
 def _grid_axes(

@@ -364,7 +364,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
             grid.add(place, points)
     x = [panels.layer_axis(run), {"type": "category", "showgrid": False}]
     grid.set_axes(x=x, y={"tickformat": theme.TICK_NUMBER})
-    grid.figure.update_layout(scattermode="group", scattergap=0.4)
+    grid.lay_out(scattermode="group", scattergap=0.4)
     tasks = words.counted(params["task"].nunique(), "task")
     said = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
     return Drawn(

@@ -134,12 +134,12 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         _write_below(grid, at, x_title, layout.quality, variant)
     for name, marker in groups.items():
         entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
-        grid.figure.add_scatter(**entry, name=name, legendgroup=name)
+        grid.add(0, go.Scatter(**entry, name=name, legendgroup=name))
     if options.colour == "drift" and drawn["drift"].notna().any():
-        _add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
+        _add_drift_bar(grid, drawn["drift"])
     moved = _draw_ways(grid, names, rows, options)
     grid.set_axes(x=_BARE, y=_BARE)
-    grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
+    grid.lay_out(margin={"l": 48}, yaxis={"scaleanchor": "x"})
     quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     others = quality[quality["variant"].isin(names[1:])]
     said = words.by_variant(zip(others["variant"], others["mean cosine"].map(number), strict=True))
@@ -314,18 +314,18 @@ def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
     }
 
 
-def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> None:
-    """Give `figure` one colour scale of drift for all panels, from zero to the largest one, and its bar above them."""
+def _add_drift_bar(grid: panels.Grid, drifts: pd.Series[Any]) -> None:
+    """Give all panels one colour scale of drift, from zero to the largest one, and its bar above them."""
     title = {"text": panels.titled("drift", "samples", "drift_l2"), "side": "bottom"}
     # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure, for
     # in the panels' units it pushes them onto the lines below them.
     place = {"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"}
     bar = {"title": title, "tickformat": theme.TICK_NUMBER, "thickness": 10, "outlinewidth": 0, **place}
     # The first colours are nearly the background's: points would vanish.
-    colours = theme.palette(dark).sequential[2:]
+    colours = theme.palette(grid.dark).sequential[2:]
     axis = {"cmin": 0, "cmax": float(drifts.max()) or 1.0, "colorscale": colours, "colorbar": bar}
-    layout = figure.layout
-    figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)
+    height, top = grid.layout["height"] + _BAR, grid.layout["margin"]["t"] + _BAR
+    grid.lay_out(coloraxis=axis, height=height, margin={"t": top})
 
 
 def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
@@ -335,5 +335,4 @@ def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame
     lines = [f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}"]
     lines = [] if variant == "expert" else [*lines, f"neighbours {number(row['knn_overlap'])}"]
     lines.append(f"trust {number(row['trustworthiness'])}")
-    axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
-    axis.title.text = "<br>".join([x_title, *lines])
+    grid.set_axis("x", at, title={"text": "<br>".join([x_title, *lines])})

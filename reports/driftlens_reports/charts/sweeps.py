@@ -103,7 +103,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.add(at, *_traces(points, setting, measure, options.dark, legend=at == 0))
         made = _calibrations(run, setting, measure, tasks, options.dark)
         grid.add(at, made.update(showlegend=at == 0 and len(made.x) > 0))
-        grid.figure.update_yaxes(tickformat=measure.tick, **grid.place(at))
+        grid.set_axis("y", at, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
     first, main = measures[0], main_task(data)

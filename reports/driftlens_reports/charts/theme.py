@@ -297,12 +297,6 @@ class Brush:
         return draw(**places, mode="markers", marker=marker, **self.named(variant)).update(**settings)
 
 
-def identity_line(figure: go.Figure, low: float, high: float, *, dark: bool, **place: Any) -> None:
-    """A thin line from (low, low) to (high, high): where both axes show the same."""
-    line = {"color": palette(dark).quiet, "width": 1, "dash": "dot"}
-    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line=line, layer="below", **place)
-
-
 def gapped(values: Iterable[Any]) -> list[Any]:
     """The values with None for what was not measured: a line breaks there, and a bar is left out."""
     return [None if pd.isna(value) else value for value in values]

@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape, unescape
 from importlib.resources import files
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import streamlit as st
+from plotly.graph_objects import Figure
+from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
@@ -34,7 +37,7 @@ from driftlens_app.runs import key_of
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
-from driftlens_reports.charts.theme import lay_out, merged, palette
+from driftlens_reports.charts.theme import merged, palette
 from driftlens_reports.charts.words import labels
 from driftlens_reports.formats.headline import shown_alone
 
@@ -374,12 +377,11 @@ def kept(
     """
     with one_column(narrow):
         drawn = _draw(run, *arguments)
-    drawn_once(drawn.figure, selecting=selecting)
-    return drawn
+    return replace(drawn, figure=drawn_once(drawn.figure, selecting=selecting))
 
 
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
-    """`figure` itself, which looks as before and is drawn once where it would have been drawn twice.
+    """A figure that looks as `figure` does and is drawn once where that would have been drawn twice.
 
     Streamlit's client gives plotly a copy of every figure, and plotly draws that from scratch unless it finds nothing
     changed. It takes a revision's word for that where data are lists, not typed arrays, and a template that is another
@@ -389,10 +391,9 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     if figure.layout.datarevision is not None:
         return figure
     traces = [_lists(trace.to_plotly_json()) for trace in figure.data]
-    figure.data = ()  # an array of the same numbers would not be replaced
-    figure.add_traces(traces)
-    revision = hashlib.sha256(figure.to_json(validate=False).encode()).hexdigest()
-    layout = {**figure.layout.to_plotly_json(), "datarevision": revision}
+    layout = figure.layout.to_plotly_json()
+    told = to_json({"data": traces, "layout": layout}, validate=False)
+    layout["datarevision"] = hashlib.sha256(told.encode()).hexdigest()
     if selecting:
         layout["clickmode"] = "event+select"
     template = layout.pop("template", {})
@@ -400,10 +401,11 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     references = {trace.get(f"{letter}axis", letter) for trace in traces for letter in "xy"}
     used = {f"{name[0]}axis{name[1:]}" for name in references}  # `x2` of a trace is `xaxis2` of the layout
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
-        return lay_out(figure, {**layout, "template": template})
-    figure.layout = merged({name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}, layout)
-    figure.layout.template = None  # a new layout has plotly's own
-    return figure
+        return Figure(traces, {**layout, "template": template})
+    axes = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
+    once = Figure(traces, merged(axes, layout))
+    once.layout.template = None  # a new figure has plotly's own
+    return once
 
 
 def _lists(settings: Any) -> Any:

@@ -61,8 +61,8 @@ def test_axes_that_only_traces_name_keep_the_theme() -> None:
 def test_a_figure_with_a_template_of_its_own_keeps_it() -> None:
     figure = go.Figure(go.Bar(y=[1]), layout={"template": "plotly_dark"})
     before = figure.layout.template.to_plotly_json()
-    assert drawn_once(figure).layout.template.to_plotly_json() == before
-    assert figure.layout.datarevision
+    once = drawn_once(figure)
+    assert once.layout.template.to_plotly_json() == before and once.layout.datarevision
 
 
 def test_a_second_time_changes_nothing() -> None:

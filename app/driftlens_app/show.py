@@ -216,6 +216,9 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
     rows = rows.assign(**{name: [*map(unescape, labels([*rows[name]], letters))] for name in long})
+    first = rows.columns[0]
+    if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
+        named[first] = TextColumn(first, width=190)
     # Formats of Streamlit write a hyphen where numbers have a minus.
     signed, written = _below_zero(rows, columns), rows
     if signed:
@@ -237,7 +240,7 @@ def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str
 
 
 def _signed(form: str, value: float) -> str:
-    return signs(form % value)
+    return signs(re.sub(r"(e[+-])0", r"\1", form % value))  # as the browser writes powers of ten
 
 
 def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:

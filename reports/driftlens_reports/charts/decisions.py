@@ -387,6 +387,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     for at in range(len(_ESTIMATES)):
         grid.add_identity(at, *reach)
+    grid.lay_out(legend=theme.LARGE_MARKS)
     # Of two decades plotly else writes every digit, one over the other.
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 NO_RIVAL = f"needs a variant besides the baseline; `{CALIBRATE}` adds one."
+_MOST_NAMES = 10
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
 _AXES, _ENDS = (("x", _COSINE), ("y", _ACCURACY)), ("", " low", " high")
 
@@ -110,6 +112,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             # Points may lie below it all the same.
             bgcolor=theme.faded(brush.palette.surface, 0.8),
         )
+    grid.lay_out(legend=theme.LARGE_MARKS)
     reach = [low - 0.03, 1.03]
     axis = {"range": reach, "tickformat": theme.TICK_NUMBER}
     grid.set_axes(x=axis, y=axis)
@@ -170,10 +173,11 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
     labelled = ([name for name in names if variants.part_of(name) == "calibrated"] or names)[-1]
-    is_labelled = rows["variant"] == labelled
+    rows["label"] = words.labels([str(task) for task in rows["task"]])
+    is_named = rows.index.isin(_outermost(rows.loc[rows["variant"] == labelled, [_COSINE, _ACCURACY]]))
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
-    crosses = pd.concat([rows[is_labelled], rows[~is_labelled]])[[*at.values()]].set_axis([*at], axis=1)
-    beside = places([words.label(str(task)) for task in rows["task"][is_labelled]], crosses)
+    crosses = pd.concat([rows[is_named], rows[~is_named]])[[*at.values()]].set_axis([*at], axis=1)
+    beside = dict(zip(rows.index[is_named], places([*rows["label"][is_named]], crosses), strict=True))
     brush = theme.Brush(run.variants, options.dark)
     for variant, part in rows.groupby("variant", sort=False):
         across, up = ((part[f"{name} low"], part[f"{name} high"]) for name in (_COSINE, _ACCURACY))
@@ -186,10 +190,11 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             error_x=theme.whiskers(part[_COSINE], *across, colour),
             marker_size=9,
             mode="markers+text" if variant == labelled else "markers",
-            text=[words.label(str(task)) for task in part["task"]],
-            textposition=beside if variant == labelled else None,
+            text=[label if at in beside else "" for at, label in part["label"].items()],
+            textposition=[beside.get(at, "top center") for at in part.index],
             textfont=theme.ink(dark=options.dark),
-            hovertemplate="%{text}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
+            hovertext=[*part["label"]],
+            hovertemplate="%{hovertext}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
         )
         figure.add_trace(cloud)
     theme.apply_theme(figure, height=460, dark=options.dark)
@@ -204,15 +209,25 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
         figure,
         alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
         f"{of} in points: {_extremes_in_words(rows, _ACCURACY)}.",
-        data=rows.assign(metric=[metrics[task].name for task in rows["task"]]),
+        data=rows.drop(columns="label").assign(metric=[metrics[task].name for task in rows["task"]]),
         notes=(
             f"{words.ranged(rows['n'], 'diagnosis sample')} "
             f"and {words.ranged(rows['test n'], 'test sample')} per task.",
             "Bars across: Student's 95 % interval of the mean gain in cosine.",
             f"Bars up: {pairing(paired_by_task(scores))}",
+            *(
+                [f"The {_MOST_NAMES} points farthest from the middle are named."]
+                * (len(beside) < sum(rows["variant"] == labelled))
+            ),
             *words.overlap_notes(run),
         ),
     )
+
+
+def _outermost(points: pd.DataFrame) -> pd.Index[Any]:
+    """The rows whose names are shown: those farthest from the middle, where names of all would hide one another."""
+    away = (points - points.mean()) / points.std().replace(0, 1)
+    return away.fillna(0).pow(2).sum(axis=1).nlargest(_MOST_NAMES).sort_index().index
 
 
 def _repairs(run: DriftRun) -> pd.DataFrame:

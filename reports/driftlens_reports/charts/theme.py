@@ -224,6 +224,9 @@ def theme_layout(dark: bool) -> dict[str, Any]:
     }
 
 
+LARGE_MARKS = {"itemsizing": "constant"}
+"""Settings of a legend whose marks are larger than the points of a cloud."""
+
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 """The low and high ends of intervals, a row each."""
 

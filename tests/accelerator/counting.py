@@ -89,3 +89,21 @@ def of_phases(spec: dict[str, Any], out: Path, apart: Apart | None = None) -> di
         patch.setattr(RunWriter, "phase", counting)
         dl.analyze(spec, out=out, device="sim", progress="none")
     return seen
+
+
+def read_of(inputs: Any) -> None:
+    """A value that somebody reads who need not."""
+    leaf = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
+    leaf.sum().item()
+
+
+def plant(patch: pytest.MonkeyPatch, owner: Any, called: str, of: Callable[..., Any]) -> None:
+    """Let a function read a value of what `of` picks from what it was given and what it made."""
+    plain = getattr(owner, called)
+
+    def reading(*given: Any, **named: Any) -> Any:
+        made = plain(*given, **named)
+        read_of(of(given, made))
+        return made
+
+    patch.setattr(owner, called, reading)

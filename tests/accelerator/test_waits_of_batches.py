@@ -5,7 +5,6 @@ The numbers are those of docs/architecture.md, "What a device is waited for".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from driftlens.engine import pool
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.jobs.analyze import evaluation
 from driftlens.models.language import generation
-from tests.accelerator.counting import Apart, Waits, of_phases, since, waited
+from tests.accelerator.counting import Apart, Waits, of_phases, plant, since, waited
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import PAIRS, Suite
 from tests.zoo.vlms import picture_spec, saved_vlms
@@ -42,24 +41,6 @@ BEGINNINGS: dict[str, dict[str | int, Waits]] = {
 
 The fifth is the projector here, behind three blocks of a tower; those of Qwen read which patches are whose.
 """
-
-
-def read_of(inputs: Any) -> None:
-    """A value that somebody reads who need not."""
-    leaf = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
-    leaf.sum().item()
-
-
-def plant(patch: pytest.MonkeyPatch, owner: Any, called: str, of: Callable[..., Any]) -> None:
-    """Let a function read a value of what `of` picks from what it was given and what it made."""
-    plain = getattr(owner, called)
-
-    def reading(*given: Any, **named: Any) -> Any:
-        made = plain(*given, **named)
-        read_of(of(given, made))
-        return made
-
-    patch.setattr(owner, called, reading)
 
 
 def heard(patch: pytest.MonkeyPatch, spec: dict[str, Any], out: Path, size: int) -> tuple[Any, Apart]:

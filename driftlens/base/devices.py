@@ -7,7 +7,7 @@ device's own module. Where an answer can't be had (Apple's GPUs count no peak, f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -269,6 +269,15 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
 def beside(features: Tensor, tensor: Tensor) -> Tensor:
     """The tensor on the device of features and in their dtype, as `moved`."""
     return moved(tensor, features.device, features.dtype)
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one device and dtype on the host, which waits once for all of them."""
+    if not tensors or tensors[0].device == HOST:
+        return [*tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def free_cached() -> None:

@@ -71,7 +71,7 @@ class LowRankCorrections(Trained, SiteTrainer):
         """The correction of one site, and the update of its weight and bias that it is."""
         width = len(sums.gram) - sums.has_bias
         size = torch.linalg.matrix_norm(sums.gram[:width, :width])
-        scale = 1 / size if bool(size > 0) else size.new_ones(())
+        scale = torch.where(size > 0, 1 / size, 1.0)
         factor = factorize(scale * sums.gram, what="gram + lam I", shift=self.lam)
         half = torch.linalg.solve_triangular(factor.lower, scale * sums.cross.mT, upper=False).mT
         left, values, right = torch.linalg.svd(half, full_matrices=False)

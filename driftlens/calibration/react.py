@@ -57,11 +57,13 @@ class ReACT(Trained, LayerTrainer):
         merged, expert = (wide(rows) for rows in features.rows())
         gram = merged.mT @ merged
         size = torch.linalg.matrix_norm(gram)
-        scale = 1 / size if bool(size > 0) else size.new_ones(())
+        scale = torch.where(size > 0, 1 / size, 1.0)
         factor = factorize(scale * gram, what="gram + lam I", shift=self.lam)
         change = factor.solve_rows(scale * (expert - merged).mT @ merged)
         course.told(1, 1, float((expert - merged - merged @ change.mT).square().mean()))
-        return Linear((torch.eye(len(gram)).to(change) + change).to(features.merged))
+        return Linear(
+            (torch.eye(len(gram), dtype=change.dtype, device=change.device) + change).to(features.merged)
+        )
 
     @classmethod
     def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Linear:

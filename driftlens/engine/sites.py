@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from driftlens.base.devices import on_host
 from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
 from driftlens.base.layers import select_layers
 from driftlens.checkpoints.sources import StateSource
@@ -440,10 +441,15 @@ def added_to(
     out = layer.call(parameters, state, side, tap)
     sums = [*inputs.values(), out[layer.stream]]
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
+    # The first sample says it. It is compared on the host, as a device would be waited for at every pair.
+    tensors = [*entered.values(), *sums, *(y for y, _ in outputs.values())]
+    first = on_host([of[: 1 if of.dim() > 2 else _ROWS] for of in tensors])
+    few = {id(of): rows for of, rows in zip(tensors, first, strict=True)}
     streams = {}
     for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():
-            if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums[before:]):
+            alike = [z for z in sums[before:] if z.shape == y.shape == h.shape]
+            if any(_is_sum(few[id(z)], few[id(h)], few[id(y)]) for z in alike):
                 streams[site] = name
                 break
     return streams
@@ -456,8 +462,6 @@ def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tens
 
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     """Whether z = h + y where it isn't padding, and y counts."""
-    few = slice(1 if z.dim() > 2 else _ROWS)  # the first sample says it
-    z, h, y = z[few], h[few], y[few]
     real = (z != 0).any(dim=-1)
     z, h, y = z[real], h[real], y[real]
     gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)

@@ -343,7 +343,10 @@ class AttachmentTrainer(Trainer):
     def maps(
         self, passage: Passage, task: str, course: Callable[[int], Course]
     ) -> Iterator[tuple[int, Attachment]]:
-        """Layer and what is attached behind or in it, for one task; `course` is that of a boundary's training."""
+        """Layer and what is attached behind or in it, for one task; `course` is that of a boundary's training.
+
+        Features are checked before something is learnt from them.
+        """
 
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """See `Trainer`; every task is learnt by one process. A later boundary has passed what was attached before."""
@@ -389,8 +392,10 @@ class AttachmentTrainer(Trainer):
             return Course(generator, steps.epoch, name, memory)
 
         with ground.store() as store:
-            passage = Passage(ground.pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, steps.batch)
+            parts, models = {task: ground.parts[task]}, (EXPERT, MERGED)
+            passage = Passage(ground.pool, parts, models, store, steps.batch, is_patient=True)
             learnt = {(task, boundary): each for boundary, each in self.maps(passage, task, course)}
+            passage.check()
         if memory is not None:
             memory.write(f"finished {task}", attachment_tensors(learnt))
         for (_, boundary), attachment in learnt.items():
@@ -426,6 +431,7 @@ class LayerTrainer(AttachmentTrainer):
             take(layer)
             sides = [batch.side for batch in passage.waiting[task, 0]]
             if layer.index in wanted and all(map(layer.sees, sides)):
+                passage.check()
                 features = gathered(passage.waiting[task, 0], layer, task)
                 with torch.enable_grad():
                     attachment = self.train(features, course(layer.index))
@@ -483,6 +489,7 @@ class SiteTrainer(AttachmentTrainer):
             if names and seeing:
                 streams = added_to(layer, merged, seeing[0].get(MERGED), seeing[0].side, names)
             _run_expert(passage, layer, task, names, streams)
+            passage.check()
             student = dict(merged)
             for group in groups_of(layer, names) if seeing else ():
                 for sums in _site_sums(pool.chain, seeing, layer, student, group, streams):
@@ -586,6 +593,7 @@ class JointTrainer(AttachmentTrainer):
         """See above."""
         targets = self.targets(len(passage.pool.chain.layers))
         walk = frozen_walk(passage, task, targets, of_tokens=self.of_tokens)
+        passage.check()
         with torch.enable_grad():
             yield from self.train_jointly(walk, course(max(targets))).items()
 
@@ -606,13 +614,14 @@ class WeightTrainer(Trainer):
         chain, steps = ground.pool.chain, _Steps(ground, 0)
         parts = {task: ground.parts[task] for task in ground.tasks}
         with ground.store() as store:
-            passage = Passage(ground.pool, parts, (EXPERT,), store, steps.batch)
+            passage = Passage(ground.pool, parts, (EXPERT,), store, steps.batch, is_patient=True)
             walks: list[FrozenWalk] = []
             for task in parts:
                 maps = walks[0].maps if walks else None  # the weights are the same for every task
                 walks.append(
                     frozen_walk(passage, task, self.targets(len(chain.layers)), of_tokens=True, maps=maps)
                 )
+            passage.check()
             generator = torch.Generator().manual_seed(ground.seed)
             with torch.enable_grad():
                 course = Course(generator, steps.epoch, "weights", ground.memory)

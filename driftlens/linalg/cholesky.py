@@ -69,21 +69,24 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
         NumericsError: an entry is NaN or infinite.
         SingularGramError: S is not positive definite to working precision; the smallest eigenvalue is in the message.
     """
-    if not bool(torch.isfinite(matrix.sum())) and not bool(torch.isfinite(matrix).all()):
+    scale = float(scale)
+    lower, failures = _lower_factor(matrix, scale, shift)
+    # Read at once, as a device is waited for whenever it is; without a factor the eigenvalues mean nothing.
+    powers = _power(lambda v: _square(lower, v), matrix), _power(lambda v: _solve(lower, v), matrix, _STARTS)
+    numbers = failures, torch.isfinite(matrix.sum()), *powers
+    failed, is_finite, largest, inverse = torch.stack([number.to(matrix) for number in numbers]).tolist()
+    if not is_finite and not bool(torch.isfinite(matrix).all()):
         raise NumericsError(
             f"{what} holds NaN or infinite entries",
             hint="Look at the features and weights that it was computed from.",
         )
-    scale = float(scale)
-    lower = _lower_factor(matrix, scale, shift)
-    if lower is not None:
-        largest = _power(lambda v: _square(lower, v), matrix)
-        smallest = 1 / _power(lambda v: _solve(lower, v), matrix, _STARTS)
+    if not failed:
+        smallest = 1 / inverse
         if smallest > _SUSPICION * _limit(matrix, largest):
             return Factor(lower, smallest, largest)
     eigenvalues = scale * torch.linalg.eigvalsh(matrix) + shift
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
-    if lower is not None and smallest > _limit(matrix, largest):
+    if not failed and smallest > _limit(matrix, largest):
         return Factor(lower, smallest, largest)
     raise SingularGramError(
         f"{what} is singular to working precision: its smallest eigenvalue is {smallest:.2e}, its largest "
@@ -111,14 +114,14 @@ def probe(like: Tensor) -> Tensor:
     return beside(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
 
-def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
-    """L, or None where the matrix it would be of is not positive definite.
+def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
+    """L, and whether the matrix it would be of is not positive definite.
 
     Panel by panel of columns, each from those to its left: torch's own factorisation takes half as long again, most
     of it to copy the matrix and to write zeros above the diagonal.
     """
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    failures = []  # read at the end, so that a device isn't waited for after every panel
+    failures = []
     panel = _NARROW if matrix.is_cpu else _PANEL
     for start in range(0, len(matrix), panel):
         stop = min(start + panel, len(matrix))
@@ -132,7 +135,7 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
         failures.append(failed_minor)
         lower[own_columns, own_columns] = top
         lower[stop:, own_columns] = _solve_rows(top.mT, column[stop - start :], upper=True)
-    return None if bool(torch.stack(failures).any()) else lower
+    return lower, torch.stack(failures).any()
 
 
 def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -168,13 +171,13 @@ def _limit(matrix: Tensor, largest: float) -> float:
     return len(matrix) * torch.finfo(matrix.dtype).eps * largest
 
 
-def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> float:
+def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> Tensor:
     """Largest eigenvalue of a positive operator, estimated from below by a few power steps."""
     generator = torch.Generator().manual_seed(0)
     vectors = beside(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
         vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
-    return float(torch.linalg.vector_norm(vectors, dim=0).max())
+    return torch.linalg.vector_norm(vectors, dim=0).max()
 
 
 SINGLE = torch.finfo(torch.float32).eps

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driftlens.base.devices import on_host
 from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError
 from driftlens.base.progress import Reporter, TaskMeter
@@ -464,10 +465,6 @@ def _exact_drifts(
             # A copy, or a look at some tokens would hold all of them.
             vectors.append(view.layer.vectors(state, view.side, study.settings.pool).clone())
     require_finite(watches)
-    flat = torch.cat([vector.flatten() for vector in vectors]).cpu().double()
-    sizes = [vector.shape for vector in vectors]
-    read = [
-        part.view(size) for part, size in zip(torch.split(flat, [*map(math.prod, sizes)]), sizes, strict=True)
-    ]
+    read = [vector.double() for vector in on_host(vectors)]
     for at, merged, expert in zip(seen, read[::2], read[1::2], strict=True):
         yield at, (merged - expert).numpy()

@@ -156,8 +156,19 @@ def test_one_click_leads_from_the_verdict_to_the_flips_behind_it_and_one_press_b
 def test_overview_moves_samples_and_a_click_opens_them_on_samples(
     page: Any, full: DriftRun, opened: Callable[..., Any]
 ) -> None:
+    got: list[Any] = []
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda data: got.append(data)))
     frame = opened("overview")
     assert frame.locator("canvas").count() == len(full.tasks) and frame.locator(".wall").is_hidden()
+    # A task that is chosen on the page is the explorer's, whose page isn't sent again.
+    policy = page.evaluate("explorerPages.points[1].match(/sha256-[^']+/)[0]").encode()
+    assert sum(policy in message for message in got) == 1
+    field = page.get_by_role("combobox", name="Task")
+    field.fill(full.tasks[1])
+    page.keyboard.press("Enter")
+    eventually(frame, "explorer.state.task === 1")
+    settled(page)
+    assert sum(policy in message for message in got) == 1
     start = frame.evaluate("explorer.places()")
     frame.locator("#stops").get_by_role("button", name="expert", exact=True).click()
     eventually(frame, "explorer.state.stage === explorer.stages - 1")

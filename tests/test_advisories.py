@@ -81,6 +81,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_the_bill_of_materials_is_valid_and_names_every_dependency_as_installed(
     tmp_path: Path,
 ) -> None:

@@ -87,6 +87,7 @@ class OfOne(Worker):
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_training_anew_gives_models_of_the_same_scores(tmp_path: Path):
     """Of the texts, which are trained sooner: 400 test samples a task, and another processor's rounding."""
     anew = dict[str, Any]()

@@ -293,7 +293,7 @@ EACH_KIND = (
 )
 """A family of each kind of block: attention, windows, places that are counted, states, mixtures."""
 EACH_LAYOUT = (
-    *("Phi-3", "GPT-NeoX", "OPT, projected", "Falcon", "BLOOM", "MPT", "Gemma 3n"),
+    *("Phi-3", "GPT-NeoX", "OPT, projected", "Falcon", "Gemma 3n"),
     *("Qwen3.5-MoE", "Llama 4", "Jamba"),
 )
 """Families whose files lay weights out in further ways: fused, interleaved, projected, shared, stacked experts."""

@@ -50,10 +50,14 @@ def regmean(
     merged = average(base, experts)
     mean = torch.stack([expert["weight"].double() for expert in experts.values()]).mean(dim=0)
     total, missing = torch.zeros_like(next(iter(moments.values()))), torch.zeros_like(mean)
+    # The shrunk matrices are never formed: each would be as large as a Gram matrix in float64.
     for task, gram in moments.items():
-        shrunk = off_diagonal * gram + (1 - off_diagonal) * gram.diag().diag()
-        total += shrunk
-        missing += (experts[task]["weight"].double() - mean) @ shrunk
+        total += gram
+        moved = experts[task]["weight"].double() - mean
+        missing.addmm_(moved, gram, alpha=off_diagonal)
+        missing.addcmul_(moved, gram.diagonal(), value=1 - off_diagonal)
+    diagonal = total.diagonal().clone()
+    total.mul_(off_diagonal).diagonal().copy_(diagonal)
     return {**merged, "weight": mean + solve_in_range(total, missing)}
 
 

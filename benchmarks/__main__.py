@@ -11,7 +11,6 @@ import torch
 from driftlens.base.devices import device_name, resolve_device
 
 NAMES = (
-    "decomposition",
     "attribution",
     "memory",
     "calibration",
@@ -28,7 +27,7 @@ NAMES = (
     "busy",
     "mixtures",
     "mergekit",
-    "authors",
+    "peers",
 )
 
 

@@ -172,12 +172,12 @@ def _models(tasks: int, device: torch.device) -> dict[str, nn.Module]:
 
 
 @torch.no_grad()
-def _tower(seed: int) -> nn.Module:
+def _tower(seed: int, blocks: int = BLOCKS) -> nn.Module:
     from open_clip.transformer import VisionTransformer
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        tower = VisionTransformer(224, 32, 768, BLOCKS, 12, 4.0, output_dim=512).eval()
+        tower = VisionTransformer(224, 32, 768, blocks, 12, 4.0, output_dim=512).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in tower.parameters():
         parameter.add_(1e-3 * torch.randn(parameter.shape, generator=generator))

@@ -22,12 +22,13 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import halving_batches
 from driftlens.engine import walk
+from driftlens.engine.pool import ModelPool
 from driftlens.linalg.gram import GramSum
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter
 from tests.accelerator import turn
 from tests.accelerator.subjects import models, pool_on
-from tests.calibration.helpers import batched, given, ground, updates_of
+from tests.calibration.helpers import batched, given, ground, part, updates_of
 from tests.zoo.world import build
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,25 @@ def test_features_that_have_no_room_wait_on_the_host(
     found, most = peak((low + high) // 2)  # an error would tell of halved batches
     assert low < most <= (low + high) // 2
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_experts_are_on_a_device_a_layer_at_a_time(sim: torch.device) -> None:
+    subject, sources = models(), models().pool
+    weights = sum(value.nbytes for value in subject.modules["base"].parameters())
+
+    def peak(experts: int) -> int:
+        """With so many experts, of one sample each."""
+        tasks = [f"t{at}" for at in range(experts)]
+        named = {name: sources.source(name) for name in ("base", "merged")}
+        named |= {f"expert:{task}": sources.source("expert:a") for task in tasks}
+        pool = ModelPool(sources.chain, subject.modules["base"], named, device=sim, dtype=torch.float32)
+        parts = {task: given(batched(part(subject.inputs, slice(0, 1)), 1)) for task in tasks}
+        gc.collect()
+        devices.reset_peak_memory(sim)
+        updates_of(FeatCal().calibrate(ground(subject, pool=pool, parts=parts)))
+        return devices.peak_memory(sim) or 0
+
+    assert peak(10) - peak(2) < weights
 
 
 def test_what_had_no_room_is_known(sim: torch.device) -> None:

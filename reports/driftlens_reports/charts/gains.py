@@ -378,7 +378,7 @@ def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
         astray = np.maximum(_NEAR - np.hypot(*reach), 0)
         area = tall * letter * np.array([max(1, len(name)) for name in names])[:, None]
         alone += (
-            10 * beyond + (60 * astray * others).sum(-1) + (_shared(boxes, spots) * others).sum(-1) * 4 / area
+            40 * beyond + (60 * astray * others).sum(-1) + (_shared(boxes, spots) * others).sum(-1) * 4 / area
         )
         alone += 7 * (_shared(boxes, across) + _shared(boxes, up)).sum(-1) / area
         mutual += 4 * _shared(boxes, boxes.reshape(-1, 4)).reshape(mutual.shape) / area[..., None, None]

@@ -33,7 +33,7 @@ Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 @contextmanager
 def one_column(is_narrow: bool = True) -> Iterator[None]:
-    """Within it, panels that are alike stand below one another, for a narrow window."""
+    """Within it, panels stand below one another, for a narrow window."""
     token = _ONE_COLUMN.set(is_narrow)
     try:
         yield
@@ -130,8 +130,8 @@ def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[fl
 class Grid:
     """Empty panels, filled row by row; plotly checks them once, when all is said and `figure` is asked for."""
 
-    def __init__(self, columns: int, panels: int, dark: bool, layout: Mapping[str, Any]) -> None:
-        self.columns, self.panels, self.dark = columns, panels, dark
+    def __init__(self, kinds: int, panels: int, dark: bool, layout: Mapping[str, Any]) -> None:
+        self.kinds, self.panels, self.dark = kinds, panels, dark
         self.layout, self._traces = dict(layout), list[Any]()
 
     @functools.cached_property
@@ -160,13 +160,16 @@ class Grid:
                 self.set_axis(letter, at, **by_column[at % len(by_column)])
 
     def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
-        """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0)."""
+        """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0).
+
+        In a narrow window columns stand below one another.
+        """
         colours, is_level = palette(self.dark), letter == "y"
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
         across = "x" if is_level else "y"
         for value in values:
             for at in range(self.panels):
-                if column in (None, at % self.columns):
+                if column in (None, at % self.kinds):
                     self._add_shape(
                         line={**line, "width": 1},
                         layer="below" if is_level else "above",
@@ -215,7 +218,11 @@ def panel_grid(
 ) -> Grid:
     """Empty panels with escaped titles; y axes share a range by column, row or not; `below`: pixels for lines."""
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
-    columns = 1 if is_common and is_narrow() else min(columns, len(titles))
+    columns = min(columns, len(titles))
+    # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
+    kinds = len(y_titles) if y_by != "row" and all(y_titles) else 0
+    if is_narrow() and kinds:
+        columns, widths = 1, None
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
@@ -248,7 +255,7 @@ def panel_grid(
             if title
         ],
     }
-    return Grid(columns, len(titles), dark, settings)
+    return Grid(max(columns, kinds), len(titles), dark, settings)
 
 
 def _parts(sizes: Sequence[float], gap: float) -> list[tuple[float, float]]:
@@ -278,7 +285,8 @@ def _grid_axes(
             "visible": is_panel,
         }
         # The first axis of a group leads, as plotly refuses one that matches itself.
-        group, first = (row, row * columns) if by_row else (0, 0) if is_common else (column, column)
+        kind = at % max(columns, len(y_titles))
+        group, first = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
         is_beside = column > 0 and (is_common or by_row)
         y_axis = {
             "matches": _axis("y", first, "") if share_y and at != first else None,

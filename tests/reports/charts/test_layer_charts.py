@@ -255,14 +255,22 @@ def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> No
     wide = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
     with panels.one_column():
         narrow = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
-        beside = charts["decomposition"].draw(full, ChartOptions(controls=True)).figure
+        kinds = charts["decomposition"].draw(full, ChartOptions(controls=True)).figure
         cells = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure.layout
     # Its colours stand below its cells, which have the room of both.
     assert cells.coloraxis.colorbar.orientation == "h" and cells.coloraxis.colorbar.y < 0
     assert cells.margin.r < charts["contributions-heatmap"].draw(full, ChartOptions()).figure.layout.margin.r
-    ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, beside)]
+    ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, kinds)]
     assert len(ends[0]) > 1 == len(ends[1]) and narrow.layout.height > wide.layout.height
-    assert len(ends[2]) > 1, "kinds of one task stay beside one another"
+    titles = [axis.title.text for axis in kinds.select_yaxes()]
+    assert len(ends[2]) == 1 and titles == titles[:3] * len(full.tasks), (
+        "each panel has the title of its kind"
+    )
+    assert {axis.matches for axis in kinds.select_yaxes()} == {None, "y", "y3"}
+    lined = {shape.yref for shape in kinds.layout.shapes if shape.y0 == shape.y1 == 0}
+    assert lined == {f"y{3 * at}" for at in range(1, len(full.tasks) + 1)}, (
+        "cross terms alone have a zero line"
+    )
     again = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
     assert again.layout.height == wide.layout.height
 

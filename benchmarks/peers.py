@@ -131,7 +131,7 @@ def _featcal(case: Case, side: str) -> Work:
     pixels = case.pixels
     experts = dict(zip(pixels, others, strict=True))
     if side == "ours":
-        method = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3)
+        method = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3, last_block_tokens="cls_emphasis")
         return lambda: method.fit(merged, base, experts, pixels, batch_size=BATCH).model_.state_dict()
     sys.path.insert(0, f"{os.environ[FEATCAL]}/src")
     theirs: Any = importlib.import_module("featcal.featcal")

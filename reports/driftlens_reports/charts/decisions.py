@@ -258,8 +258,8 @@ def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
     needs=("outputs", ("label", "confidence")),
     rows=lambda run, options: picking.scored_samples(run, options, *_SCORED),
     also="heads and labelled samples",
-    caption="Left, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
-    "largest class probability, in ten bins with 95 % Wilson intervals; right, how many samples each bin holds.",
+    caption="First, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
+    "largest class probability, in ten bins with 95 % Wilson intervals; then, how many samples each bin holds.",
     hint="On the dotted line, predictions of 80 % confidence are right 80 % of the time; below it a network is surer "
     "than it should be. Bins with few samples say little: look at their intervals. The error in the notes is the mean "
     "distance from the line, weighted by samples.",

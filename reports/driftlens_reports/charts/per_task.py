@@ -319,7 +319,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     rank=20,
     needs=("params", ("cos",)),
     rows=partial(_params, scopes=_SCOPES),
-    caption="Mean cosine of each variant's task vector to the same task's expert's, left by layer and right by "
+    caption="Mean cosine of each variant's task vector to the same task's expert's, by layer and by "
     "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
     "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs what the "

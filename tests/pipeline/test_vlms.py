@@ -176,8 +176,7 @@ def test_a_projector_is_solved_from_the_features_of_images_alone(tmp_path: Path)
         assert not torch.allclose(getattr(parts["merged"], leaf), value, rtol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", few(["LLaVA", "Qwen2.5-VL"], (), some=["Qwen2.5-VL"]))
 def test_answers_about_pictures_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     """Greedy ones and the likelihood of given ones, one question at a time; calibration shows the expert's own."""
     saved_vlms(name, tmp_path)

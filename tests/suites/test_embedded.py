@@ -148,6 +148,7 @@ def test_a_half_written_suite_is_built_again_and_comes_out_the_same(suite: Suite
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_rebuilding_replaces_a_suite_that_is_whole_and_counts_every_phase_to_its_end(copy: Suite):
     before, events = (copy.folder / RECORD).stat().st_ino, list[ProgressEvent]()
     embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True, reporter=Reporter(events.append))

@@ -162,6 +162,7 @@ def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_
             f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
             "9",
         ]
+        cells = [cell.replace("-", "\N{MINUS SIGN}") for cell in cells]
         assert f"| {' | '.join(cells)} |" in card
         counts = [f"{entry.answers.n}", f"{entry.answers.gained}", f"{entry.answers.lost}"]
         assert f"| {entry.task} | test | {' | '.join(counts)} |" in card

@@ -22,7 +22,7 @@ import pytest
 
 from driftlens.base.errors import RunError, SpecError
 from driftlens.base.variants import title
-from driftlens.findings.reading import written
+from driftlens.findings.reading import signs, written
 from driftlens.findings.table import INTERVAL
 from driftlens.findings.verdict import task_sheet, verdict
 from driftlens.runs import layout, schema, tables
@@ -169,8 +169,8 @@ def test_every_digit_of_the_final_drift_is_that_of_the_table(
 def test_markdown_shows_the_same_numbers_rounded(full: DriftRun, files: dict[str, bytes]) -> None:
     (rows,) = markdown_tables(files["report.md"].decode()).values()
     sheet = task_sheet(full, verdict(full))
-    assert rows == sheet.texts()
-    ends = [f"{written(row[6], 'points')} to {written(row[7], 'points')}" for row in sheet.rows]
+    assert rows == [[*map(signs, row)] for row in sheet.texts()]
+    ends = [signs(f"{written(row[6], 'points')} to {written(row[7], 'points')}") for row in sheet.rows]
     assert [*sheet.kinds][6:8] == ["95 % low", "95 % high"] and [row[6] for row in rows] == [INTERVAL, *ends]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _CHROMIUM = Path(os.environ.get("DRIFTLENS_CHROMIUM", "/usr/bin/chromium"))
-_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--process-per-site"]
+_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def lacking() -> str:

@@ -76,30 +76,13 @@ def workshop(_bench: tuple[str, Path]) -> Iterator[tuple[str, Path]]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-@pytest.fixture(scope="session")
-def _anchor(browser: Any) -> Iterator[Any]:
-    """A page that stays: those of its site share its process, which compiles the dashboard's scripts once for all."""
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A fresh browser page in the light theme."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
     context.set_default_timeout(PATIENCE)
-    anchor = context.new_page()
-    anchor.route("**/*", lambda route: route.fulfill(body="stays"))
-    anchor.goto("http://127.0.0.1/")
-    yield anchor
-    context.close()
-
-
-@pytest.fixture
-def page(_anchor: Any) -> Iterator[Any]:
-    """A fresh browser page in the light theme; what pages leave with the browser is taken away behind the test."""
-    context = _anchor.context
     yield context.new_page()
-    left = [page for page in context.pages if page is not _anchor]
-    stores = context.new_cdp_session(_anchor)
-    for origin in {"/".join(page.url.split("/")[:3]) for page in left if page.url.startswith("http")}:
-        stores.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
-    stores.detach()
-    for page in left:
-        page.close()
+    context.close()
 
 
 def _save_pictures(run: DriftRun, task: str) -> None:

@@ -26,13 +26,17 @@ export default function ({ parentElement, data, setTriggerValue }) {
     if (data.task && !(isNew && state.has("task")) && (data.task !== kept.task || !state.has("task"))) state.set("task", data.task);
     return String(state);
   };
+  box.news = { dark: data.dark, ...(box.isKept ? {} : { task: data.task }) };
+  const inform = () => box.frame.contentWindow.postMessage(box.news, "*");
   const load = (state) => {
+    const known = box.news;
     box.frame?.remove();
     const frame = (box.frame = document.createElement("iframe"));
     frame.setAttribute("sandbox", "allow-scripts allow-downloads");
     frame.title = data.title;
     frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show })}`;
     frame.style.height = `${box.height ?? data.height}px`;
+    frame.onload = () => { if (box.news !== known) inform(); }; // before its page is there, nobody hears
     box.append(frame);
     fill();
     keep(state);
@@ -53,7 +57,7 @@ export default function ({ parentElement, data, setTriggerValue }) {
     Object.assign(box, { page: data.page, asked: data.asked });
     load(start());
     box.run = data.run;
-  } else box.frame.contentWindow.postMessage({ dark: data.dark, ...(box.isKept ? {} : { task: data.task }) }, "*");
+  } else inform();
   box.leave?.();
   addEventListener("message", hear);
   addEventListener("explorer-page", fill);

@@ -19,7 +19,7 @@ from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
 from driftlens_app.pages import path_of
 from driftlens_app.runs import key_of
-from driftlens_app.selection import RUN, TASK, selection
+from driftlens_app.selection import TASK, address, selection
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, is_dark, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
@@ -53,10 +53,10 @@ def _address(pixels: object) -> str:
     return f"data:image/png;base64,{base64.b64encode(target.getvalue()).decode()}"
 
 
-def explore(run: DriftRun, state: str) -> None:
+def explore(state: str) -> None:
     """Lead to the page Samples, whose explorer shows what its own address would say behind the #."""
     st.session_state[_ASKED] = (time.time_ns(), state)
-    st.switch_page(path_of("samples"), query_params={RUN: run.id})
+    st.switch_page(path_of("samples"), query_params=address())
 
 
 def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
@@ -88,7 +88,7 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
                 data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
             )
         if clicked.open:
-            explore(run, str(clicked.open))
+            explore(str(clicked.open))
 
 
 def _choose_task() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from driftlens.base.errors import DataError
 from driftlens.findings.listing import RunSummary
@@ -62,6 +63,12 @@ def selection(*controls: str, with_base: bool = False) -> Selection:
         _draw(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]
     return chosen
+
+
+def address(**others: str) -> dict[str, str | list[str]]:
+    """The query of another page's address, with all that is chosen: else a step of the browser's history follows."""
+    names = (RUN, TASK, VARIANTS, LAYER, MEASURE)
+    return {name: st.query_params.get_all(name) for name in names if name in st.query_params} | others
 
 
 def choose_run(settings: Settings) -> DriftRun | None:
@@ -133,7 +140,8 @@ def _asked(name: str, known: Sequence[str]) -> list[str]:
     # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
     kept = st.session_state.setdefault(_KEPT, {})
     asked, drawn = st.query_params.get_all(name), st.session_state.get(name)
-    if not asked or asked == kept.get(name):
+    # A step back in the browser's history is to an address as it was.
+    if not _is_step_in_history() and (not asked or asked == kept.get(name)):
         chosen = [drawn] if isinstance(drawn, str) else [*(drawn or ())]
         asked = chosen if name in st.session_state else kept.get(name, [])
     chosen = [value for value in asked if value in known]
@@ -144,6 +152,11 @@ def _asked(name: str, known: Sequence[str]) -> list[str]:
     else:
         st.query_params.pop(name, None)
     return chosen
+
+
+def _is_step_in_history() -> bool:
+    context = get_script_run_ctx()
+    return bool(getattr(context, "is_history_navigation", False))
 
 
 def _draw(names: Sequence[str], everything: str) -> None:

@@ -66,6 +66,27 @@ def drawn(page: Any, element: Any, *, timeout: float) -> None:
     expect(element).to_have_count(1)
 
 
+def choose(page: Any, field: str, *options: str, closes: bool = True) -> None:
+    """Choose options of a field by typing, where nothing scrolls any more, which would close its list.
+
+    Args:
+        page: the page.
+        field: what the field is called.
+        options: what its list calls them.
+        closes: whether the list closes by itself; where several can be chosen it stays.
+    """
+    box = page.get_by_role("combobox", name=field, exact=True)
+    box.evaluate("box => box.scrollIntoView({block: 'center'})")  # at an edge its focus would scroll again
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    for option in options:
+        box.fill(option)
+        page.get_by_role("option", name=option, exact=True).click()
+        settled(page)
+    if not closes:
+        page.keyboard.press("Escape")
+        settled(page)
+
+
 def open_drawer(page: Any, title: str) -> None:
     """Open the drawer of this title, and wait until it stands open with what it holds."""
     page.get_by_text(title, exact=True).click()

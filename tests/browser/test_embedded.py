@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from driftlens.findings.outcomes import outcomes
 from driftlens.runs.run import DriftRun, open_run
-from tests.browser.reading import drawn, eventually, settled
+from tests.browser.reading import choose, drawn, eventually, settled
 from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
@@ -118,11 +118,9 @@ def test_a_task_that_is_chosen_in_the_explorer_is_that_of_other_pages_and_back(
         page.wait_for_url(f"**task={full.tasks[at]}**")
         settled(page)
         page.get_by_role("link", name="Layers", exact=True).click()
-        field = page.get_by_role("combobox", name="Task")
-        expect(field).to_have_value(full.tasks[at])
+        expect(page.get_by_role("combobox", name="Task")).to_have_value(full.tasks[at])
         settled(page)
-        field.fill(full.tasks[back])
-        page.keyboard.press("Enter")
+        choose(page, "Task", full.tasks[back])
         page.wait_for_url(f"**task={full.tasks[back]}**")
         page.get_by_role("link", name="Samples", exact=True).click()
         page.get_by_role("heading", name="Samples", exact=True).wait_for()
@@ -160,8 +158,13 @@ def test_overview_moves_samples_and_a_click_opens_them_on_samples(
     page.on("websocket", lambda socket: socket.on("framereceived", lambda data: got.append(data)))
     frame = opened("overview")
     assert frame.locator("canvas").count() == len(full.tasks) and frame.locator(".wall").is_hidden()
+    # A task that is chosen on the page is the explorer's, whose page isn't sent again.
     policy = page.evaluate("explorerPages.points[1].match(/sha256-[^']+/)[0]").encode()
-    assert sum(policy in message for message in got) == 1, "its page is sent once"
+    assert sum(policy in message for message in got) == 1
+    choose(page, "Task", full.tasks[1])
+    eventually(frame, "explorer.state.task === 1")
+    settled(page)
+    assert sum(policy in message for message in got) == 1
     start = frame.evaluate("explorer.places()")
     frame.locator("#stops").get_by_role("button", name="expert", exact=True).click()
     eventually(frame, "explorer.state.stage === explorer.stages - 1")
@@ -176,7 +179,12 @@ def test_overview_moves_samples_and_a_click_opens_them_on_samples(
     ]
     page.go_back()
     page.get_by_role("heading", name=full.name, exact=True).wait_for()
-    assert page.said == []
+    field = page.get_by_role("combobox", name="Task")
+    expect(field).to_have_value(full.tasks[1])
+    page.go_back()
+    expect(field).to_have_value("")
+    settled(page)
+    assert "task" not in page.url and page.said == []
 
 
 def test_the_repair_stands_beside_what_the_merge_broke(

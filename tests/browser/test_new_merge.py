@@ -18,24 +18,15 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.suites.cache import RECORD
 from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe
-from tests.browser.reading import PATIENCE, check, drawn, open_drawer, settled
+from tests.browser.reading import PATIENCE, check, choose, drawn, open_drawer, settled
 from tests.browser.server import serving
 from tests.suites.conftest import TINY, alone
 from tests.zoo.world import World
 
 
 def begin_with(page: Any, spec: str) -> None:
-    page.get_by_role("combobox", name="Spec from").fill(spec)
-    page.get_by_role("option", name=spec, exact=True).click()
-    settled(page)
+    choose(page, "Spec from", spec)
     open_drawer(page, "New merge")
-
-
-def choose(page: Any, title: str) -> None:
-    page.get_by_role("combobox", name="Merge the experts by").fill(title)
-    page.get_by_role("option", name=title, exact=True).click()
-    page.keyboard.press("Escape")
-    settled(page)
 
 
 @pytest.mark.slow
@@ -50,7 +41,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(
     settled(page)
     begin_with(page, "light/spec.yaml")
     drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
-    choose(page, "TIES-Merging")
+    choose(page, "Merge the experts by", "TIES-Merging", closes=False)
     scaling = page.get_by_role("spinbutton", name="scaling")
     scaling.fill("0.4")
     scaling.press("Tab")
@@ -66,7 +57,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(
     begin_with(page, "light/spec.yaml")
     drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
     for title in ("Simple Averaging", "TIES-Merging"):
-        choose(page, title)
+        choose(page, "Merge the experts by", title, closes=False)
     check(page)
     page.get_by_role("button", name="Compare the merges").click()
     drawn(page, page.get_by_role("heading", name="Compared merges"), timeout=PATIENCE)
@@ -95,7 +86,7 @@ def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
     begin_with(page, "light/spec.yaml")
     drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
     for title in ("Simple Averaging", "WUDI-Merging"):
-        choose(page, title)
+        choose(page, "Merge the experts by", title, closes=False)
     steps = page.get_by_role("spinbutton", name="steps")
     steps.fill("100000")
     steps.press("Tab")
@@ -127,13 +118,7 @@ def test_what_lies_in_the_folder_is_picked_mended_and_analyzed(
         "Experts": [f"mine/open_clip/{task}.safetensors" for task in world.tasks],
     } | {f"Data of task {at}": [f"mine/{task}.npz"] for at, task in enumerate(world.tasks, 1)}
     for label, choices in picks.items():
-        for choice in choices:
-            page.get_by_role("combobox", name=label).fill(choice)
-            page.get_by_role("option", name=choice, exact=True).click()
-            settled(page)
-        if len(choices) > 1:  # a list stays open for more
-            page.keyboard.press("Escape")
-            settled(page)
+        choose(page, label, *choices, closes=len(choices) == 1)
     page.get_by_role("button", name="Write the spec").click()
     text = page.get_by_role("textbox", name="Spec")
     expect(text).to_have_value(re.compile("task_arithmetic"), timeout=PATIENCE)

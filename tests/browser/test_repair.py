@@ -14,18 +14,12 @@ import driftlens as dl
 from driftlens.findings.reading import signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
-from tests.browser.reading import PATIENCE, drawn, open_drawer, settled
+from tests.browser.reading import PATIENCE, choose, drawn, open_drawer, settled
 from tests.pipeline.calibrating import roomy_run
 from tests.records.full_run import write_full_run
 from tests.zoo.world import World
 
 pytestmark = pytest.mark.slow
-
-
-def choose(page: Any, box: str, option: str) -> None:
-    page.get_by_role("combobox", name=box, exact=True).click()
-    page.get_by_role("option", name=option, exact=True).click()
-    settled(page)
 
 
 def changes(page: Any) -> list[float]:
@@ -73,15 +67,9 @@ def test_repairs_are_run_beside_one_another(page: Any, light: DriftRun, workshop
     shutil.copytree(light.path, run)
     page.goto(f"{address}/repair")
     settled(page)
-    field = page.get_by_role("combobox", name="Repairs to compare")
-    field.scroll_into_view_if_needed()
     page.get_by_role("button", name="Clear all").last.click()
     settled(page)
-    for title in ("FeatCal", "SVC"):
-        field.fill(title)
-        page.get_by_role("option", name=title, exact=True).click()
-        settled(page)
-    page.keyboard.press("Escape")
+    choose(page, "Repairs to compare", "FeatCal", "SVC", closes=False)
     page.get_by_role("button", name="Compare repairs").click()
     expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
     drawn(page, page.get_by_role("heading", name=re.compile("^Before and after ")), timeout=PATIENCE)

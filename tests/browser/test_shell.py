@@ -21,7 +21,7 @@ from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.pages import pages
-from tests.browser.reading import PATIENCE, check, drawn, settled
+from tests.browser.reading import PATIENCE, check, choose, drawn, settled
 from tests.browser.server import serving
 from tests.records.full_run import Size, write_full_run
 
@@ -35,8 +35,7 @@ def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/layers?run={run.id}")
     settled(page)
-    page.get_by_role("combobox", name="Task").fill("mnist")
-    page.keyboard.press("Enter")
+    choose(page, "Task", "mnist")
     page.wait_for_url("**task=mnist**")
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Overview").click()
     origins = page.locator(CELLS)

@@ -20,7 +20,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import explore, pictures, show_explorer
-from driftlens_app.selection import LAYER, MEASURE, RUN, TASK, VARIANTS, Selection, selection
+from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, address, selection
 from driftlens_app.show import (
     AXIS,
     caption,
@@ -115,7 +115,7 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
         said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):
         wanted = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
-        explore(run, urlencode(wanted))
+        explore(urlencode(wanted))
 
 
 def _task_table(run: DriftRun, judged: Verdict) -> None:
@@ -205,12 +205,7 @@ def _open_cell(chosen: Selection) -> None:
         row, layer = (int(at) for at in clicked.cell)
         tasks = chosen.tasks
         if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
-            query = {
-                RUN: chosen.run.id,
-                TASK: tasks[row],
-                LAYER: str(layer),
-                "layers": SECTIONS["contributions"].part,
-            }
+            query = address(task=tasks[row], layer=str(layer), layers=SECTIONS["contributions"].part)
             st.switch_page(path_of("layers"), query_params=query)
 
 

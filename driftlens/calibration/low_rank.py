@@ -13,7 +13,7 @@ from torch import Tensor
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.engine.training import SiteSums, SiteTrainer
-from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.cholesky import factorize, inverse_norm
 from driftlens.linalg.joint_ridge import BIAS_INPUT
 
 
@@ -70,8 +70,7 @@ class LowRankCorrections(Trained, SiteTrainer):
     def solve(self, sums: SiteSums) -> tuple[LowRankUpdate, dict[str, Tensor]]:
         """The correction of one site, and the update of its weight and bias that it is."""
         width = len(sums.gram) - sums.has_bias
-        size = torch.linalg.matrix_norm(sums.gram[:width, :width])
-        scale = torch.where(size > 0, 1 / size, 1.0)
+        scale = inverse_norm(sums.gram[:width, :width])
         factor = factorize(scale * sums.gram, what="gram + lam I", shift=self.lam)
         half = torch.linalg.solve_triangular(factor.lower, scale * sums.cross.mT, upper=False).mT
         left, values, right = torch.linalg.svd(half, full_matrices=False)

@@ -13,7 +13,7 @@ from driftlens.base.devices import wide
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
-from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.cholesky import factorize, inverse_norm
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class ReACT(Trained, LayerTrainer):
         """The correction of one task, solved in float64."""
         merged, expert = (wide(rows) for rows in features.rows())
         gram = merged.mT @ merged
-        size = torch.linalg.matrix_norm(gram)
-        scale = torch.where(size > 0, 1 / size, 1.0)
+        scale = inverse_norm(gram)
         factor = factorize(scale * gram, what="gram + lam I", shift=self.lam)
         change = factor.solve_rows(scale * (expert - merged).mT @ merged)
         course.told(1, 1, float((expert - merged - merged @ change.mT).square().mean()))

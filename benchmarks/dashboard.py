@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import pathlib
 import shutil
@@ -13,6 +15,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+
+from streamlit.proto.BackMsg_pb2 import BackMsg
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.typing import Origin
 
 from benchmarks.pages import SIZE, TASKS, server_at
 from driftlens_app.pages import pages
@@ -28,7 +35,7 @@ WANTED = {
     f"{RUNS} runs in the folder": 2.0,
 }
 """Seconds."""
-SESSIONS = 30
+SESSIONS, LAPS = 30, 2
 MOST_MEMORY = 600
 """MB, of the server and its children, after every page was opened with both folders."""
 
@@ -76,39 +83,53 @@ def run(device: str) -> str:
     )
 
 
-def crowd() -> str:
-    """Visits that many sessions make at once, page by page, those that met an error, and MB of the server."""
-    from playwright.sync_api import sync_playwright
+async def crowd() -> str:
+    """What many sessions at once make of the server: errors shown and logged, and MB after each of their visits.
 
-    paths = [pathlib.Path(path).stem for path in pages()]
-    faults, memory = list[str](), list[float]()
-    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+    Each opens every page, beginning at another one, and says to the server what a browser would; thirty browsers
+    would leave the server nothing of this machine.
+    """
+    faults, memory = list[str](), list[str]()
+    with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        write_full_run(folder / "runs" / "run", tasks=[f"task {at}" for at in range(TASKS)], size=SIZE)
-        run_id = json.loads((folder / "runs" / "run" / "manifest.json").read_text())["id"]
-        browser = launch(playwright)
+        run = write_full_run(folder / "runs" / "run", tasks=[f"task {at}" for at in range(TASKS)], size=SIZE)
+        asked = f"run={json.loads((run / 'manifest.json').read_text())['id']}"
+        paths = [pathlib.Path(path).stem for path in pages()]
         with serving(folder / "runs", folder / "log") as address:
-            windows = [browser.new_page(viewport={"width": 1400, "height": 1000}) for _ in range(SESSIONS)]
-            for window in windows:
-                window.on("pageerror", lambda error: faults.append(str(error)))
-            for path in paths:
-                for window in windows:
-                    window.goto(f"{address}/{path}?run={run_id}", wait_until="commit")
-                for window in windows:
-                    _drawn(window)
-                    shown = window.get_by_test_id("stException").all_inner_texts()
-                    faults.extend(f"{path}: {text}" for text in shown)
-                memory.append(_megabytes(address))
-        browser.close()
+            async with contextlib.AsyncExitStack() as stack:
+                stream = f"{address.replace('http', 'ws')}/_stcore/stream"
+                sessions = [
+                    await stack.enter_async_context(connect(stream, origin=Origin(address), max_size=None))
+                    for _ in range(SESSIONS)
+                ]
+                for lap in range(LAPS * len(paths)):
+                    visits = (
+                        _shown_faults(session, paths[(lap + at) % len(paths)], asked)
+                        for at, session in enumerate(sessions)
+                    )
+                    faults += [fault for some in await asyncio.gather(*visits) for fault in some]
+                    memory.append(f"{_megabytes(address):.0f}")
         logged = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
-    after = "; ".join(
-        f"{SESSIONS * (at + 1)} {size:.0f} MB ({path})"
-        for at, (path, size) in enumerate(zip(paths, memory, strict=True))
-    )
     return (
-        f"{SESSIONS} sessions x {len(paths)} pages: {len(faults)} errors shown, {len(logged)} in the server's log; "
-        f"its memory after visits: {after}" + "".join(f"\n{fault}" for fault in faults)
+        f"{SESSIONS} sessions x {len(paths)} pages, {LAPS} times: {len(faults)} errors shown, {len(logged)} in the "
+        f"server's log; its MB after every {SESSIONS} visits: {', '.join(memory)}"
+        + "".join(f"\n{fault}" for fault in faults)
     )
+
+
+async def _shown_faults(session: ClientConnection, page: str, asked: str) -> list[str]:
+    """Open a page in a session, wait until its script has run, and return the errors on it."""
+    wanted, faults = BackMsg(), list[str]()
+    wanted.rerun_script.query_string, wanted.rerun_script.page_name = asked, page
+    await session.send(wanted.SerializeToString())
+    while True:
+        told = ForwardMsg.FromString(await session.recv(decode=False))
+        if told.delta.new_element.HasField("exception"):
+            faults.append(f"{page}: {told.delta.new_element.exception.message}")
+        if told.HasField("page_not_found"):
+            faults.append(f"{page}: there is no such page")
+        if told.HasField("script_finished"):
+            return faults
 
 
 def _write_many(folder: pathlib.Path) -> None:
@@ -140,4 +161,4 @@ def _megabytes(address: str) -> float:
 
 
 if __name__ == "__main__":
-    print(crowd())
+    print(asyncio.run(crowd()))

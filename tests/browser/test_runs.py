@@ -17,7 +17,7 @@ from driftlens_app.pages import pages
 from driftlens_reports.build import Report
 from driftlens_reports.explorer.page import Explorer
 from tests.app.pages import failed
-from tests.browser.reading import drawn, eventually, settled
+from tests.browser.reading import drawn, eventually, settled, visit
 from tests.records.full_run import write_full_run
 
 pytestmark = pytest.mark.slow
@@ -128,8 +128,12 @@ def test_axe_finds_nothing_on_any_page(
     view, report = Explorer(run).save(tmp_path / "view.html"), tmp_path / "report.html"
     Report(run).save(tmp_path, ["html"])
     addresses = {Path(path).stem: f"{app_url}/{Path(path).stem}?run={run.id}" for path in pages()}
+    titles = {Path(path).stem: entry.title for path, entry in pages().items() if entry.needs_run}
     for name, address in {**addresses, "view": view.as_uri(), "report": report.as_uri()}.items():
-        page.goto(address)
+        if name in titles:
+            visit(page, titles[name])
+        else:
+            page.goto(address)
         if name == "view":
             eventually(page, "explorer.frames > 0")
         elif name == "report":
@@ -151,35 +155,36 @@ def test_long_names_push_no_number_out(browser: Any, workshop: tuple[str, Path])
     url, root = workshop
     tasks, classes = ([f"{name}{tail}" for name in names] for names in (("a", "b"), ("cat", "dog", "fox")))
     run = open_run(write_full_run(root / "long", name=f"run{tail}", tasks=tasks, class_names=classes))
-    for width in (420, 1440):
-        page = browser.new_page(viewport={"width": width, "height": 1000})
-        for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
-            page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
-            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+    page = browser.new_page()
+    for address in ("runs", "overview", "layers", "layers?layers=Sources", "repair"):
+        page.goto(f"{url}/{address}{'&' if '?' in address else '?'}run={run.id}")
+        drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+        for width in (1440, 420):
+            page.set_viewport_size({"width": width, "height": 1000})
+            settled(page)
             main = page.get_by_test_id("stMain")
             assert main.evaluate("it => it.scrollWidth - it.clientWidth") <= 0, (width, address)
             if seen := SEEN.get((width, address)):  # columns out of sight have no head
                 table = page.get_by_test_id("stDataFrame").first
                 table.scroll_into_view_if_needed()
                 expect(table.locator("canvas th").filter(has_text=seen).first).to_be_attached()
-        page.close()
+    page.close()
 
 
 def test_the_shell_says_where_one_is(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "full")
-    for path, entry in pages().items():
-        if entry.needs_run:
-            page.goto(f"{app_url}/{Path(path).stem}?run={run.id}")
-            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
-            assert page.title() == f"full run - {entry.title} - DriftLens"
-    page.goto(f"{app_url}/overview?run={run.id}")
+    page.goto(f"{app_url}/?run={run.id}")
     settled(page)
+    for entry in pages().values():
+        if entry.needs_run:
+            visit(page, entry.title)
+            assert page.title() == f"full run - {entry.title} - DriftLens"
+    visit(page, "Overview")
     wordmark = page.get_by_test_id("stSidebarLogo")
     expect(wordmark).to_be_visible()
     assert wordmark.evaluate("logo => logo.naturalWidth") > 0
     expect(page.get_by_role("button", name="Self-checks")).to_be_visible()
-    page.goto(app_url)
-    settled(page)
+    visit(page, "Runs")
     page.get_by_text("New run", exact=True).first.click()
     expect(page.get_by_role("heading", level=1)).to_have_text("New run", timeout=60_000)
 
@@ -197,22 +202,31 @@ def test_two_tabs_keep_their_own_choices(page: Any, app_url: str, runs_folder: P
         assert f"run={run}" in tab.url and f"task={task}" in tab.url
 
 
-@pytest.mark.parametrize("name", [Path(path).stem for path in pages()])
 def test_no_page_of_a_telephones_width_scrolls_sideways(
-    browser: Any, app_url: str, runs_folder: Path, name: str
+    browser: Any, app_url: str, runs_folder: Path
 ) -> None:
     context = browser.new_context(viewport={"width": 420, "height": 900})
     page = context.new_page()
-    page.goto(f"{app_url}/{name}?run={open_run(runs_folder / 'full').id}")
-    drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
-    for part in ("document.querySelector('[data-testid=stMain]')", "document.documentElement"):
-        assert page.evaluate(f"{part}.scrollWidth") <= 420
-    if name == "layers":  # panels stand below one another as soon as the browser has said how wide it is
-        page.wait_for_function(
-            """() => { const plot = document.querySelector('.js-plotly-plot');
-                return plot && Object.keys(plot.layout).filter((key) => key.startsWith('xaxis')).length > 1
-                    && plot._fullLayout._subplots.xaxis.every((axis) => plot._fullLayout[
-                        axis.replace('x', 'xaxis')].domain[1] === 1) }""",
-            timeout=60_000,
+    page.goto(f"{app_url}/?run={open_run(runs_folder / 'full').id}")
+    settled(page)
+    for entry in pages().values():
+        if not entry.is_listed:
+            page.goto(f"{app_url}/new_run")
+            drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
+        elif entry.title != "Runs":
+            visit(page, entry.title)
+        wide = page.evaluate(
+            "[...document.querySelectorAll('html, [data-testid=stMain]')].map(it => it.scrollWidth)"
         )
+        assert max(wide) <= 420, entry.title
+        if (
+            entry.title == "Layers"
+        ):  # panels stand below one another as soon as the browser has said how wide it is
+            page.wait_for_function(
+                """() => { const plot = document.querySelector('.js-plotly-plot');
+                    return plot && Object.keys(plot.layout).filter((key) => key.startsWith('xaxis')).length > 1
+                        && plot._fullLayout._subplots.xaxis.every((axis) => plot._fullLayout[
+                            axis.replace('x', 'xaxis')].domain[1] === 1) }""",
+                timeout=60_000,
+            )
     context.close()

@@ -26,6 +26,7 @@ from driftlens.engine.walk import Crossing
 from driftlens.spec import load_spec
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
+from tests.quick import few
 from tests.zoo.world import CLASSES, build, write_images
 
 pytestmark = pytest.mark.slow
@@ -195,7 +196,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return leaving.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", few(JOBS, (), some=["analyze", "calibrate"]))
 def test_a_job_whose_device_fails_in_the_middle_goes_on(
     sim: torch.device,
     spec: Path,

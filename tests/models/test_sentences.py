@@ -88,7 +88,7 @@ EACH_FAMILY = pytest.mark.parametrize(
             name,
             marks=[
                 pytest.mark.family(f"{name}, in sentence-transformers"),
-                *paced(name, ["BERT", "Qwen3-Embedding", "EmbeddingGemma"]),
+                *paced(name, ["BERT", "Qwen3-Embedding", "EmbeddingGemma"], some=["MPNet"]),
             ],
         )
         for name in EMBEDDERS

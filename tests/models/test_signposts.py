@@ -36,7 +36,7 @@ STARTS = ("hf-clip", "hf-vit", "hf-encoder", "hf-t5", "hf-auto", "hf-decoder", "
 """All loaders of transformers' models, each of which refuses what is another's."""
 FEW = ("bart", "bert", "funnel", "gpt2", "mixtral", "wav2vec2")
 """An encoder-decoder, sent on, hopeless, causal, a mixture, one that reads sound."""
-GROUPS = 12
+GROUPS = 24
 DEAR = "gemma3n_vision"
 """Pictures through its tower, a MobileNet of 300 million weights, take two minutes."""
 

@@ -417,7 +417,7 @@ FILES = {
         pytest.param("prob_surgery", 5, marks=pytest.mark.every),
         pytest.param("surgery_v2", 3, marks=pytest.mark.every),
         pytest.param("interv_merge", 5, marks=pytest.mark.every),
-        ("distill", 2),
+        pytest.param("distill", 2, marks=pytest.mark.every),
     ],
 )
 def test_it_ends_as_if_it_had_never_been_killed(

@@ -17,10 +17,11 @@ from driftlens.suites.reproduce import _SUITES, PROTOCOLS, Suite, filling, load_
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.reproduced import Shown, shown
 from tests.pipeline.calibrating import copied
+from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 Ran = Callable[[str], tuple[dict[str, DriftRun], Shown]]
-SLOW = {"runtime", "main", "features", "ablations", "corruption", "samples", "sensitivity"}
+QUICK = {*PROTOCOLS} - {"runtime", "main", "features", "ablations", "corruption", "samples", "sensitivity"}
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +78,7 @@ def test_every_exhibit_has_one_protocol_and_names_it_while_it_is_empty() -> None
     assert filling("of another package") == ""
 
 
-@pytest.mark.parametrize(
-    "protocol",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROTOCOLS],
-)
+@pytest.mark.parametrize("protocol", few(PROTOCOLS, QUICK, some={*PROTOCOLS} - {"ablations"}))
 def test_a_protocol_fills_its_exhibits(protocol: str, ran: Ran) -> None:
     runs, told = ran(protocol)
     assert told.rows and told.sheets and all(sheet.rows for sheet in told.sheets)

@@ -132,7 +132,7 @@ def test_trained_t5s_are_merged_measured_and_calibrated(real: Path, tmp_path: Pa
         "hf-t5",
         texts / "t5" / "base",
         {task: texts / place for task, place in EXPERTS.items()},
-        {"defaults": {"n": 32, "n_diagnosis": 16, "n_test": 16, "batch_size": 16}, **data},
+        {"defaults": {"n": 64, "n_diagnosis": 16, "n_test": 16, "batch_size": 16}, **data},
         metrics={"jacobian": {"samples": 2}},
     )
     file = tmp_path / "spec.yaml"

@@ -94,7 +94,7 @@ def choose_run(settings: Settings) -> DriftRun | None:
         reason = f" {broken} can't be read; the page Runs says why." if broken else ""
         asked = st.session_state[_IN_URL]
         raise DataError(f"the run {asked!r} is not here", hint=f"Choose one in the sidebar.{reason}")
-    st.session_state[_IN_URL] = st.query_params[RUN] = chosen
+    st.session_state[_IN_URL] = chosen
     return opened(folder_of(settings, chosen))
 
 
@@ -125,6 +125,12 @@ def choose_view(run: DriftRun) -> None:
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     known = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
     asked = {name: _asked(name, values) for name, values in known.items()}
+    # All at once and without defaults: every change of the address is a step back in the browser's history.
+    defaults = {LAYER: [FINAL], MEASURE: [_MEASURES[0]]}
+    shown = {name: chosen for name, chosen in asked.items() if chosen and chosen != defaults.get(name)}
+    for name in {*known} - {*shown}:
+        st.query_params.pop(name, None)
+    st.query_params.update({RUN: run.id, **shown})
     layer = next(iter(asked[LAYER]), FINAL)
     st.session_state[_CHOSEN] = Selection(
         run,
@@ -146,11 +152,6 @@ def _asked(name: str, known: Sequence[str]) -> list[str]:
         asked = chosen if name in st.session_state else kept.get(name, [])
     chosen = [value for value in asked if value in known]
     kept[name] = chosen
-    # A default in the address would be one more step back in the browser's history.
-    if chosen and not (name in (LAYER, MEASURE) and chosen[0] == known[0]):
-        st.query_params[name] = chosen
-    else:
-        st.query_params.pop(name, None)
     return chosen
 
 

@@ -1,6 +1,15 @@
 // Charts are coloured and laid out by the server, which hears of another theme or width only when something makes it
 // run again: this does.
 
+// Streamlit empties the address on the way to another page, and the server fills it again: for a reader one step.
+if (!window.stepsOfHistory) {
+  const push = (window.stepsOfHistory = history.pushState);
+  history.pushState = (state, title, url) => {
+    const isFilled = !location.search && new URL(url, location).pathname === location.pathname;
+    (isFilled ? history.replaceState : push).call(history, state, title, url);
+  };
+}
+
 export default function ({ parentElement, data, setStateValue, setTriggerValue }) {
   const surface = () => getComputedStyle(parentElement.host).getPropertyValue("--st-background-color");
   const isDark = () => {

@@ -106,12 +106,18 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/overview?run={run.id}&task=dtd")
     settled(page)
-    for name in ("Repair", "Export", "Overview"):
+    before = page.evaluate("history.length")
+    for step, name in enumerate(("Repair", "Export", "Overview"), 1):
         visit(page, name)
         assert f"run={run.id}" in page.url and "task=dtd" in page.url
+        assert page.evaluate("history.length") == before + step, "one press leads back"
     origins = page.locator(CELLS)
     expect(origins).to_have_count(1, timeout=60_000)
     expect(origins).to_have_text("dtd")
+    page.go_back()
+    page.get_by_role("heading", level=1, name="Export").wait_for()
+    settled(page)
+    assert f"run={run.id}" in page.url and "task=dtd" in page.url
 
 
 def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any, app_url: str) -> None:

@@ -1,12 +1,16 @@
 // Charts are coloured and laid out by the server, which hears of another theme or width only when something makes it
 // run again: this does.
 
-// Streamlit empties the address on the way to another page, and the server fills it again: for a reader one step.
+// For a reader going to another page is one step. Streamlit first takes from the address what belonged to the page that
+// is left, and empties that of the next one, which the server fills again.
 if (!window.stepsOfHistory) {
   const push = (window.stepsOfHistory = history.pushState);
+  let lessened = 0;
   history.pushState = (state, title, url) => {
-    const isFilled = !location.search && new URL(url, location).pathname === location.pathname;
-    (isFilled ? history.replaceState : push).call(history, state, title, url);
+    const to = new URL(url, location), isSame = to.pathname === location.pathname;
+    const isStep = isSame ? location.search : performance.now() - lessened > 1000;
+    lessened = isSame && to.searchParams.size < new URL(location).searchParams.size ? performance.now() : 0;
+    (isStep ? push : history.replaceState).call(history, state, title, url);
   };
 }
 

@@ -111,13 +111,19 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
         visit(page, name)
         assert f"run={run.id}" in page.url and "task=dtd" in page.url
         assert page.evaluate("history.length") == before + step, "one press leads back"
+        if name == "Repair":  # whose part is not in the next page's address
+            page.get_by_role("radiogroup", name="Part of the page").get_by_text("Compare").click()
+            page.wait_for_url("**repair=Compare**")
+            settled(page)
     origins = page.locator(CELLS)
     expect(origins).to_have_count(1, timeout=60_000)
     expect(origins).to_have_text("dtd")
-    page.go_back()
-    page.get_by_role("heading", level=1, name="Export").wait_for()
-    settled(page)
-    assert f"run={run.id}" in page.url and "task=dtd" in page.url
+    for name in ("Export", "Repair"):
+        page.go_back()
+        page.get_by_role("heading", level=1, name=name).wait_for()
+        settled(page)
+        assert f"run={run.id}" in page.url and "task=dtd" in page.url
+    assert "repair=Compare" in page.url
 
 
 def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any, app_url: str) -> None:

@@ -196,9 +196,7 @@ def test_two_tabs_keep_their_own_choices(page: Any, app_url: str, runs_folder: P
         tab.goto(f"{app_url}/layers?run={run}&task={task}")
         drawn(tab, tab.get_by_role("heading", level=1), timeout=60_000)
     for tab, run, task in zip(tabs, ids, ("mnist", "dtd"), strict=True):
-        tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Overview").click()
-        tab.wait_for_url("**/overview?**")
-        settled(tab)
+        visit(tab, "Overview")
         assert f"run={run}" in tab.url and f"task={task}" in tab.url
 
 
@@ -209,9 +207,9 @@ def test_no_page_of_a_telephones_width_scrolls_sideways(
     page = context.new_page()
     page.goto(f"{app_url}/?run={open_run(runs_folder / 'full').id}")
     settled(page)
-    for entry in pages().values():
+    for path, entry in pages().items():
         if not entry.is_listed:
-            page.goto(f"{app_url}/new_run")
+            page.goto(f"{app_url}/{Path(path).stem}")
             drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
         elif entry.title != "Runs":
             visit(page, entry.title)
@@ -219,9 +217,8 @@ def test_no_page_of_a_telephones_width_scrolls_sideways(
             "[...document.querySelectorAll('html, [data-testid=stMain]')].map(it => it.scrollWidth)"
         )
         assert max(wide) <= 420, entry.title
-        if (
-            entry.title == "Layers"
-        ):  # panels stand below one another as soon as the browser has said how wide it is
+        # Panels stand below one another as soon as the browser has said how wide it is.
+        if entry.title == "Layers":
             page.wait_for_function(
                 """() => { const plot = document.querySelector('.js-plotly-plot');
                     return plot && Object.keys(plot.layout).filter((key) => key.startsWith('xaxis')).length > 1

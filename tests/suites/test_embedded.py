@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -162,15 +163,25 @@ def test_rebuilding_replaces_a_suite_that_is_whole_and_counts_every_phase_to_its
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["draw", "train base", "train experts"])
-def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("phase", "workers"),
+    [
+        ("draw", alone),
+        ("train base", alone),
+        pytest.param("train base", nullcontext, marks=pytest.mark.every),
+        ("train experts", alone),
+    ],
+)
+def test_cancelling_leaves_nothing_half_built(
+    phase: str, workers: Callable[[], AbstractContextManager[None]], tmp_path: Path
+):
     token = CancelToken()
 
     def stop(event: ProgressEvent) -> None:
         if event.phase == phase and event.done:
             token.cancel()
 
-    with alone(), pytest.raises(Cancelled):
+    with workers(), pytest.raises(Cancelled):
         embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(stop, token))
     assert all(path.suffix == ".lock" for path in tmp_path.iterdir())
 

@@ -438,13 +438,13 @@ def test_no_line_of_a_paragraph_ends_within_a_number(light: str) -> None:
 def test_a_large_light_page_stays_below_a_megabyte(tmp_path: Path) -> None:
     folder = write_full_run(
         tmp_path / "run",
-        tasks=[f"task number {at} of many" for at in range(16)],
+        tasks=[f"task number {at} of many" for at in range(30)],
         size=Size(blocks=6, samples=3, width=3, classes=2, tests=10),
     )
     report = Report(open_run(folder))
     data = report.files(["html-light"])["report-light.html"]
     assert len(data) < 1_000_000
-    assert "12 of 16 panels are drawn" in data.decode()
+    assert "12 of 30 panels are drawn" in data.decode()
 
 
 HARMFUL = "&lt;script&gt;alert(1)&lt;/script&gt; url(http://evil.test/a) javascript:x"

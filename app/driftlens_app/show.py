@@ -81,7 +81,7 @@ def is_dark() -> bool:
 
 def watch_theme() -> None:
     """Let the browser ask for the page again when its theme or width is no longer what charts are drawn for."""
-    watch, now = component("theme_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
+    watch, now = component("page_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
     watch(data=now, key=_WATCH, height=1, on_dark_change=lambda: None, on_narrow_change=lambda: None)
 
 

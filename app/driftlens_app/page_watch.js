@@ -1,15 +1,15 @@
 // Charts are coloured and laid out by the server, which hears of another theme or width only when something makes it
 // run again: this does.
 
-// For a reader going to another page is one step. Streamlit first takes from the address what belonged to the page that
-// is left, and empties that of the next one, which the server fills again.
+// For a reader going to another page is one step. Streamlit first takes from the address of the page that is left what
+// was chosen, run and all, and empties that of the next one; the server fills either again, however long it takes.
 if (!window.stepsOfHistory) {
   const push = (window.stepsOfHistory = history.pushState);
-  let lessened = 0;
+  let isLeaving = false;
   history.pushState = (state, title, url) => {
     const to = new URL(url, location), isSame = to.pathname === location.pathname;
-    const isStep = isSame ? location.search : performance.now() - lessened > 1000;
-    lessened = isSame && to.searchParams.size < new URL(location).searchParams.size ? performance.now() : 0;
+    const isStep = !isLeaving && (!isSame || location.search);
+    isLeaving = isSame && (isLeaving || (isStep && !to.searchParams.has("run")));
     (isStep ? push : history.replaceState).call(history, state, title, url);
   };
 }

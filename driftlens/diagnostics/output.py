@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 from driftlens.base.diagnostic import Seen, diagnostic
-from driftlens.linalg.fixed_weights import FixedNumbers
 from driftlens.linalg.state import (
     cross_entropy_change,
     forward_mode_attention,
@@ -209,7 +208,7 @@ def _derivative(head: ScoreMap, point: Tensor) -> Derivative:
 
 def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """|J u| along the drift, and the largest gain found by power iteration from it."""
-    with forward_mode_attention(), FixedNumbers():
+    with forward_mode_attention():
         at = head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
         image = along = at.push(direction)
         for _ in range(GAIN_ITERATIONS):

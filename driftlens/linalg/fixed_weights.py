@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class FixedNumbers(TorchFunctionMode):
-    """Inside this context a plain number that a tensor is multiplied or divided by doesn't move.
+class FixedWeights(TorchFunctionMode):
+    """Inside this context weights and biases of `linear` and `layer_norm` don't move, whatever module calls them.
 
-    Torch makes a tensor of it, and for each product works out in Python what a tangent of zeros would add.
+    Nor does a plain number that a tensor is multiplied or divided by: torch makes a tensor of it, and for each product
+    works out in Python what a tangent of zeros would add. `gelu` has no weights; its slope is worked out once for all
+    vectors.
     """
 
     def __torch_function__(
@@ -30,22 +32,8 @@ class FixedNumbers(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Put the rules below in the place of torch's own."""
-        return self.rule(function)(*args, **(kwargs or {}))
-
-    def rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of a function."""
-        return _NUMBERS.get(function, function)
-
-
-class FixedWeights(FixedNumbers):
-    """Inside this context weights and biases of `linear` and `layer_norm` don't move either, whoever calls them.
-
-    `gelu` has no weights; its slope is worked out once for all vectors.
-    """
-
-    def rule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of a function."""
-        return _RULES.get(function) or super().rule(function)
+        rule: Callable[..., Any] = _RULES.get(function, function)
+        return rule(*args, **(kwargs or {}))
 
 
 class _FixedLinear(torch.autograd.Function):
@@ -180,13 +168,6 @@ def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     return _Gelu.apply(input, approximate)
 
 
-_RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.linear: _linear,
-    F.layer_norm: _layer_norm,
-    F.gelu: _gelu,
-}
-
-
 def _by_number(plain: Callable[..., Tensor], fixed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`plain`, but `fixed` where it is asked for a tensor and a number."""
 
@@ -199,7 +180,10 @@ def _by_number(plain: Callable[..., Tensor], fixed: Callable[..., Tensor]) -> Ca
 
 _TIMES = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _OVER = (torch.div, Tensor.div, Tensor.__truediv__)
-_NUMBERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+_RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: _linear,
+    F.layer_norm: _layer_norm,
+    F.gelu: _gelu,
     **{function: _by_number(function, torch.ops.aten.mul.Scalar) for function in _TIMES},
     **{function: _by_number(function, torch.ops.aten.div.Scalar) for function in _OVER},
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlens.linalg.fixed_weights import FixedNumbers, FixedWeights
+from driftlens.linalg.fixed_weights import FixedWeights
 
 # torch.func.jvp scripts its decompositions on first use and warns that scripting is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
@@ -107,7 +107,7 @@ def test_a_product_with_a_number_is_two_products_and_has_no_tangent_of_the_numbe
     generator: torch.Generator,
 ) -> None:
     x, v = torch.randn(2, 5, 4, generator=generator)
-    with FixedNumbers(), Products() as products:
+    with FixedWeights(), Products() as products:
         jvp(lambda point: 3.0 * point, (x,), (v,))
     assert products.all["aten.mul.Scalar"] + products.all["aten.mul.Tensor"] == 2
     assert not products.all["aten._efficientzerotensor.default"] and not products.all["aten.add.Tensor"]

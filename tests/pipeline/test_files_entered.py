@@ -30,7 +30,7 @@ from tests.zoo.world import World, write_spec
 
 ROOM = Path(driftlens.__file__).parent
 # What is counted today, so that one more file shows. These only ever go down.
-IN_MEMORY = 14
+IN_MEMORY = 13
 WALKED = 14
 TO_THE_FIRST_SOLVE = 19
 PASSING_ON = ("calibration", "cli", "engine", "front", "jobs", "linalg")

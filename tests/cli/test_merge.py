@@ -295,10 +295,10 @@ def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
 def test_ctrl_c_stops_a_comparison_and_leaves_nothing(world: World, spec_file: Path, tmp_path: Path) -> None:
     """In a process of its own, in the middle of a merge that would take minutes."""
     spec, out = write_spec(spec_file, world.spec()), tmp_path / "out"
-    asked = ["--compare", "average,wudi:steps=100000", "--keep", "--out", str(out)]
+    asked = ["--compare", "average,wudi:steps=20000", "--keep", "--out", str(out)]
     with Forked("merge", str(spec), *asked, "--progress", "jsonl") as process:
         for line in process.stderr:
-            if json.loads(line)["label"] == "wudi steps=100000":
+            if json.loads(line)["label"] == "wudi steps=20000":
                 break
         process.send_signal(signal.SIGINT)
         _, written = process.communicate(timeout=300)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -56,12 +56,11 @@ def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
 class Weighted:
     """Token weights of one group and task: the rows of every batch, which sum to 1 over all that the task has.
 
-    `metric` is the second moment of the gradients in these batches, [o, o], and `trace` that moment's over all batches
-    of the task; `energy` says how much the task counts beside others.
+    `trace` is that of the gradients' second moment over all batches of the task, if asked for; `energy` says how much
+    the task counts beside others.
     """
 
     rows: list[Tensor]
-    metric: Tensor
     trace: float
     energy: float
 
@@ -70,20 +69,20 @@ class Weighted:
 class Weighable:
     """Of one group and task, what its token weights are made of: how much rows count, and their gradients' energy.
 
-    `energies` are those of the rows, None where all count alike; `metric` is as in `Weighted`.
+    `energies` are the rows', None where all count alike; `traces` has that of their second moment, if asked for.
     """
 
     counts: list[Tensor]
     energies: list[Tensor] | None = None
-    metric: Tensor = field(default_factory=lambda: torch.zeros(()))
+    traces: list[Tensor] = field(default_factory=list)
 
     def totals(self) -> tuple[list[Tensor], ...]:
-        """Sum of what rows count, the same of their energies, and the metric's trace: they add up over processes."""
+        """Sum of what rows count, the same of their energies, and the trace: they add up over processes."""
         counted = [count.sum() for count in self.counts]
         if self.energies is None:
             return counted, [], []
         seen = [count @ e for count, e in zip(self.counts, self.energies, strict=True)]
-        return counted, seen, [wide(self.metric).trace()] if self.metric.dim() else []
+        return counted, seen, self.traces
 
     def raw(self, energy: float) -> tuple[list[Tensor], list[Tensor]]:
         """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
@@ -127,7 +126,7 @@ def weighed(
         for key, (rows, _) in groups.items():
             [size], (_, _, trace) = sizes[task][key], totals[task][key]
             rows = [row / max(size, 1e-300) for row in rows]
-            weights[task][key] = Weighted(rows, seen[task][key].metric, trace, energies[task][key])
+            weights[task][key] = Weighted(rows, trace, energies[task][key])
     return weights, energies
 
 
@@ -184,6 +183,11 @@ def row_counts(
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
+def moment_of(key: Key) -> str:
+    """Under what name the second moment of a group's gradients, [o, o], waits with the task's first batch."""
+    return f"moment-{key[0]}-{key[1]}"
+
+
 def _recorded(boundary: int) -> str:
     return f"passed-{boundary}"
 
@@ -192,7 +196,8 @@ def _recorded(boundary: int) -> str:
 class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
-    `chosen` has the groups by layer index, and `metric` asks for the second moment of the gradients, too. `on_step` is
+    `chosen` has the groups by layer index, and `moments` asks for the second moments of the gradients, too: they wait
+    with the task's first batch, as all layers' together may be larger than the model. `on_step` is
     called before every batch with the layer that the passes back are at and the task; the last layer, while features
     still go forward.
     """
@@ -200,7 +205,7 @@ class ExpertGradients:
     passage: Passage
     pooling: Pool
     chosen: Mapping[int, Sequence[Group]]
-    metric: bool
+    moments: bool
     on_step: OnStep
     num_passes: int = NUM_PASSES
 
@@ -220,7 +225,7 @@ class ExpertGradients:
             groups = self._groups(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
-            metrics: list[GramSum | None] = [None for _ in groups]
+            moments: list[GramSum | None] = [None for _ in groups]
             for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
@@ -233,14 +238,17 @@ class ExpertGradients:
                     counts[at].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
                     energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
-                    for g in rows if self.metric else ():
-                        moment = metrics[at] = metrics[at] or GramSum(g.shape[1], single(g).dtype, g.device)
+                    for g in rows if self.moments else ():
+                        moment = moments[at] = moments[at] or GramSum(g.shape[1], single(g).dtype, g.device)
                         moment.add_rows(g * count.sqrt()[:, None])
                 if entered != start:
                     batch.drop(entered)
-            for at, summed in enumerate(metrics):
-                of = Weighable(counts[at], energies[at])
-                weighable[layer.index, at] = of if summed is None else replace(of, metric=summed.full())
+            for at, summed in enumerate(moments):
+                of = weighable[layer.index, at] = Weighable(counts[at], energies[at])
+                if summed is not None:
+                    full = summed.full()
+                    of.traces.append(wide(full).trace())
+                    self.passage.waiting[task, 0][0].put(moment_of((layer.index, at)), {"moment": full})
         for batch in self.passage.waiting[task, 0]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")

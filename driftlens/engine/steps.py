@@ -55,6 +55,7 @@ from driftlens.engine.step_weights import (
     Weighable,
     Weighted,
     groups_of,
+    moment_of,
     require_finite,
     row_counts,
     weighed,
@@ -322,7 +323,7 @@ class StepWalk(CalibrationWalk):
                 self.passage,
                 self.ground.pooling or self.pool.chain.modality.pool,
                 self.groups,
-                metric=self.calibrator.mu > 0,
+                moments=self.calibrator.mu > 0,
                 on_step=tell,
                 num_passes=self._num_passes,
             )
@@ -463,7 +464,7 @@ class StepWalk(CalibrationWalk):
             task_sums: list[JointSums] = []
             if self.calibrator.mu:
                 place = merged_map.to(place_of_sums(dtype, merged_map.device), dtype)
-                metric = self._metric(weighted, place, is_first=is_first)
+                metric = self._metric(task, key, place, is_first=is_first)
                 task_sums = [JointSums(lend(), outputs)]
                 sums.tasks[task] = metric, task_sums[0]
             rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
@@ -573,12 +574,13 @@ class StepWalk(CalibrationWalk):
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in wanted], dim=1), tokens
 
-    def _metric(self, weighted: Weighted, like: Tensor, *, is_first: bool) -> Tensor:
+    def _metric(self, task: str, key: Key, like: Tensor, *, is_first: bool) -> Tensor:
         """What this process has of a task's output metric: the first of those that share it has the identity's part."""
-        moment, mu = weighted.metric.to(like), self.calibrator.mu
+        waiting = self.passage.waiting[task, 0][0].get(moment_of(key))
+        moment, mu = waiting["moment"].to(like), self.calibrator.mu
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device) * is_first
-        gradients = len(moment) * moment / weighted.trace if weighted.trace > 0 else eye
-        return (1 - mu) * eye + mu * gradients
+        trace = self.weighted[task][key].trace
+        return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
 
 
 def _weighted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from driftlens.checkpoints.sources import TensorsSource
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine import steps
-from driftlens.engine.step_weights import ExpertGradients
+from driftlens.engine.calibrating import Step
+from driftlens.engine.step_weights import ExpertGradients, groups_of
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
@@ -170,6 +172,20 @@ def test_rows_that_are_taken_in_bit_by_bit_all_count(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(steps, "_AT_ONCE", 2)
     for key, value in calibrated(models, settings, parts=models.samples(1)).items():
         torch.testing.assert_close(value, whole[key], rtol=1e-7, atol=1e-9)
+
+
+def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_path: Path) -> None:
+    models, settings, spill = subject(n=4), ResidualCal(folds=2, mu=0.5), tmp_path / "spill"
+    held, files = calibrated(models, settings), set[str]()
+
+    def look(step: Step) -> None:
+        files.update(file.name for file in spill.glob("*moment*"))
+
+    written = calibrated(models, settings, feature_budget=0, spill=spill, on_step=look)
+    blocks = [layer for layer in models.pool.chain.layers if layer.role == "block"]
+    groups = sum(len(groups_of(block, [site.name for site in block.sites])) for block in blocks)
+    assert len(files) == groups * len(TASKS) and not spill.exists()
+    assert all(torch.equal(value, held[key]) for key, value in written.items())
 
 
 def test_resuming_gives_the_same_weights() -> None:

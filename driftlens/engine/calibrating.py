@@ -223,6 +223,10 @@ class Method:
         """Layers that it changes, or attaches something to, whatever sites are chosen."""
         return ()
 
+    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """Of a task, what waits within the budget of features beside them, where these sites are solved."""
+        return 0
+
 
 class ClosedForm(Method, ABC):
     """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.

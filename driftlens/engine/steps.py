@@ -35,7 +35,7 @@ from driftlens.engine.calibrating import (
     in_words,
     router_of,
 )
-from driftlens.engine.pool import LayerMap, replaced
+from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import (
@@ -125,6 +125,17 @@ class Stepwise(ClosedForm):
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """Layers are solved in several steps."""
         return (layer for [layer] in StepWalk(ground, self).walked())
+
+    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """The second moments of gradients, in float32."""
+        headers = pool.source("merged").headers
+        stacked_slots = (
+            [layer.parameters[f"{site.name}.weight"] for site in group.sites]
+            for layer in pool.chain.layers
+            for group in groups_of(layer, sites.get(layer.index, ()))
+        )
+        widths = (sum(slot.shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
+        return 4 * sum(width**2 for width in widths) if self.mu else 0
 
     @property
     @abstractmethod

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.base.errors import DataError, NumericsError
@@ -19,7 +20,8 @@ from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine import steps
 from driftlens.engine.calibrating import Step
-from driftlens.engine.step_weights import ExpertGradients, groups_of
+from driftlens.engine.sites import select_sites
+from driftlens.engine.step_weights import ExpertGradients
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
@@ -175,17 +177,20 @@ def test_rows_that_are_taken_in_bit_by_bit_all_count(monkeypatch: pytest.MonkeyP
 
 
 def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_path: Path) -> None:
+    """They are as many as the calibrator says beforehand, and gone behind the walk."""
     models, settings, spill = subject(n=4), ResidualCal(folds=2, mu=0.5), tmp_path / "spill"
-    held, files = calibrated(models, settings), set[str]()
+    held, entries = calibrated(models, settings), dict[str, int]()
 
     def look(step: Step) -> None:
-        files.update(file.name for file in spill.glob("*moment*"))
+        for file in spill.glob("*moment*"):
+            entries[file.name] = load_file(file)["moment"].numel()
 
     written = calibrated(models, settings, feature_budget=0, spill=spill, on_step=look)
-    blocks = [layer for layer in models.pool.chain.layers if layer.role == "block"]
-    groups = sum(len(groups_of(block, [site.name for site in block.sites])) for block in blocks)
-    assert len(files) == groups * len(TASKS) and not spill.exists()
-    assert all(torch.equal(value, held[key]) for key, value in written.items())
+    assert all(torch.equal(value, held[key]) for key, value in written.items()) and not spill.exists()
+    sites = select_sites(models.pool.chain, update=settings.kinds)
+    told = len(TASKS) * settings.waiting_bytes(models.pool, sites)
+    assert entries and 4 * sum(entries.values()) == told
+    assert SMALL.waiting_bytes(models.pool, sites) == 0
 
 
 def test_resuming_gives_the_same_weights() -> None:

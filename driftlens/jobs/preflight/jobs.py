@@ -187,6 +187,7 @@ def rehearsed_calibration(
     found = dataclasses.replace(
         found,
         rounds=rounds,
+        waiting=len(study.tasks) * plan.calibrator.waiting_bytes(study.pool, plan.sites),
         models=len(plan.variants) * nbytes,
         blocks=min(last - 1, len(study.pool.chain.blocks)) if last else 0,
     )

@@ -175,7 +175,7 @@ class Rehearsed:
     """What short studies took, by phase, in bytes of the run directory and in memory, and what the whole comes to.
 
     Beside that: bytes of the models that the job writes, seconds until it can begin, the `blocks` that a calibration
-    walks, the rounds of what is trained, and the passes of samples through one model.
+    walks, the rounds of what is trained, the passes of samples through one model, and bytes that wait beside features.
     """
 
     study: Study
@@ -187,6 +187,7 @@ class Rehearsed:
     blocks: int = 0
     rounds: int = 0
     passes: float = 0.0
+    waiting: int = 0
 
     @property
     def cost(self) -> Cost:
@@ -194,7 +195,9 @@ class Rehearsed:
         shares = shares_of(self.study)
         diagnosed = sum(share.diagnosis for share in shares.values())
         disk = extrapolated("stored", self.stored, Extent(len(self.study.pool.chain.blocks), diagnosed))
-        memory = self.resident + features_bytes(self.study)
+        budget = self.study.settings.feature_budget
+        memory = self.resident + features_bytes(self.study) + min(budget, self.waiting)
+        disk += max(0, self.waiting - budget)
         return Cost(memory, int(disk) + self.models, self.opening + self.seconds_of(shares))
 
     def seconds_of(self, shares: Mapping[str, Share]) -> float:

@@ -370,7 +370,8 @@ class DriftRun:
             # A table that was written is listed; one that is neither listed nor there was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)
-            rows = self._finished_rows(rows)
+            # A copy has the columns of one type in one block, of which rows are taken in half the time.
+            rows = self._finished_rows(rows).copy()
             rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
             self._frames[table.name] = rows
         return self._frames[table.name]

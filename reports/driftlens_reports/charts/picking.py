@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
@@ -97,15 +98,10 @@ def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
     """The rows of these tasks and variants, in the order given, and by layer where there are layers."""
-    places = {"task": pd.Index(tasks), "variant": pd.Index(variants)}
-
-    def place(column: pd.Series[Any]) -> pd.Series[Any]:
-        names = places.get(column.name)
-        return column if names is None else pd.Series(names.get_indexer(column), index=column.index)
-
-    kept = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
-    by = [name for name in ("task", "variant", "layer") if name in kept]
-    return kept.sort_values(by, key=place, kind="stable", ignore_index=True)
+    places = [pd.Index(tasks).get_indexer(rows["task"]), pd.Index(variants).get_indexer(rows["variant"])]
+    by = [*places, rows["layer"].to_numpy()] if "layer" in rows else places
+    order = np.lexsort(by[::-1])
+    return rows.take(order[(places[0] >= 0)[order] & (places[1] >= 0)[order]]).reset_index(drop=True)
 
 
 def rows_at(

@@ -190,10 +190,12 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
     with shown_errors():
         chart = charts[name]
         st.header(plain(chart.title), anchor=False, help=chart.hint)
-        lacking = chart.missing(run, options)
-        if lacking is None:
+        try:
             drawn = kept(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
             return show_drawn(name, run.id, drawn, chart.caption, **plotly)
+        except DataError as error:
+            if not (lacking := error.context.get("lacking")):
+                raise
         from driftlens_app.live import offer_addition  # which shows jobs by what stands here
 
         if not offer_addition(run, name, lacking):
@@ -391,7 +393,7 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     object counts as changed: so the axes get its settings themselves, unless it speaks of more than axes, or of axes
     that only traces name. `selecting`: points are to be selected, which Streamlit else tells plotly only with the copy.
     """
-    if figure.layout.datarevision is not None:
+    if isinstance(figure, _Checked):
         return figure
     traces = [_lists(trace.to_plotly_json()) for trace in figure.data]
     layout = figure.layout.to_plotly_json()
@@ -404,11 +406,20 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     references = {trace.get(f"{letter}axis", letter) for trace in traces for letter in "xy"}
     used = {f"{name[0]}axis{name[1:]}" for name in references}  # `x2` of a trace is `xaxis2` of the layout
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
-        return Figure(traces, {**layout, "template": template})
+        return _Checked({"data": traces, "layout": {**layout, "template": template}})
     axes = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
-    once = Figure(traces, merged(axes, layout))
-    once.layout.template = None  # a new figure has plotly's own
-    return once
+    return _Checked({"data": traces, "layout": merged(axes, layout)})
+
+
+class _Checked(Figure):  # type: ignore[misc]
+    """A figure of settings that plotly has checked: a figure proper checks them again, and copies them when shown."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._settings
 
 
 def _lists(settings: Any) -> Any:

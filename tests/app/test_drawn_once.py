@@ -8,15 +8,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from driftlens_app.show import drawn_once
-from driftlens_reports.charts.theme import apply_theme, palette
+from driftlens_reports.charts.theme import palette, themed
 
 
 def _figure(*, last: float = 3.0) -> go.Figure:
-    figure = go.Figure(
-        go.Scatter(x=np.array([1.0, 2.0]), y=np.array([2.0, last]), marker_size=np.array([4, 5]))
-    )
-    figure.update_layout(xaxis_title="layer (index)", yaxis={"tickfont": {"size": 20}})
-    return apply_theme(figure, dark=False, height=300)
+    points = go.Scatter(x=np.array([1.0, 2.0]), y=np.array([2.0, last]), marker_size=np.array([4, 5]))
+    axes = {"xaxis": {"title": {"text": "layer (index)"}}, "yaxis": {"tickfont": {"size": 20}}}
+    return themed(points, dark=False, height=300, **axes)
 
 
 def _shown(figure: go.Figure) -> dict[str, Any]:
@@ -26,7 +24,7 @@ def _shown(figure: go.Figure) -> dict[str, Any]:
 
 
 def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_itself() -> None:
-    theme = apply_theme(go.Figure(), dark=False, height=300).layout.template.layout
+    theme = themed(dark=False, height=300).layout.template.layout
     layout = _shown(drawn_once(_figure()))["layout"]
     assert "template" not in layout
     assert layout["xaxis"]["gridcolor"] == theme.xaxis.gridcolor == palette(False).grid
@@ -42,7 +40,8 @@ def test_numbers_stay_what_they_are_in_lists() -> None:
 
 
 def test_a_revision_is_that_of_the_data() -> None:
-    first, again, other = (drawn_once(_figure(last=last)).layout.datarevision for last in (3.0, 3.0, 4.0))
+    shown = (_shown(drawn_once(_figure(last=last)))["layout"] for last in (3.0, 3.0, 4.0))
+    first, again, other = (layout["datarevision"] for layout in shown)
     assert first == again != other
 
 
@@ -54,19 +53,20 @@ def test_a_date_stays_a_date() -> None:
 
 
 def test_axes_that_only_traces_name_keep_the_theme() -> None:
-    bare = apply_theme(go.Figure(go.Scatter(x=[1, 2], y=[2, 3])), dark=True, height=300)
-    assert drawn_once(bare).layout.template.layout.xaxis.gridcolor == palette(True).grid
+    bare = themed(go.Scatter(x=[1, 2], y=[2, 3]), dark=True, height=300)
+    template = _shown(drawn_once(bare))["layout"]["template"]
+    assert template["layout"]["xaxis"]["gridcolor"] == palette(True).grid
 
 
 def test_a_figure_with_a_template_of_its_own_keeps_it() -> None:
     figure = go.Figure(go.Bar(y=[1]), layout={"template": "plotly_dark"})
     before = figure.layout.template.to_plotly_json()
-    once = drawn_once(figure)
-    assert once.layout.template.to_plotly_json() == before and once.layout.datarevision
+    layout = _shown(drawn_once(figure))["layout"]
+    assert layout["template"] == before and layout["datarevision"]
 
 
 def test_a_second_time_changes_nothing() -> None:
     figure = drawn_once(_figure(), selecting=True)
     once = figure.to_json()
     assert drawn_once(figure).to_json() == once
-    assert figure.layout.clickmode == "event+select"
+    assert _shown(figure)["layout"]["clickmode"] == "event+select"

@@ -144,11 +144,11 @@ class Chart:
         return reason or absent(*self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
-        """The chart of `run`; DataError says which command adds what the run lacks."""
+        """The chart of `run`; DataError says which command adds what the run lacks, in its context without the name."""
         chosen = options or ChartOptions()
         lacking = self.missing(run, chosen)
         if lacking is not None:
-            raise DataError(f"{self.name}: {lacking}")
+            raise DataError(f"{self.name}: {lacking}", lacking=lacking)
         drawn = self.render(run, chosen)
         # Zoom and hidden traces stay as long as this does: when only the theme changes.
         drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"

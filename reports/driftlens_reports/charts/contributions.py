@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
@@ -108,7 +107,7 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(stacks, ignore_index=True)
 
 
-def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
+def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> theme.Trace:
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
     scale, last = theme.palette(dark).sequential, panels.last_layer(run)
@@ -125,10 +124,10 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     )
 
 
-def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
+def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> theme.Trace:
     pairs = zip(rows["task"], rows["variant"], strict=True)
     texts = theme.interval_texts(rows, f"{CONTRIBUTED} low", f"{CONTRIBUTED} high")
-    return go.Bar(
+    return theme.bar(
         orientation="h",
         x=rows[CONTRIBUTED].astype(float).tolist(),
         base=rows["start"].tolist(),
@@ -142,7 +141,7 @@ def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: 
     )
 
 
-def _depth(run: DriftRun, dark: bool) -> go.Scatter:
+def _depth(run: DriftRun, dark: bool) -> theme.Trace:
     """Nothing but the colour bar; 0 on it keeps the stem apart from the background."""
     title, ticks = {"text": "layer (index)", "side": "right"}, panels.layer_axis(run)["tickvals"]
     marker = {
@@ -150,7 +149,7 @@ def _depth(run: DriftRun, dark: bool) -> go.Scatter:
         "colorscale": theme.palette(dark).sequential,
         "colorbar": theme.colour_bar(title=title, tickvals=ticks),
     }
-    return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
+    return theme.scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
 
 
 @chart(
@@ -188,7 +187,7 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     quiet = theme.palette(options.dark).quiet
     for column, name in names.items():
         entry = {"name": name, "legendgroup": column, "offsetgroup": column}
-        grid.add(0, go.Bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
+        grid.add(0, theme.bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
     grid.add_lines("y", 0.0)
     grid.add_lines("x", *panels.borders(rows))
     grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
@@ -205,9 +204,9 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     return of_layers(run, grid.figure, rows, *columns, REST, alt=alt, notes=notes)
 
 
-def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
+def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> theme.Trace:
     task, variant = words.literal(str(rows["task"].iloc[0])), words.shown(rows["variant"].iloc[0])
-    return go.Bar(
+    return theme.bar(
         x=rows["layer"].tolist(),
         y=theme.gapped(rows[column].astype(float)),
         error_y=_whiskers(rows, column, theme.palette(dark).ink),
@@ -288,7 +287,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(at, bars)
         if rows["task"].nunique() > 1:
-            points = go.Scatter(
+            points = theme.scatter(
                 x=_spots(tasks, last),
                 y=tasks[_MEAN].tolist(),
                 text=[words.literal(str(task)) for task in tasks["task"]],

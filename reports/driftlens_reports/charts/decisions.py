@@ -54,7 +54,7 @@ def _stacks(
             fill = {"color": colours.sequential[shade], "line": {"color": colours.quiet, "width": 0.5}}
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
             settings = bars(rows[rows["variant"] == variant], outcome)
-            grid.add(at, go.Bar(marker=fill, **brush.named(outcome, outcome), **settings))
+            grid.add(at, theme.bar(marker=fill, **brush.named(outcome, outcome), **settings))
     grid.lay_out(barmode="stack")
     return grid.figure
 

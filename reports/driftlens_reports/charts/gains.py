@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from driftlens.base import variants
@@ -169,7 +168,6 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     rows, scores = picking.ordered(table, run.tasks, run.variants), [score for _, score in changes]
     metrics = main_metrics(run)
     of = title_of(metrics[task] for task in rows["task"])
-    figure = go.Figure()
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
     labelled = ([name for name in names if variants.part_of(name) == "calibrated"] or names)[-1]
@@ -178,7 +176,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
     crosses = pd.concat([rows[is_named], rows[~is_named]])[[*at.values()]].set_axis([*at], axis=1)
     beside = dict(zip(rows.index[is_named], places([*rows["label"][is_named]], crosses), strict=True))
-    brush = theme.Brush(run.variants, options.dark)
+    traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
     for variant, part in rows.groupby("variant", sort=False):
         across, up = ((part[f"{name} low"], part[f"{name} high"]) for name in (_COSINE, _ACCURACY))
         colour = brush.look(str(variant)).colour
@@ -196,15 +194,18 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertext=[*part["label"]],
             hovertemplate="%{hovertext}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
         )
-        figure.add_trace(cloud)
-    theme.apply_theme(figure, height=460, dark=options.dark)
+        traces.append(cloud)
+    baseline = words.literal(variants.title(options.baseline))
+    titles = {
+        "xaxis": f"gain in mean cosine over {baseline}",
+        "yaxis": f"gain in {of} over {baseline} (points)",
+    }
+    axes = {
+        name: {"title": {"text": title}, "tickformat": theme.TICK_NUMBER} for name, title in titles.items()
+    }
+    figure = theme.themed(*traces, height=460, dark=options.dark, **axes)
     line = {"color": theme.palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below").add_vline(0, line=line, layer="below")
-    baseline = words.literal(variants.title(options.baseline))
-    x_title = f"gain in mean cosine over {baseline}"
-    figure.update_xaxes(title_text=x_title, tickformat=theme.TICK_NUMBER)
-    y_title = f"gain in {of} over {baseline} (points)"
-    figure.update_yaxes(title_text=y_title, tickformat=theme.TICK_NUMBER)
     return Drawn(
         figure,
         alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
@@ -290,7 +291,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _repairs(run)
     is_made = rows["method"].notna()
     made = rows[is_made]
-    figure, brush = go.Figure(), theme.Brush(run.variants, options.dark)
+    traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
     for (at, row), beside in zip(made.iterrows(), _beside(made), strict=True):
         of = made.loc[[at]]
         point = brush.line(
@@ -307,8 +308,8 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
         )
         ring = "circle-open" if row["task_id"] else "circle"
-        figure.add_trace(point.update(marker={"symbol": ring, "line": {"width": 2}}))
-    theme.apply_theme(figure, height=420, dark=options.dark)
+        traces.append(point.update(marker={"symbol": ring, "line": {"width": 2}}))
+    figure = theme.themed(*traces, height=420, dark=options.dark)
     # In the order of their scores: names of lines that lie close stand apart.
     levels = rows[~is_made].sort_values("score").to_dict("records")
     for row, place in zip(levels, ("bottom right", "top left", "top right")[-len(levels) :], strict=True):

@@ -70,7 +70,7 @@ def draw_cells(
     )
     for at, panel in enumerate(cells):
         more = "" if panel.more is None else "%{hovertext}"
-        coloured = go.Heatmap(
+        coloured = theme.heatmap(
             x=layers,
             y=list(range(len(names))),
             z=panel.values.to_numpy(dtype=float),
@@ -112,14 +112,14 @@ def draw_cells(
     return grid.figure
 
 
-def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
+def _numbers(drawn: theme.Trace, shades: Scale) -> theme.Trace:
     """The numbers in the cells, on unseen bars: a heatmap's own have one colour and run over narrow cells."""
     extent = (shades.high - shades.low) or 1.0
-    places = np.argwhere(~np.isnan(drawn.z))
-    values = [float(drawn.z[at, across]) for at, across in places]
+    places = np.argwhere(~np.isnan(drawn["z"]))
+    values = [float(drawn["z"][at, across]) for at, across in places]
     behind = [theme.shade(shades.colours, (value - shades.low) / extent) for value in values]
-    return go.Bar(
-        x=[drawn.x[across] for _, across in places],
+    return theme.bar(
+        x=[drawn["x"][across] for _, across in places],
         base=[float(at) - 0.5 for at, _ in places],
         y=[1.0] * len(values),
         width=1,

@@ -42,7 +42,7 @@ class Curves:
     line: float | None = None
     is_norm: bool = False
 
-    def traces(self, rows: pd.DataFrame, brush: theme.Brush, *, opacity: float) -> Iterator[go.Scatter]:
+    def traces(self, rows: pd.DataFrame, brush: theme.Brush, *, opacity: float) -> Iterator[theme.Trace]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
         if rows.empty:
             return
@@ -69,9 +69,13 @@ def draw_curves(
     dark: bool,
     variants: Sequence[str] = (),
     apart: bool = False,
+    below: Sequence[theme.Trace] = (),
     **settings: Any,
 ) -> go.Figure:
-    """A row of panels per task, one of each kind; with `apart` norms have their head in a narrow panel of its own."""
+    """A row of panels per task, one of each kind; with `apart` norms have their head in a narrow panel of its own.
+
+    `below`: what lies below the curves of the first panel.
+    """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows, last = picking.named_layers(run, rows), panels.last_layer(run)
     parts = [(kind, at) for kind in kinds for at in (_APART if apart and kind.is_norm else _WHOLE)]
@@ -90,6 +94,7 @@ def draw_curves(
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
     brush = theme.Brush(variants or run.variants, dark)
+    grid.add(0, *below)
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, (kind, at) in enumerate(parts):
             kept = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
@@ -111,7 +116,7 @@ def draw_curves(
     return grid.figure
 
 
-def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity: float) -> go.Scatter:
+def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity: float) -> theme.Trace:
     """The area between two columns; it stops where either has no number, and hides with its curve."""
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
@@ -125,7 +130,7 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
             layers, lows, highs = [layers[0] - _LONE, layers[0] + _LONE], lows * 2, highs * 2
         x += [*layers, *reversed(layers), None]
         y += [*lows, *reversed(highs), None]
-    return go.Scatter(
+    return theme.scatter(
         x=x[:-1],
         y=y[:-1],
         mode="lines",

@@ -93,33 +93,29 @@ def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
         {"cmin": -highest, "cmax": highest, "colorscale": [*shown.diverging]} if highest == highest else {}
     )
     colour = means[_SHARE].tolist() if scale else shown.roles["merged"][0]
-    figure = go.Figure(
-        go.Bar(
-            orientation="h",
-            x=means[_DRIFT],
-            base=-means[_DRIFT] / 2,
-            y=means["layer"],
-            marker={"color": colour, **scale, "line": {"width": 1, "color": shown.quiet}},
-            text=told,
-            textposition="none",
-            hovertemplate="%{text}<extra></extra>",
-        )
+    bars = theme.bar(
+        orientation="h",
+        x=means[_DRIFT],
+        base=-means[_DRIFT] / 2,
+        y=means["layer"],
+        marker={"color": colour, **scale, "line": {"width": 1, "color": shown.quiet}},
+        text=told,
+        textposition="none",
+        hovertemplate="%{text}<extra></extra>",
     )
-    theme.lay_out(figure, theme.theme_layout(options.dark))
-    axis = {"autorange": "reversed", "tickvals": means["layer"].tolist(), "title": "layer", "showgrid": False}
-    figure.update_layout(
+    bare = {"showticklabels": False, "ticks": "", "showgrid": False, "zeroline": False}
+    figure = theme.themed(
+        bars,
+        dark=options.dark,
         height=max(180, 26 * len(means) + 70),
         bargap=0.12,
         margin={"l": 48, "r": 12, "t": 12, "b": 40},
         showlegend=False,
-        yaxis=axis,
-        xaxis={
-            "title": "mean L2 drift (width)",
-            "showticklabels": False,
-            "ticks": "",
-            "showgrid": False,
-            "zeroline": False,
+        yaxis={
+            **{"autorange": "reversed", "tickvals": means["layer"].tolist()},
+            **{"title": {"text": "layer"}, "showgrid": False},
         },
+        xaxis={"title": {"text": "mean L2 drift (width)"}, **bare},
     )
     widest = means.loc[means[_DRIFT].idxmax()]
     return Drawn(
@@ -139,33 +135,30 @@ def _over_tasks(
     means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
     means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
-    figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
-    num_means = len(figure.data)
     chosen = {at: [task for task in by_task if (task in (options.tasks or ())) == at] for at in (False, True)}
     brush = theme.Brush(run.variants, options.dark)
     where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
-    lines = by_task.reset_index("layer")
+    lines, thin = by_task.reset_index("layer"), list[theme.Trace]()
     for variant, (is_chosen, tasks) in itertools.product(lines.index.unique(), chosen.items()):
         values, parts = lines.loc[[variant]], len(tasks)
         if not parts:
             continue
-        thin = brush.line(
-            str(variant),
-            [*values["layer"], None] * parts,  # one trace for all, as each has its price
-            pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
-            mode="lines",
-            line={"width": 1.5 if is_chosen else 0.75, "dash": None},
-            opacity=1.0 if is_chosen else 0.45,
-            showlegend=False,
-            text=[*map(where.get, values["layer"]), ""] * parts,
-            customdata=[words.label(task) for task in tasks for _ in range(len(values) + 1)],
-            hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}"
-            "<extra></extra>",
+        thin.append(
+            brush.line(
+                str(variant),
+                [*values["layer"], None] * parts,  # one trace for all, as each has its price
+                pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
+                mode="lines",
+                line={"width": 1.5 if is_chosen else 0.75, "dash": None},
+                opacity=1.0 if is_chosen else 0.45,
+                showlegend=False,
+                text=[*map(where.get, values["layer"]), ""] * parts,
+                customdata=[label for label in map(words.label, tasks) for _ in range(len(values) + 1)],
+                hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}"
+                "<extra></extra>",
+            )
         )
-        figure.add_trace(thin)
-    figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
-    figure.layout.hovermode = "closest"
-    return figure, means
+    return draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""]), means
 
 
 def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:

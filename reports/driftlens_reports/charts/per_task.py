@@ -51,7 +51,7 @@ def task_figure(
     dark: bool,
 ) -> go.Figure:
     """Tasks along the axis, variants side by side with whiskers: shares as bars from zero, other values as points."""
-    figure, brush = go.Figure(), theme.Brush(run.variants, dark)
+    traces, brush = list[theme.Trace](), theme.Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
     for name, of_variant in rows.groupby("variant", sort=False):
         # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
@@ -67,13 +67,16 @@ def task_figure(
             }
             hover |= {} if as_bars else {"mode": "markers", "marker_size": 9}
             draw = brush.bars if as_bars else brush.line
-            figure.add_trace(draw(str(name), tasks, part[column], ends, **hover))
-    figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
-    theme.apply_theme(figure, dark=dark, height=400)
+            traces.append(draw(str(name), tasks, part[column], ends, **hover))
     tasks = [str(task) for task in rows["task"].unique()]
-    figure.update_xaxes(title_text="task", **theme.category_axis(tasks))
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
-    figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
+    figure = theme.themed(
+        *traces,
+        **{"dark": dark, "height": 400, "scattermode": "group", "scattergap": 0.4},
+        **{"barmode": "group", "bargap": 0.25, "bargroupgap": 0.08},
+        xaxis={"title": {"text": "task"}, **theme.category_axis(tasks)},
+        yaxis={"title": {"text": title}, "tickformat": tick, "rangemode": start},
+    )
     if AVERAGE in tasks:
         figure.add_vline(len(tasks) - 1.5, line={"color": brush.palette.quiet, "width": 1, "dash": "dot"})
     return figure

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from driftlens.base import variants
 from driftlens.base.errors import DataError
@@ -134,7 +133,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         _write_below(grid, at, x_title, layout.quality, variant)
     for name, marker in groups.items():
         entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
-        grid.add(0, go.Scatter(**entry, name=name, legendgroup=name))
+        grid.add(0, theme.scatter(**entry, name=name, legendgroup=name))
     if options.colour == "drift" and drawn["drift"].notna().any():
         _add_drift_bar(grid, drawn["drift"])
     moved = _draw_ways(grid, names, rows, options)
@@ -172,7 +171,7 @@ def _samples(
 
 def _points(
     drawn: pd.DataFrame, variant: str, brush: theme.Brush, groups: Mapping[str, Any], options: ChartOptions
-) -> Iterator[go.Scatter]:
+) -> Iterator[theme.Trace]:
     """A variant's points of no group, then those of each."""
     part = drawn[drawn["variant"] == variant]
     of_group = part[_NAMED[options.colour]].map(_entry) if groups else pd.Series("", index=part.index)
@@ -231,7 +230,7 @@ def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options:
             letter: [at for pair in both for at in (*pair, None)][:-1] for letter, both in pairs.items()
         }
         ink = theme.palette(options.dark).ink
-        ways = go.Scatter(
+        ways = theme.scatter(
             **places,
             mode="lines+markers",
             line={"color": ink, "width": 1},

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from driftlens.base.metrics import METRICS
 from driftlens.base.variants import calibrated
@@ -102,7 +101,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         curves.append(points)
         grid.add(at, *_traces(points, setting, measure, options.dark, legend=at == 0))
         made = _calibrations(run, setting, measure, tasks, options.dark)
-        grid.add(at, made.update(showlegend=at == 0 and len(made.x) > 0))
+        grid.add(at, made.update(showlegend=at == 0 and len(made["x"]) > 0))
         grid.set_axis("y", at, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
@@ -198,7 +197,7 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
-) -> list[go.Scatter]:
+) -> list[theme.Trace]:
     """The tasks thin, their mean bold with whiskers, and a ring around the default."""
     colours = theme.palette(dark)
     main = colours.roles["calibrated"][0]
@@ -224,14 +223,14 @@ def _traces(
 
 def _calibrations(
     run: DriftRun, setting: str, measure: _Measure, tasks: Sequence[str], dark: bool
-) -> go.Scatter:
+) -> theme.Trace:
     """What the run's own calibrations by FeatCal reached, whatever else they were set to."""
     values = [
         (name, max(info.samples.values(), default=0) if setting == "n" else info.settings.get(setting))
         for name, info in run.manifest.calibrations.items()
         if info.method == "featcal" and calibrated(name) in run.variants
     ]
-    return go.Scatter(
+    return theme.scatter(
         x=[at for _, at in values],
         y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in values],
         text=[words.literal(name) for name, _ in values],
@@ -243,7 +242,7 @@ def _calibrations(
     )
 
 
-def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
+def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> theme.Trace:
     """One trace with a line per task, apart by gaps: a trace each would be slow where tasks are many."""
     places: list[tuple[Any, Any, str]] = []
     for task, curve in points.groupby("task", sort=False):
@@ -251,7 +250,7 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
         values = zip(curve[setting].tolist(), theme.gapped(curve["mean"]), strict=True)
         places += [*((x, y, name) for x, y in values), (None, None, name)]
     x, y, text = ([*column] for column in zip(*places[:-1], strict=True)) if places else ([], [], [])
-    return go.Scatter(
+    return theme.scatter(
         **{"x": x, "y": y, "text": text, "connectgaps": False},
         hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -154,19 +155,9 @@ def _channels(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
 
 
-def apply_theme(figure: go.Figure, *, dark: bool, height: int) -> go.Figure:
-    """`figure` itself, with the theme's layout and a height in pixels; it is as wide as there is room."""
-    return lay_out(figure, {**theme_layout(dark), "height": height})
-
-
-def lay_out(figure: go.Figure, settings: Mapping[str, Any]) -> go.Figure:
-    """`figure` itself, its layout changed as `update_layout` would, many times faster for many panels."""
-    if not settings:  # plotly checks a whole layout every time it gets one
-        return figure
-    layout = merged(figure.layout.to_plotly_json(), settings)
-    # A template is one thing: ours must not inherit from plotly's, which every new figure has.
-    figure.layout = {**layout, "template": settings["template"]} if "template" in settings else layout
-    return figure
+def themed(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
+    """A figure with the theme's layout and `settings` over it, so many pixels high; it is as wide as there is room."""
+    return go.Figure([*traces], merged(theme_layout(dark), {"height": height, **settings}))
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,6 +218,18 @@ def theme_layout(dark: bool) -> dict[str, Any]:
 LARGE_MARKS = {"itemsizing": "constant"}
 """Settings of a legend whose marks are larger than the points of a cloud."""
 
+
+class Trace(dict[str, Any]):
+    """Settings of a trace, which plotly checks once, with its figure, and not whenever some are added."""
+
+    def update(self, **settings: Any) -> Trace:  # type: ignore[override]
+        """The trace itself with these settings over its own, setting by setting."""
+        super().update(merged(self, settings))
+        return self
+
+
+scatter, bar, heatmap = (partial(Trace, type=kind) for kind in ("scatter", "bar", "heatmap"))
+
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 """The low and high ends of intervals, a row each."""
 
@@ -263,10 +266,10 @@ class Brush:
 
     def line(
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
-    ) -> go.Scatter:
+    ) -> Trace:
         """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given."""
         style, values = self.look(variant), y.astype(float)
-        trace = go.Scatter(
+        trace = scatter(
             **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
             line={"color": style.colour, "dash": style.dash, "width": 2},
             marker={"color": style.colour, "symbol": style.symbol, "size": 6},
@@ -277,18 +280,18 @@ class Brush:
 
     def bars(
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
-    ) -> go.Bar:
+    ) -> Trace:
         """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
         values, look = y.astype(float), {"marker": hatched(self.look(variant)), "textposition": "none"}
         if ends is not None:
             look["error_y"] = whiskers(values, *ends, self.palette.ink)
-        return go.Bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
+        return bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
 
     def cloud(
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
-    ) -> go.Scatter | go.Scattergl:
+    ) -> Trace:
         """A variant's samples as points; `total` in the whole figure decides what draws them."""
-        draw, style = go.Scatter if total <= MOST_SVG else go.Scattergl, self.look(variant)
+        kind, style = "scatter" if total <= MOST_SVG else "scattergl", self.look(variant)
         marker = {
             "color": style.colour,
             "symbol": style.symbol,
@@ -297,7 +300,8 @@ class Brush:
             "line": {"width": 0},
         }
         places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
-        return draw(**places, mode="markers", marker=marker, **self.named(variant)).update(**settings)
+        trace = Trace(type=kind, **places, mode="markers", marker=marker, **self.named(variant))
+        return trace.update(**settings)
 
 
 def gapped(values: Iterable[Any]) -> list[Any]:

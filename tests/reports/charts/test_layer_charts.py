@@ -188,15 +188,15 @@ BRUSH = Brush(["merged"], dark=False)
 def test_a_null_is_a_gap() -> None:
     rows = rows_of(mean=[1.0, math.nan, 3.0])
     [trace] = Curves("mean", "drift").traces(rows, BRUSH, opacity=0.1)
-    assert list(trace.y) == [1.0, None, 3.0] and trace.connectgaps is False
+    assert list(trace["y"]) == [1.0, None, 3.0] and trace["connectgaps"] is False
 
 
 def test_a_band_stops_at_a_gap() -> None:
     rows = rows_of(low=[1.0, 2.0, math.nan, 4.0], high=[5.0, 6.0, 7.0, 8.0])
     trace = band(rows, "low", "high", BRUSH, opacity=0.1)
-    assert list(trace.y) == [1, 2, 6, 5, None, 4, 4, 8, 8]
-    assert list(trace.x)[:5] == [1, 2, 2, 1, None] and 3 not in trace.x
-    assert min(trace.x[5:]) < 4 < max(trace.x[5:]), "a band of one layer has a width"
+    assert list(trace["y"]) == [1, 2, 6, 5, None, 4, 4, 8, 8]
+    assert list(trace["x"])[:5] == [1, 2, 2, 1, None] and 3 not in trace["x"]
+    assert min(trace["x"][5:]) < 4 < max(trace["x"][5:]), "a band of one layer has a width"
 
 
 def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:

@@ -30,7 +30,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens_reports.build import Report, formats
 from driftlens_reports.charts.chart import charts
-from driftlens_reports.charts.theme import DARK, LIGHT, apply_theme
+from driftlens_reports.charts.theme import DARK, LIGHT, themed
 from driftlens_reports.formats.page import inline_svg, interactive_page
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
@@ -454,7 +454,7 @@ def chart() -> go.Figure:
     bars = go.Bar(
         x=[HARMFUL, "b"], y=[1.0, 2.0], name=HARMFUL, marker={"pattern": {"shape": "/"}}, showlegend=True
     )
-    return apply_theme(go.Figure(bars), dark=False, height=300)
+    return themed(bars, dark=False, height=300)
 
 
 def test_only_shapes_and_words_are_left() -> None:

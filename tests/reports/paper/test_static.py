@@ -13,9 +13,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from driftlens.runs.run import DriftRun
+from driftlens_reports.charts import theme
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.panels import panel_grid
-from driftlens_reports.charts.theme import LIGHT, apply_theme
+from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.paper.marks import number, plain
 from driftlens_reports.paper.static import MOST_PANELS, draw_static
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, sheet
@@ -30,9 +31,7 @@ def page() -> Iterator[None]:
 
 
 def themed(*traces: object, **layout: object) -> go.Figure:
-    figure = go.Figure(traces)
-    apply_theme(figure, dark=False, height=300)
-    return figure.update_layout(layout)
+    return theme.themed(*traces, dark=False, height=300).update_layout(layout)
 
 
 def drawn(chart: go.Figure) -> Figure:

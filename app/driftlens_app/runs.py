@@ -22,9 +22,6 @@ _ID = re.compile(r"[A-Za-z0-9._-]+")
 _SUBFOLDER = "runs"
 """Where `driftlens analyze` puts runs unless told otherwise; its runs are listed too."""
 
-Stamp = tuple[tuple[int, int, int], ...]
-"""Time, size and inode of the files that tell whether a run has changed; they are replaced, never written into."""
-
 
 def listed_runs(settings: Settings) -> list[RunSummary]:
     """The runs under the root, by name of folder; one that can't be read says why."""
@@ -37,7 +34,7 @@ def listed_runs(settings: Settings) -> list[RunSummary]:
             summaries.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
         is_alive = is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
-        summaries.append(_summary(str(folder), (*now, _file_stamp(folder / STATUS)), is_alive))
+        summaries.append(_summary(str(folder), now + _file_stamp(folder / STATUS), is_alive))
     return _without_doubles(summaries)
 
 
@@ -74,37 +71,40 @@ def opened(folder: Path) -> DriftRun:
     return _opened(str(folder), now)
 
 
-def stamp(folder: Path) -> Stamp:
-    """What changes whenever the run's manifest or one of its tables does."""
-    return tuple(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
+def stamp(folder: Path) -> str:
+    """What changes whenever the run's manifest or one of its tables does.
+
+    One text, as Streamlit hashes whatever is in a key number by number.
+    """
+    return "".join(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
 
 
-def key_of(run: DriftRun) -> tuple[str, Stamp]:
+def key_of(run: DriftRun) -> tuple[str, str]:
     """What stands for a run as it is now in the keys of caches: `hash_funcs={DriftRun: key_of}`."""
     return run.id, stamp(run.path)
 
 
-def _require_links_inside(folder: Path, root: Path, now: Stamp) -> None:
+def _require_links_inside(folder: Path, root: Path, now: str) -> None:
     # A link that is added later changes the time of the folder it is put into; files deeper down that are replaced
     # by links while the dashboard is open are noticed with the next change of the run.
     folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
-    _searched(str(folder), str(root), (*now, *map(_file_stamp, folders)))
+    _searched(str(folder), str(root), now + "".join(map(_file_stamp, folders)))
 
 
 @st.cache_data(max_entries=500, show_spinner=False)
-def _searched(folder: str, root: str, stamp: Stamp) -> None:
+def _searched(folder: str, root: str, stamp: str) -> None:
     require_links_inside(Path(folder), Path(root))
 
 
 # Runs are read-only objects that hand out copies, and pickling their tables on every rerun would cost more than
 # reading them: hence a shared resource and not cached data. What is kept is bounded all the same.
 @st.cache_resource(max_entries=4, show_spinner=False)
-def _opened(folder: str, stamp: Stamp) -> DriftRun:
+def _opened(folder: str, stamp: str) -> DriftRun:
     return open_run(folder)
 
 
 @st.cache_data(max_entries=500, show_spinner=False)
-def _summary(folder: str, stamp: Stamp, is_alive: bool) -> RunSummary:
+def _summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
     (summary,) = find_runs(folder)
     if not summary.problem and not _ID.fullmatch(summary.id):
         return RunSummary(summary.path, name=summary.name, problem="its id holds characters no id may have")
@@ -128,12 +128,13 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
 
 
-def _file_stamp(file: Path) -> tuple[int, int, int]:
+def _file_stamp(file: Path) -> str:
+    """Time, size and inode: the files of a run are replaced, never written into."""
     try:
         status = file.stat()
     except OSError:
-        return 0, 0, 0
-    return status.st_mtime_ns, status.st_size, status.st_ino
+        return "-;"
+    return f"{status.st_mtime_ns} {status.st_size} {status.st_ino};"
 
 
 def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:

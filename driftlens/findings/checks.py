@@ -27,7 +27,7 @@ from driftlens.findings.checks_file import Check, Relation, load_checks
 from driftlens.findings.measures import changed_score, drift_changes, score_of
 from driftlens.findings.reading import Kind, number
 from driftlens.findings.table import Table
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run, remembered
 from driftlens.runs.schema import TABLES
 
 Status = Literal["pass", "warn", "fail", "skip"]
@@ -381,6 +381,7 @@ def measured_by(claim: str) -> str:
     return TABLES[table].filled_by([column])
 
 
+@remembered
 def self_checks(run: DriftRun) -> CheckReport:
     """The largest error of each claim that a run checks about itself; `metric` is the claim's short name."""
     results = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
 from urllib.parse import urlencode
 
 import pandas as pd
@@ -34,6 +33,7 @@ from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     caption,
+    is_dark,
     is_narrow,
     kept,
     note,
@@ -50,7 +50,7 @@ from driftlens_app.show import (
 )
 from driftlens_app.steps import show_steps, steps_of
 from driftlens_app.views import compare
-from driftlens_reports.charts.chart import charts
+from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import left_curves, running_curve
 
 PAGE = Page(
@@ -213,7 +213,7 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
-        drawn = kept("drift-left", run, left_curves, name, selection().options())
+        drawn = kept("drift-left", run, left_curves, name, ChartOptions(dark=is_dark()))
         st.header(
             "Share of the merged model's drift that is left, by layer",
             anchor=False,
@@ -270,18 +270,19 @@ def _headline(run: DriftRun, found: Verdict) -> None:
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     """How much settings matter, as far as they were varied, with the run's calibrations among them."""
     show_bad_end(watch(run.path, "sweep"))
-    _chart(run, "sweeps", "Drawn once the button below has varied them one by one.", variants=None)
+    without = "Drawn once the button below has varied them one by one."
+    _chart(run, "sweeps", without, selection().options(variants=None))
     swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
     if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
         with shown_errors():
             begin(sweep_request(run))
 
 
-def _chart(run: DriftRun, name: str, without: str, **options: Any) -> None:
+def _chart(run: DriftRun, name: str, without: str, options: ChartOptions) -> None:
     """The chart, or a sentence in its place: what it lacks a button below it adds."""
     drawn = charts[name]
-    if drawn.missing(run, chosen := selection().options(**options)) is None:
-        show_chart(name, run, chosen)
+    if drawn.missing(run, options) is None:
+        show_chart(name, run, options)
     else:
         st.header(plain(drawn.title), anchor=False, help=drawn.hint)
         caption(without)
@@ -290,7 +291,8 @@ def _chart(run: DriftRun, name: str, without: str, **options: Any) -> None:
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
     show_bad_end(watch(run.path, "arena"))
-    _chart(run, "arena", "Drawn once there are two repairs: the button below makes those that are chosen.")
+    without = "Drawn once there are two repairs: the button below makes those that are chosen."
+    _chart(run, "arena", without, ChartOptions(dark=is_dark()))
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
             show_sheet(arena_sheet(run), {"cosine"})  # or it would be wider than a window

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -83,7 +84,9 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
         }
         embedded, bring = component("explorer", "<div></div>", _FRAME), component("explorer_page", "<i></i>")
         with st.container(gap=None):
-            bring(data={"show": part, "name": name, "page": page}, key=f"explorer-page-{part}", height=1)
+            # As text, Streamlit would write it as JSON twice, on every click.
+            head = f"{json.dumps([part, name])}\n".encode()
+            bring(data=head + page, key=f"explorer-page-{part}", height=1)
             clicked = embedded(
                 data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
             )
@@ -111,10 +114,10 @@ def offer_page(run: DriftRun) -> None:
 
 
 @st.cache_data(max_entries=8, show_spinner="Laying out samples", hash_funcs={DriftRun: key_of})
-def _inside(run: DriftRun, only_points: bool) -> tuple[str, str]:
+def _inside(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
     """A name for the page, which differs wherever the page does, and the page."""
     page = Explorer(run).inside(only_points=only_points)
-    return hashlib.sha256(page).hexdigest(), page.decode()
+    return hashlib.sha256(page).hexdigest(), page
 
 
 def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:

@@ -285,6 +285,7 @@ class DriftRun:
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
 
+    @remembered
     def layer_name(self, layer: int) -> str:
         """What words call a layer: `block 5 (layer 7 of 8)`, with its path where it is no numbered block."""
         paths = {entry.index: entry.path for entry in self.manifest.layers}

@@ -94,7 +94,8 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with a share, and where their segments start; the remainder is a row of its own, without a layer."""
-    stacks = []
+    stacks, told = [], ["task", "variant", "layer", "role", "path", "where", "n", "remainder_share"]
+    rows = rows[rows.columns.intersection([*told, *with_ends(rows, CONTRIBUTED)])]
     for _, layers in rows.groupby(["task", "variant"], sort=False):
         heads = layers[layers["remainder_share"].notna()]
         remainder = heads.drop(columns=with_ends(layers, CONTRIBUTED)).assign(

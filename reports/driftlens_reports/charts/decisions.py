@@ -34,7 +34,10 @@ def _stacks(
     titles: tuple[str, str],
     height: int,
     *,
+    x: Mapping[str, Any],
+    y: Mapping[str, Any],
     dark: bool,
+    **settings: Any,
 ) -> go.Figure:
     """A panel of stacked bars per variant of the rows, of which `bars` are the settings for an outcome."""
     names = list(rows["variant"].unique())
@@ -53,9 +56,10 @@ def _stacks(
             shade, hatch = _LOOKS[outcome]
             fill = {"color": colours.sequential[shade], "line": {"color": colours.quiet, "width": 0.5}}
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
-            settings = bars(rows[rows["variant"] == variant], outcome)
-            grid.add(at, theme.bar(marker=fill, **brush.named(outcome, outcome), **settings))
-    grid.lay_out(barmode="stack")
+            shown = bars(rows[rows["variant"] == variant], outcome)
+            grid.add(at, theme.bar(marker=fill, **brush.named(outcome, outcome), **shown))
+    grid.lay_out(barmode="stack", **settings)
+    grid.set_axes(x=x, y=y)
     return grid.figure
 
 
@@ -97,11 +101,10 @@ def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
         }
 
     titles, height = ("share of samples (%)", "task"), 60 + 26 * len(tasks)
-    outcomes = (_CERTIFIED, _KEPT_ONLY, _FLIPPED)
-    figure = _stacks(rows, outcomes, bars, titles, height, dark=options.dark)
-    figure.update_layout(bargap=0.3, legend_traceorder="normal")
-    figure.update_xaxes(range=[0, 1], tickformat=theme.TICK_SHARE)
-    figure.update_yaxes(**theme.category_axis(tasks), autorange="reversed")
+    outcomes, x = (_CERTIFIED, _KEPT_ONLY, _FLIPPED), {"range": [0, 1], "tickformat": theme.TICK_SHARE}
+    y = {**theme.category_axis(tasks), "autorange": "reversed"}
+    looks: dict[str, Any] = {"bargap": 0.3, "legend": {"traceorder": "normal"}, "dark": options.dark}
+    figure = _stacks(rows, outcomes, bars, titles, height, x=x, y=y, **looks)
     said = words.worst_tasks(rows, _FLIPPED, percent)
     alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
@@ -158,7 +161,7 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
 def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of the output table that have a margin and a verdict."""
     rows = picking.scored_samples(run, options, "flipped", "margin")
-    return rows.astype({"flipped": bool, "margin": float})
+    return rows.assign(flipped=rows["flipped"].astype(bool), margin=rows["margin"].astype(float))
 
 
 @chart(
@@ -191,10 +194,9 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
         return {"x": part["middle"].tolist(), "y": part[outcome].tolist(), "width": width, **hover}
 
     titles = ("expert's margin (score units)", "samples (count)")
-    figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, dark=options.dark)
-    figure.update_layout(bargap=0)
-    figure.update_xaxes(tickformat=theme.TICK_NUMBER)
-    figure.update_yaxes(tickformat=theme.TICK_NUMBER, rangemode="tozero")
+    x = {"tickformat": theme.TICK_NUMBER}
+    y = {**x, "rangemode": "tozero"}
+    figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, x=x, y=y, bargap=0, dark=options.dark)
     shares = rows.groupby("variant", sort=False)[_SHARE].first().map(percent)
     said = words.by_variant(shares.items())
     alt = f"Share of the expert's decisions that flip: {said}."
@@ -370,9 +372,10 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     brush = theme.Brush(run.variants, options.dark)
     texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
+    drawable = {estimate: _drawable(drawn, estimate) for estimate in _ESTIMATES}
     for at, estimate in enumerate(_ESTIMATES):
         for variant in names:
-            is_shown = ((drawn["variant"] == variant) & _drawable(drawn, estimate)).to_numpy()
+            is_shown = ((drawn["variant"] == variant) & drawable[estimate]).to_numpy()
             trace = brush.cloud(
                 variant,
                 drawn.loc[is_shown, estimate],
@@ -392,7 +395,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
-    lost = sum(int((~_drawable(drawn, estimate)).sum()) for estimate in _ESTIMATES)
+    lost = sum(int((~is_drawn).sum()) for is_drawn in drawable.values())
     said = "without a place on logarithmic axes: no drift, or no finite bound."
     left_out = [f"{words.counted(lost, 'point')} {said}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)

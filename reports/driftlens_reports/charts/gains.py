@@ -44,10 +44,10 @@ def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
-    if picking.rows_at(run, options, "samples")["cos"].isna().all():
-        return picking.absent("samples", ["cos"])
     if len(_paired(run, options)):
         return None
+    if picking.rows_at(run, options, "samples")["cos"].isna().all():
+        return picking.absent("samples", ["cos"])
     if any(name not in ("base", "expert", options.baseline) for name in run.variants):
         return "needs a variant besides the baseline; choose another variant, or another baseline."
     return NO_RIVAL
@@ -137,10 +137,9 @@ def _changes(run: DriftRun, options: ChartOptions) -> list[tuple[Interval, Findi
 
 
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
-    lacking = _no_pairs(run, options)
-    if lacking is None and not _changes(run, options):
-        return picking.absent("accuracy", ["value"])
-    return lacking
+    return (
+        None if _changes(run, options) else _no_pairs(run, options) or picking.absent("accuracy", ["value"])
+    )
 
 
 @chart(

@@ -139,9 +139,9 @@ def _over_tasks(
     brush = theme.Brush(run.variants, options.dark)
     where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
     lines, thin = by_task.reset_index("layer"), list[theme.Trace]()
-    for variant, (is_chosen, tasks) in itertools.product(lines.index.unique(), chosen.items()):
-        values, parts = lines.loc[[variant]], len(tasks)
-        if not parts:
+    by_variant = lines.groupby("variant", sort=False)
+    for (variant, values), (is_chosen, tasks) in itertools.product(by_variant, chosen.items()):
+        if not (parts := len(tasks)):
             continue
         thin.append(
             brush.line(

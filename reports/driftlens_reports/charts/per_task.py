@@ -196,7 +196,8 @@ _QUANTILES = {"q10-q90": (0.1, 0.9), "q25-q75": (0.25, 0.75)}
 
 def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.DataFrame:
     """How far per-sample values scatter around their mean, a row per task and variant; null where the band is none."""
-    groups = samples.astype({column: float}).groupby(["task", "variant"], sort=False)[column]
+    measured = samples[["task", "variant", column]].astype({column: float})
+    groups = measured.groupby(["task", "variant"], sort=False)[column]
     if band in _QUANTILES:
         low, high = (groups.quantile(level) for level in _QUANTILES[band])
     else:

@@ -59,7 +59,7 @@ def require_root(root: Path) -> None:
 
 def is_file_inside(path: Path) -> bool:
     """Whether `path` is a regular file inside the root; a pipe, which would block its reader, is none."""
-    return is_inside(path) and path.is_file()
+    return path.is_file() and is_inside(path)  # most are not there, which is known sooner
 
 
 def require_inside(path: Path) -> None:

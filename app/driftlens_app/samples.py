@@ -17,7 +17,7 @@ from driftlens.base.variants import part_of
 from driftlens.findings.outcomes import outcomes
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
-from driftlens.runs.run import DriftRun
+from driftlens.runs.run import DriftRun, remembered
 from driftlens_app.pages import path_of
 from driftlens_app.runs import key_of
 from driftlens_app.selection import TASK, address, selection
@@ -39,7 +39,7 @@ def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | 
     return _pictures(run, task, tuple(sample_ids))
 
 
-@st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
+@remembered
 def _pictures(run: DriftRun, task: str, sample_ids: tuple[str, ...]) -> list[str | None]:
     stored = run.thumbs(task)
     places = {} if stored is None else dict(zip(run.sample_ids(task), stored, strict=False))

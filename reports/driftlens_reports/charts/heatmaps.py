@@ -145,12 +145,15 @@ def _task_cells(
         places[layers[-1] + 1] = beyond
     texts = pd.DataFrame([[f"{words.literal(task)}, {place}" for place in places.values()] for task in tasks])
     said = theme.interval_texts(rows, f"{column} low", f"{column} high")
-    for variant, part in rows.assign(interval=said).groupby("variant", sort=False):
-        table = part.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
+    key = ["variant", "task"]
+    wide = rows.assign(interval=said).pivot(index=key, columns="layer", values=[column, "interval"])
+    rest = rows.groupby(key)[beyond].max() if beyond else pd.Series()
+    for variant in rows["variant"].unique():
+        table = wide.loc[variant].reindex(tasks)
         values = table[column].reindex(columns=list(places))
         more = table["interval"].fillna("").reindex(columns=list(places), fill_value="")
         if beyond:
-            values[layers[-1] + 1] = part.groupby("task")[beyond].max()
+            values[layers[-1] + 1] = rest.loc[variant]
         cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
     return draw_cells(run, cells, [shades], y_title="task", beyond="rest" if beyond else "", dark=dark)
 

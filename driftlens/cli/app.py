@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 
 import driftlens
 from driftlens.base.access import Access, Context
-from driftlens.base.errors import harmless
+from driftlens.base.errors import Cancelled, harmless
 from driftlens.base.files import expanded
 from driftlens.base.progress import CancelToken
 from driftlens.base.team import ALONE, Team
@@ -363,15 +363,17 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclass
 class Stopping:
-    """Whether this process was asked to end and is on its way out."""
+    """Since when this process, asked to end or by an error of its own, is on its way out."""
 
     since: float | None = None
+    failed: float | None = None
     is_over: bool = False
 
     @property
     def is_on_its_way(self) -> bool:
         """For some seconds after an interrupt, in which it puts things in order; some libraries swallow one."""
-        return self.is_over or (self.since is not None and time.monotonic() - self.since < GRACE_SECONDS)
+        last = max((at for at in (self.since, self.failed) if at is not None), default=float("-inf"))
+        return self.is_over or time.monotonic() - last < GRACE_SECONDS
 
 
 GRACE_SECONDS = 5.0
@@ -386,7 +388,7 @@ def hearing(*, last: bool) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
-    stopped.since, stopped.is_over = None, False
+    stopped.since, stopped.failed, stopped.is_over = None, None, False
     try:
         for number in usual:
             signal.signal(number, interrupt)
@@ -447,6 +449,10 @@ def cancelling() -> Iterator[CancelToken]:
         for number in before:
             signal.signal(number, ask)
         yield token
+    except Exception as error:
+        # A launcher stops all as soon as one is gone: what another has found out by then is told all the same.
+        stopped.failed = None if isinstance(error, Cancelled) else time.monotonic()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

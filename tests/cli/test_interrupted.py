@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import Cancelled
+from driftlens.base.errors import Cancelled, RunError
 from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.cli.app import cancelling, hearing
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import owner_of
 from tests.cli.conftest import Cli
@@ -72,6 +73,21 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
         "a finished phase should not be done again"
     )
     assert run_cli("verify", out).code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_behind_an_error_does_not_take_its_place(number: signal.Signals) -> None:
+    """As torchrun's does, which stops all processes as soon as one is gone; one behind a cancelled job is heard."""
+    for error, heard in (
+        (RunError("process 1 is gone"), RunError),
+        (Cancelled("cancelled"), KeyboardInterrupt),
+    ):
+        with pytest.raises(heard), hearing(last=False):
+            try:
+                with cancelling():
+                    raise error
+            finally:
+                signal.raise_signal(number)
 
 
 @pytest.mark.slow

@@ -197,9 +197,8 @@ class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
     `chosen` has the groups by layer index, and `moments` asks for the second moments of the gradients, too: they wait
-    with the task's first batch, as all layers' together may be larger than the model. `on_step` is
-    called before every batch with the layer that the passes back are at and the task; the last layer, while features
-    still go forward.
+    with the task's first batch, as all layers' together may be larger than the model. `on_step` is called before every
+    batch with the layer that the passes back are at and the task; the last layer, while features still go forward.
     """
 
     passage: Passage

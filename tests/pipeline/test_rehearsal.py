@@ -191,8 +191,9 @@ def test_features_wait_within_their_budget(world: World) -> None:
     study, _ = open_study(load_spec(world.spec(merge=None, merged=world.spec()["base"])))
     few = features_bytes(study)
     assert 0 < features_bytes(study, 0.5) < few
+    assert features_bytes(study, beside=50) == few + 50
     tight = dataclasses.replace(study, settings=dataclasses.replace(study.settings, feature_budget=100))
-    assert features_bytes(tight) == 2 * 100
+    assert features_bytes(tight) == features_bytes(tight, beside=50) == 2 * 100
 
 
 def test_where_nothing_can_be_rehearsed_there_is_no_estimate_and_it_says_why(

@@ -275,7 +275,7 @@ def _share(whole: Rehearsed, number: int, per_machine: int, rates: Rates, *, sol
             sending = max(wire, received) / (rates.wire or _WIRE) + messages * rates.latency
     start = rates.start * max(1.0, per_machine / rates.cores)  # one core imports for one
     seconds = whole.opening + start + sending + seconds / rates.pace(per_machine)
-    return Share(seconds, whole.resident + features_bytes(study, part), wire + rows)
+    return Share(seconds, whole.resident + features_bytes(study, part, whole.waiting), wire + rows)
 
 
 def _busiest(batches: Mapping[str, int], number: int) -> tuple[float, int]:

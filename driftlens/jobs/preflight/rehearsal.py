@@ -195,9 +195,8 @@ class Rehearsed:
         shares = shares_of(self.study)
         diagnosed = sum(share.diagnosis for share in shares.values())
         disk = extrapolated("stored", self.stored, Extent(len(self.study.pool.chain.blocks), diagnosed))
-        budget = self.study.settings.feature_budget
-        memory = self.resident + features_bytes(self.study) + min(budget, self.waiting)
-        disk += max(0, self.waiting - budget)
+        memory = self.resident + features_bytes(self.study, beside=self.waiting)
+        disk += max(0, self.waiting - self.study.settings.feature_budget)
         return Cost(memory, int(disk) + self.models, self.opening + self.seconds_of(shares))
 
     def seconds_of(self, shares: Mapping[str, Share]) -> float:
@@ -337,10 +336,10 @@ def _sample_bytes(samples: SampleSet) -> float:
     return max(1, input_bytes(samples.load(range(count)))) / count
 
 
-def features_bytes(study: Study, part: float = 1.0) -> int:
+def features_bytes(study: Study, part: float = 1.0, beside: int = 0) -> int:
     """Features that wait in memory: all samples' at one boundary, and a batch's at all of them, within the budget.
 
-    `part` of the samples of the largest task, where processes share them.
+    `part` of the samples of the largest task, where processes share them; `beside` is what waits with all samples'.
     """
     pool, layers = study.pool, study.pool.chain.layers
     task, at_hand = next(iter(study.tasks.items()))
@@ -348,8 +347,8 @@ def features_bytes(study: Study, part: float = 1.0) -> int:
     per_sample = waiting_bytes(pool, pool.expert(task), at_hand.diagnosis.load([0]), 1 + len(study.variants))
     largest = max(*(len(at.diagnosis) for at in study.tasks.values()), *(read if study.has_views else ()), 0)
     count = math.ceil(part * largest)
-    at_once = (count, min(count, at_hand.diagnosis.batch_size) * len(layers))
-    return sum(min(study.settings.feature_budget, per_sample * number) for number in at_once)
+    at_once = per_sample * count + beside, per_sample * min(count, at_hand.diagnosis.batch_size) * len(layers)
+    return sum(min(study.settings.feature_budget, number) for number in at_once)
 
 
 def _stored_bytes(folder: Path) -> int:

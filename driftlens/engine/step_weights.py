@@ -188,6 +188,11 @@ def moment_of(key: Key) -> str:
     return f"moment-{key[0]}-{key[1]}"
 
 
+def _together(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers in one piece of memory: what stays of every batch splits the room that it leaves to the next."""
+    return [*torch.cat([*parts]).split([len(part) for part in parts])] if parts else []
+
+
 def _recorded(boundary: int) -> str:
     return f"passed-{boundary}"
 
@@ -243,7 +248,7 @@ class ExpertGradients:
                 if entered != start:
                     batch.drop(entered)
             for at, summed in enumerate(moments):
-                of = weighable[layer.index, at] = Weighable(counts[at], energies[at])
+                of = weighable[layer.index, at] = Weighable(_together(counts[at]), _together(energies[at]))
                 if summed is not None:
                     full = summed.full()
                     of.traces.append(wide(full).trace())

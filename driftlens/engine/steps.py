@@ -587,8 +587,9 @@ class StepWalk(CalibrationWalk):
 
     def _metric(self, task: str, key: Key, like: Tensor, *, is_first: bool) -> Tensor:
         """What this process has of a task's output metric: the first of those that share it has the identity's part."""
-        waiting = self.passage.waiting[task, 0][0].get(moment_of(key))
-        moment, mu = waiting["moment"].to(like), self.calibrator.mu
+        first, name = self.passage.waiting[task, 0][0], moment_of(key)
+        moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
+        first.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device) * is_first
         trace = self.weighted[task][key].trace
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)

@@ -21,7 +21,7 @@ from driftlens.data.views import viewed
 from driftlens.engine import steps
 from driftlens.engine.calibrating import Step
 from driftlens.engine.sites import select_sites
-from driftlens.engine.step_weights import ExpertGradients
+from driftlens.engine.step_weights import ExpertGradients, Key, Weighable
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
@@ -180,17 +180,39 @@ def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_
     """They are as many as the calibrator says beforehand, and gone behind the walk."""
     models, settings, spill = subject(n=4), ResidualCal(folds=2, mu=0.5), tmp_path / "spill"
     held, entries = calibrated(models, settings), dict[str, int]()
+    solved, left = list[int](), list[str]()
 
     def look(step: Step) -> None:
         for file in spill.glob("*moment*"):
             entries[file.name] = load_file(file)["moment"].numel()
+        if step.layer > 0 and not step.task:  # a layer that is solved has no use for its own
+            solved.extend(range(step.layer + 1))
+            left.extend(file.name for layer in solved for file in spill.glob(f"*moment-{layer}-*"))
 
     written = calibrated(models, settings, feature_budget=0, spill=spill, on_step=look)
     assert all(torch.equal(value, held[key]) for key, value in written.items()) and not spill.exists()
     sites = select_sites(models.pool.chain, update=settings.kinds)
     told = len(TASKS) * settings.waiting_bytes(models.pool, sites)
-    assert entries and 4 * sum(entries.values()) == told
+    assert entries and 4 * sum(entries.values()) == told and solved and not left
     assert SMALL.waiting_bytes(models.pool, sites) == 0
+
+
+def test_what_stays_of_batches_while_gradients_are_taken_lies_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number that stays of every batch, amid its memory, leaves room that the next batch does not fit into."""
+    models, weigh, seen = subject(n=4), ExpertGradients.weigh, list[Weighable]()
+
+    def looked_at(self: ExpertGradients, *given: Any) -> dict[Key, Weighable]:
+        found = weigh(self, *given)
+        seen.extend(found.values())
+        return found
+
+    monkeypatch.setattr(ExpertGradients, "weigh", looked_at)
+    calibrated(models, SMALL, parts=models.samples(1))
+    kept = [numbers for of in seen for numbers in (of.counts, of.energies) if numbers]
+    assert kept and all(len(numbers) > 1 for numbers in kept)
+    assert all(len({part.untyped_storage().data_ptr() for part in numbers}) == 1 for numbers in kept)
 
 
 def test_resuming_gives_the_same_weights() -> None:

@@ -1,7 +1,7 @@
 """`--auto` run to its end on whole suites, beside every candidate that it compared, by scores that no choice reads.
 
 `python -m benchmarks.automatic --suites real --draws 0 1` runs what a folder lacks yet, a file per suite and draw, and
-prints a table per suite of all that it has. Every candidate is made from all samples of the draw, at the share of the
+prints tables per suite of all that it has. Every candidate is made from all samples of the draw, at the share of the
 way from the base that the choice had found for it. Seconds are of the processor, of choosing and of calibrating alone.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import criteria
 from benchmarks.repairs import DRAWS, METRICS, PRESETS, SAMPLES, _change, _Clock, _measured, spec_of
 
 AUTO = "--auto"
@@ -38,6 +39,8 @@ def run(
                 file.write_text(json.dumps(drawn(suite, draw, device)))
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
         tables.append(table(suite, found))
+        if ranked := [(draw["criteria"], draw["models"]) for draw in found if "criteria" in draw]:
+            tables.append(criteria.table(suite, ranked))
     return "\n\n".join(tables)
 
 
@@ -49,6 +52,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
     from driftlens.spec.requests import CalibrationRequest
 
     models, seconds, metric = {}, {}, METRICS[suite]
+    variants = {"base": "base", "merged": "merged"}
     with tempfile.TemporaryDirectory() as place:
         spec = spec_of(suite, seed, device, pathlib.Path(place))
         made = dl.analyze(spec, out=f"{place}/run", progress="none")
@@ -82,10 +86,13 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
             clock = _Clock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
             made = calibrate(made.path, request, Context(on_progress=clock), choose=_fixed(entry))
-            measure(entry["name"], f"calibrated:c{number}")
+            variants[entry["name"]] = f"calibrated:c{number}"
+            measure(entry["name"], variants[entry["name"]])
             seconds[entry["name"]] = [clock.seconds]
+        ranked = criteria.measured(made, variants)
         notices = list(made.manifest.calibrations["auto"].notices)
-    return {"models": models, "seconds": seconds, "selection": selection, "notices": notices}
+    found = {"models": models, "seconds": seconds, "selection": selection, "notices": notices}
+    return {**found, "criteria": ranked}
 
 
 def _fixed(entry: Mapping[str, Any]) -> Any:

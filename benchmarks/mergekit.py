@@ -21,7 +21,7 @@ INSTALL = (
 )
 MODELS = ("base", "one", "two", "three")
 WORDS = 32_000
-SIZES = {"0.5 GB": (14, 1024, 2816), "2 GB": (18, 2048, 5632)}
+SIZES = {"1 GB": (17, 1408, 3840), "2 GB": (18, 2048, 5632)}
 """Blocks, width, and width within."""
 SHARDS = 4
 ROUNDS = 3

@@ -185,8 +185,11 @@ def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> Non
         show_chart(name, run, options)
 
 
-def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:
-    """Draw a chart with caption, hint and data, or what the run lacks for it; `plotly`: more for `st.plotly_chart`."""
+def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", **plotly: Any) -> Any:
+    """Draw a chart with caption, hint and data, or what the run lacks for it; `plotly`: more for `st.plotly_chart`.
+
+    `without` is said in its place where the page itself adds what it lacks.
+    """
     with shown_errors():
         chart = charts[name]
         st.header(plain(chart.title), anchor=False, help=chart.hint)
@@ -198,7 +201,9 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
                 raise
         from driftlens_app.live import offer_addition  # which shows jobs by what stands here
 
-        if not offer_addition(run, name, lacking):
+        if without:
+            caption(without)
+        elif not offer_addition(run, name, lacking):
             note(coded(lacking))
     return None
 

@@ -50,7 +50,7 @@ from driftlens_app.show import (
 )
 from driftlens_app.steps import show_steps, steps_of
 from driftlens_app.views import compare
-from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import left_curves, running_curve
 
 PAGE = Page(
@@ -271,28 +271,18 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     """How much settings matter, as far as they were varied, with the run's calibrations among them."""
     show_bad_end(watch(run.path, "sweep"))
     without = "Drawn once the button below has varied them one by one."
-    _chart(run, "sweeps", without, selection().options(variants=None))
+    show_chart("sweeps", run, selection().options(variants=None), without)
     swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
     if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
         with shown_errors():
             begin(sweep_request(run))
 
 
-def _chart(run: DriftRun, name: str, without: str, options: ChartOptions) -> None:
-    """The chart, or a sentence in its place: what it lacks a button below it adds."""
-    drawn = charts[name]
-    if drawn.missing(run, options) is None:
-        show_chart(name, run, options)
-    else:
-        st.header(plain(drawn.title), anchor=False, help=drawn.hint)
-        caption(without)
-
-
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
     show_bad_end(watch(run.path, "arena"))
     without = "Drawn once there are two repairs: the button below makes those that are chosen."
-    _chart(run, "arena", without, ChartOptions(dark=is_dark()))
+    show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
             show_sheet(arena_sheet(run), {"cosine"})  # or it would be wider than a window

@@ -29,23 +29,29 @@ METRICS = {"real": "accuracy", "embedded": "accuracy", "t5": "exact_match", "lla
 FEATCAL, AUTO = "FeatCal's preset", "--auto"
 FEW = 16
 """Where a task has at most so many samples, views make 7 copies of each, else 3."""
+VIEWS = {"views": "auto"}
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
-    "residual, views": {"method": "residual", "views": "auto"},
+    "residual, views": {"method": "residual"} | VIEWS,
     "norms only": {"method": "norms"},
     "SVC": {"method": "svc"},
     "ReACT, a map per task": {"method": "react"},
+    "ReACT, a map per task, views": {"method": "react"} | VIEWS,
     "Surgery, a map per task": {"method": "surgery"},
-    "Surgery, a map per task, views": {"method": "surgery", "views": "auto"},
+    "Surgery, a map per task, views": {"method": "surgery"} | VIEWS,
     "ProbSurgery, a map per task": {"method": "prob_surgery"},
+    "ProbSurgery, a map per task, views": {"method": "prob_surgery"} | VIEWS,
     "IntervMerge, a map per task and block": {"method": "interv_merge"},
     "SurgeryV2, a map per task and block": {"method": "surgery_v2"},
     "low-rank corrections per task and module": {"method": "low_rank"},
+    "low-rank corrections per task and module, views": {"method": "low_rank"} | VIEWS,
     "distillation of all weights": {"method": "distill"},
 }
 MERGES: dict[str, dict[str, Any]] = {
     "merge: ACE-Merging": {"merge": {"method": "ace"}},
+    "merge: RegMean": {"merge": {"method": "regmean"}},
+    "merge: RegMean, views": {"merge": {"method": "regmean"}} | VIEWS,
     "merge: coefficients trained to the experts' features": {
         "merge": {"method": "adamerging", "objective": "experts"}
     },
@@ -69,12 +75,11 @@ def run(
         kept = suite if samples == SAMPLES else f"{suite}-of-{samples}"
         asked: dict[str, dict[str, Any]] = {
             FEATCAL: {"method": "featcal", "preset": PRESETS[suite]},
-            f"{FEATCAL}, views": {"method": "featcal", "preset": PRESETS[suite], "views": "auto"},
+            f"{FEATCAL}, views": {"method": "featcal", "preset": PRESETS[suite]} | VIEWS,
             **METHODS,
         }
         copies = {"views": f"auto:{7 if samples <= FEW else 3}"}
-        asked = {title: of | (copies if "views" in of else {}) for title, of in asked.items()}
-        asked |= MERGES
+        asked = {title: of | (copies if "views" in of else {}) for title, of in (asked | MERGES).items()}
         asked[AUTO] = {"preset": PRESETS[suite], "auto": True}
         wanted = {
             title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}
@@ -117,9 +122,11 @@ def complete(
         for title, options in lacking.items():
             name, clock = f"m{len(known['models'])}", _Clock(*["merge"] * ("merge" in options))
             if "merge" in options:
-                other = dl.analyze(
-                    {**spec, **options}, out=f"{place}/{name}", progress="none", on_progress=clock
-                )
+                defaults = spec["data"]["defaults"] | {
+                    key: options[key] for key in ("views",) if key in options
+                }
+                given = {**spec, "merge": options["merge"], "data": {**spec["data"], "defaults": defaults}}
+                other = dl.analyze(given, out=f"{place}/{name}", progress="none", on_progress=clock)
                 known["models"][title] = {task: _measured(other, "merged", task, metric) for task in tasks}
                 known["costs"][title] = {"seconds": clock.seconds, "added": 0}
                 file.write_text(json.dumps(known))

@@ -132,16 +132,16 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
 
         are_floats = False
         others, shares = list[int](), list[float]()
-        for at in positions:
-            own = at % count
-            if at < count:
-                others.append(own)
+        for position in positions:
+            source = position % count
+            if position < count:
+                others.append(source)
                 shares.append(1.0)
             else:
-                drawn = random(at)
-                others.append(order[(ranks[own] + 1 + int(drawn.integers(count - 1))) % count])
+                drawn = random(position)
+                others.append(order[(ranks[source] + 1 + int(drawn.integers(count - 1))) % count])
                 shares.append(float(drawn.uniform(0.5, 1)))
-        is_copy = torch.tensor([at >= count for at in positions])
+        is_copy = torch.tensor([position >= count for position in positions])
 
         def mixture(value: Tensor, other: Tensor) -> Tensor:
             nonlocal are_floats

@@ -101,12 +101,12 @@ def loss_targets(scored: Sequence[Scored], labels: Sequence[Tensor]) -> list[Tar
     """
     ends = [(head.scores(expert), head.scores(variant)) for head, expert, variant in scored]
     panels, targets = panels_for([end - start for start, end in ends]), []
-    for of, rows, (start, end), number in zip(scored, labels, ends, panels, strict=True):
+    for triple, rows, (start, end), number in zip(scored, labels, ends, panels, strict=True):
         wanted = torch.zeros_like(start).scatter_(1, rows[:, None], 1.0)
         gradient = torch.zeros_like(start)
         for t, weight in composite_nodes(end - start, number):
             gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
-        targets.append(Target(_pulled(*of, gradient), (gradient * (end - start)).sum(dim=1)))
+        targets.append(Target(_pulled(*triple, gradient), (gradient * (end - start)).sum(dim=1)))
     return targets
 
 
@@ -442,17 +442,17 @@ def _stacked(vectors: State, riders: list[State]) -> State:
 
 
 def _random_like(state: State, seed: int, view: LayerView) -> State:
-    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch.
+    """Normal drawn, drawn on the CPU so that they don't depend on the device; own to layer and batch.
 
     They are zero on padding, as every feature is.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + view.start)
-    found = {
+    drawn = {
         name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
         for name, leaf in state.items()
     }
-    masks = {name: mask for name in found if (mask := view.side.mask(name)) is not None}
-    return found | {name: found[name] * mask[..., None].to(found[name]) for name, mask in masks.items()}
+    masks = {name: mask for name in drawn if (mask := view.side.mask(name)) is not None}
+    return drawn | {name: drawn[name] * mask[..., None].to(drawn[name]) for name, mask in masks.items()}
 
 
 def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:

@@ -104,17 +104,17 @@ def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
     first, *others = (pool.source(model).headers for model in models)
     for key, header in first.items():
         is_matrix = len(header.shape) == 2 and header.dtype.is_floating_point
-        if key not in inside and is_matrix and all(key in found for found in others):
+        if key not in inside and is_matrix and all(key in headers for headers in others):
             yield key
 
 
 def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
-    found = Alignment()
+    alignment = Alignment()
     weights = (pool.stored(model, slot) for model in ("base", variant, expert_of(task)))
     for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
         base, moved, expert = (part.double() for part in piece)
-        found += Alignment.of(moved - base, expert - base)
-    return found
+        alignment += Alignment.of(moved - base, expert - base)
+    return alignment
 
 
 def _module_path(chain: LayerChain, layer: Layer, name: str, slot: Slot) -> str:

@@ -190,7 +190,7 @@ def moment_of(key: Key) -> str:
 
 def _together(parts: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers in one piece of memory: what stays of every batch splits the room that it leaves to the next."""
-    return [*torch.cat([*parts]).split([len(part) for part in parts])] if parts else []
+    return [*torch.cat([*parts]).split_with_sizes([len(part) for part in parts])] if parts else []
 
 
 def _recorded(boundary: int) -> str:

@@ -460,7 +460,7 @@ class StepWalk(CalibrationWalk):
         product, task_gram = lend(), lend()
         key = layer.index, at
         weights = {task: by_key[key] for task, by_key in self.weighted.items() if key in by_key}
-        known = [of[key] for task in self.tasks if key in (of := self.energies.get(task, {}))]
+        known = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
         energy = sum(known) / max(1, len(known))
         sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
         pending: list[_Rows] = [[] for _ in folds]

@@ -152,9 +152,9 @@ def solve_joint(
         return JointSolution(change, error)
     ridge = ridges.upstream if ridges.share else ridges.local
     left = -penalty
-    for metric, of in tasks:
-        wanted = (of.local + ridges.share * of.upstream).to(left)
-        left += metric.to(left) @ (wanted - change @ of.gram.to(left))
+    for metric, sums in tasks:
+        wanted = (sums.local + ridges.share * sums.upstream).to(left)
+        left += metric.to(left) @ (wanted - change @ sums.gram.to(left))
     outputs = _mean_metric(tasks, like=change) if is_two_sided else None
     return JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
 
@@ -172,7 +172,7 @@ def _towards(
     outputs: Factor | None,
 ) -> Tensor:
     """E with sum_i S_i E A_i + l E nearly what is left, [o, k], by conjugate gradients from 0."""
-    found, towards, before = torch.zeros_like(left), torch.zeros_like(left), left.new_tensor(math.inf)
+    solution, towards, before = torch.zeros_like(left), torch.zeros_like(left), left.new_tensor(math.inf)
     for _ in range(_STEPS):
         better = inputs.solve_rows(left.clone())
         if outputs is not None:
@@ -182,11 +182,11 @@ def _towards(
             break
         towards, before = better + size / before * towards, size
         pushed = ridge * towards
-        for metric, of in tasks:
-            pushed += metric.to(left) @ (towards @ of.gram.to(left))
+        for metric, sums in tasks:
+            pushed += metric.to(left) @ (towards @ sums.gram.to(left))
         step = size / (towards * pushed).sum()
-        found, left = found + step * towards, left - step * pushed
-    return found
+        solution, left = solution + step * towards, left - step * pushed
+    return solution
 
 
 def require_finite(moments: JointMoments) -> None:

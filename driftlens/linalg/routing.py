@@ -60,17 +60,17 @@ class Routing:
 
     def diagonal(self, task: str, like: Tensor) -> Tensor:
         """Of the curvature S_i = mean of H(p) (x) x x', [E, k]."""
-        found = torch.zeros_like(like)
+        curvature = torch.zeros_like(like)
         for x, scores in self.rows[task]():
-            found += (scores * (1 - scores)).mT @ x.square()
-        return found / max(1, self.counts[task])
+            curvature += (scores * (1 - scores)).mT @ x.square()
+        return curvature / max(1, self.counts[task])
 
     def pushed(self, task: str, way: Tensor, diagonal: Tensor) -> Tensor:
         """A_i D, the shrunk curvature SHRINK S_i + (1 - SHRINK) diag S_i times weights [E, k]."""
-        found = torch.zeros_like(way)
+        product = torch.zeros_like(way)
         for x, scores in self.rows[task]():
-            found += self.curved(scores, x @ way.mT).mT @ x
-        return SHRINK / max(1, self.counts[task]) * found + (1 - SHRINK) * diagonal * way
+            product += self.curved(scores, x @ way.mT).mT @ x
+        return SHRINK / max(1, self.counts[task]) * product + (1 - SHRINK) * diagonal * way
 
 
 def solve_router(routing: Routing, ways: Mapping[str, Tensor]) -> RouterSolution:

@@ -133,10 +133,10 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
     for name in outline.sections:
-        made = [_figure(run, chart) for chart in outline.charts_of(name) if chart.applies(run)]
-        figures[name] = [figure for figure, _ in made]
-        drawn |= {figure.name: picture for figure, picture in made if picture is not None}
-    everything = [figure for found in figures.values() for figure in found]
+        pairs = [_figure(run, chart) for chart in outline.charts_of(name) if chart.applies(run)]
+        figures[name] = [figure for figure, _ in pairs]
+        drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
+    everything = [figure for group in figures.values() for figure in group]
     judged = verdict_of(run)
     sections = []
     for name in outline.sections:
@@ -144,14 +144,14 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
         shown = tuple(table for table in tables if table.rows)
         parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
         sections.append(Section(name=name, title=TITLES[name], **parts))
-    told = {"id": run.id, "name": run.name, "state": current_state(run)}
+    info = {"id": run.id, "name": run.name, "state": current_state(run)}
     for name in ("created", "synthetic", "spec_digest", "schema_version"):
-        told[name] = getattr(run.manifest, name)
+        info[name] = getattr(run.manifest, name)
     content = ReportContent(
         driftlens=driftlens.__version__,
         preset=outline.preset,
         raw=outline.raw,
-        run=RunInfo(**told, tasks=run.tasks, variants=run.variants),
+        run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
         stamps=(*facts.stamps(run), *overlap_notes(run)),
         verdict=judged,
         sections=tuple(sections),
@@ -193,5 +193,5 @@ _FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], 
 )
 
 
-def _inside(folder: str, found: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {f"{folder}/{name}": data for name, data in found.items()}
+def _inside(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in files.items()}

@@ -55,12 +55,12 @@ def save_card(run: DriftRun | PathLike, request: CardRequest | None = None) -> l
         opened.calibration_info(request.name)  # says which there are
     folder = opened.path / "reports" if request.out is None else request.out.parent
     picture = "card.png" if request.out is None else request.out.name
-    made = {picture: share_card(opened, request.name), "badge.svg": badge(opened, request.name).encode()}
-    for name, data in made.items():
+    files = {picture: share_card(opened, request.name), "badge.svg": badge(opened, request.name).encode()}
+    for name, data in files.items():
         here = attach(opened.path, f"reports/{name}") if request.out is None else atomic_path(folder / name)
         with here as target:
             target.write_bytes(data)
-    return [folder / name for name in made]
+    return [folder / name for name in files]
 
 
 def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
@@ -84,9 +84,9 @@ def share_card(run: DriftRun, name: str = "") -> bytes:
         pair = _pair(run, name)
         _write_words(figure, run, found)
         _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), found)
-        for at, (variant, _, frame) in enumerate(pair):
-            shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if at else {}
-            axes = figure.add_axes((_PAIR + 0.18 * at, 0.2, 0.165, 0.3), **shared)
+        for place, (variant, _, frame) in enumerate(pair):
+            shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if place else {}
+            axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
             _draw_points(axes, variant, frame)
         for task in {task for _, task, _ in pair}:
             _say(figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet)
@@ -134,8 +134,8 @@ def _write_words(figure: Figure, run: DriftRun, found: Headline) -> None:
         **{"fontsize": 33, "fontweight": "bold", "va": "top", "linespacing": 1.2, "parse_math": False},
         color=LIGHT.tones.get(found.tone, LIGHT.ink),
     )
-    for at, (variant, mean) in enumerate(found.tiles.items()):
-        x = 0.05 + 0.14 * at
+    for place, (variant, mean) in enumerate(found.tiles.items()):
+        x = 0.05 + 0.14 * place
         text, _, ends = estimate(mean, found.kind).partition(" (")
         say(x, 0.49, called(variant)[:14], fontsize=13, color=LIGHT.roles[part_of(variant)][0])
         say(x, 0.45, text, fontsize=22, fontweight="bold")
@@ -154,17 +154,17 @@ def _draw_bar(axes: Axes, found: Headline) -> None:
     low, high = reach(found)
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
-    parts = {part_of(variant): at.value for variant, at in found.tiles.items()}
+    parts = {part_of(variant): mean.value for variant, mean in found.tiles.items()}
     steps = [(part, parts[part]) for part in ("merged", "calibrated", "expert") if part in parts]
     for (_, start), (part, end) in itertools.pairwise(steps):
         colour = LIGHT.gap if part == "expert" else LIGHT.roles[part][0]
         axes.plot([start, end], [0, 0], color=colour, linewidth=14, solid_capstyle="butt", zorder=2)
-    for variant, at in found.tiles.items():
+    for variant, mean in found.tiles.items():
         colour = LIGHT.roles[part_of(variant)][0]
-        if is_measured(at.low):
-            axes.plot([at.low, at.high], [0, 0], color=colour, linewidth=4, zorder=3)
+        if is_measured(mean.low):
+            axes.plot([mean.low, mean.high], [0, 0], color=colour, linewidth=4, zorder=3)
         marks = {"markeredgecolor": LIGHT.surface, "markeredgewidth": 2, "clip_on": False, "zorder": 4}
-        axes.plot([at.value], [0], "o", color=colour, markersize=17, **marks)
+        axes.plot([mean.value], [0], "o", color=colour, markersize=17, **marks)
     for value, side in ((low, "left"), (high, "right")):
         axes.text(value, -0.95, written(value, found.kind), ha=side, fontsize=11, color=LIGHT.quiet)
 

@@ -55,9 +55,9 @@ class Estimate(Part):
     n: int = Field(description="Samples behind it; 0 where that is not known.")
 
 
-def _known(found: Any) -> Any:
+def _known(value: Any) -> Any:
     """Null of an interval without a number."""
-    return None if isinstance(found, Interval) and math.isnan(found.value) else found
+    return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
 
 class Change(Part):

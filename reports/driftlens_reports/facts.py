@@ -48,7 +48,7 @@ def origins(run: DriftRun) -> dict[str, str]:
 
 def _origin(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
-    shares, others = (
+    shares, mismatches = (
         rows[rows[column].notna()]
         .sort_values(column, ascending=False, kind="stable")
         .head(3)
@@ -60,25 +60,25 @@ def _origin(run: DriftRun, task: str, variant: str) -> str:
         amounts = [share_of(row) for row in shares]
     else:
         what, kind = "largest local mismatch (mean L2)", "number"
-        amounts = [Interval(float(row["mismatch_l2_mean"]), n=int(row["n"])) for row in others]
+        amounts = [Interval(float(row["mismatch_l2_mean"]), n=int(row["n"])) for row in mismatches]
     if not amounts:
         return f"{task}: {NOT_MEASURED}"
-    names = [run.layer_name(int(row["layer"])) for row in shares or others]
+    names = [run.layer_name(int(row["layer"])) for row in shares or mismatches]
     layers = [f"{name} {estimate(amount, kind)}" for name, amount in zip(names, amounts, strict=True)]
     return f"{task}: {what}: {', '.join(layers)}{f'; n = {amounts[0].n}' if amounts[0].n else ''}"
 
 
 def stamps(run: DriftRun) -> list[str]:
     """What a reader must know before any number, in sentences."""
-    said = [_SYNTHETIC] if run.manifest.synthetic else []
+    notes = [_SYNTHETIC] if run.manifest.synthetic else []
     state, damage = last_work(run)
     if damage:
-        said.append(damage)
+        notes.append(damage)
     if not run.manifest.finished and state != "done":
-        said.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
+        notes.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
     elif state not in ("done", "unknown"):
-        said.append(f"The last work on this run is {state}; everything below was finished before it began.")
-    return said + [f"Warning: {text}" for text in run.manifest.warnings]
+        notes.append(f"The last work on this run is {state}; everything below was finished before it began.")
+    return notes + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
 def check_sentence(check: CheckResult) -> str:
@@ -101,8 +101,8 @@ def agreement(run: DriftRun) -> Iterator[str]:
     for variant in run.variants:
         flipped = _share(run.outputs(variant=variant)["flipped"])
         if flipped.n:
-            kept = share_of_samples(1 - flipped.value, flipped.n)
-            shares.append(f"{title(variant)} {estimate(kept, 'share')}")
+            same = share_of_samples(1 - flipped.value, flipped.n)
+            shares.append(f"{title(variant)} {estimate(same, 'share')}")
     if shares:
         yield f"Same answer as the expert (n = {flipped.n}, without labels): {', '.join(shares)}."
 
@@ -140,15 +140,15 @@ def advice(run: DriftRun) -> dict[str, Any]:
         ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
         shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
-    for path, own in params.groupby("path", sort=False):
-        cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
+    for path, by_task in params.groupby("path", sort=False):
+        cos, signs = by_task["cos"].astype(float), by_task["sign_agreement"].astype(float)
         # Of the experts' task vectors, in that of the merged one.
-        lengths = 1 / own["norm_ratio"].astype(float)
+        lengths = 1 / by_task["norm_ratio"].astype(float)
         layer = int(places[path]) if path in places else None
         row = {"layer": layer, "path": path, "name": names.get(path, path), "cos": cos.mean()}
         row["orthogonal"] = lengths.mean() / math.sqrt(lengths.pow(2).sum())
         row["sign_agreement"] = signs.mean()
-        conflicts.append(row | {"worst_task": str(own.loc[cos.idxmin(), "task"]), "worst_cos": cos.min()})
+        conflicts.append(row | {"worst_task": str(by_task.loc[cos.idxmin(), "task"]), "worst_cos": cos.min()})
     return {
         "run": run.name,
         "tasks": list(run.tasks),
@@ -160,12 +160,12 @@ def advice(run: DriftRun) -> dict[str, Any]:
 
 def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
     """The same in sentences, none surer than its intervals; `run` is what commands call it."""
-    said = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
+    sentences = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
     if not found["scalings"]:
-        said.append(
+        sentences.append(
             "`driftlens advise RUN --search` tries what scaling the layers that carry most would give."
         )
-    return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in said)
+    return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
 
 
 def _of_shares(found: Mapping[str, Any]) -> list[str]:
@@ -189,20 +189,20 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
         return ["Task vectors were not compared: that takes a base."]
     if len(found["tasks"]) == 1:
         return ["There is one expert, so no task vectors conflict."]
-    said = []
+    sentences = []
     for row in found["conflicts"][:3]:
         side = "less" if row["cos"] < row["orthogonal"] else "as well as or better"
         side += " than they would if experts changed unrelated things"
-        said.append(
+        sentences.append(
             f"{row['name']}: the merge's change of weights follows the experts' {side} (cosine {number(row['cos'])} on "
             f"average, unrelated changes give {number(row['orthogonal'])}); least that of {row['worst_task']} "
             f"({number(row['worst_cos'])}); {percent(row['sign_agreement'])} of the signs agree."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
-    of = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"
+    layers = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"
     return [
-        f"On average over experts, task vectors conflict in {of} (of weights, so without intervals):",
-        *said,
+        f"On average over experts, task vectors conflict in {layers} (of weights, so without intervals):",
+        *sentences,
     ]
 
 

@@ -41,18 +41,18 @@ def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     counts, tied = ranking["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if ranking["held_out"] else "without their labels"
     failed = [f"{row['merge']}: not made, as {row['reason']}" for row in ranking["merges"] if row["reason"]]
-    said = [f"{'; '.join(failed)}."] if failed else []
-    said.append(
+    notes = [f"{'; '.join(failed)}."] if failed else []
+    notes.append(
         f"Ranked by {NAMES[ranking['score']]}: mean over {counted(len(counts), 'task')}, "
         f"{counted(sum(counts.values()), 'calibration sample')} {which}. Behind the first: on the same "
         "samples, with intervals that hold for all pairs together."
     )
     if tied:
-        said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
+        notes.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
     nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
     if nearer:
-        said.append(f"Clearly nearer than the present merge, {ranking['present']}: {', '.join(nearer)}.")
-    return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(said))
+        notes.append(f"Clearly nearer than the present merge, {ranking['present']}: {', '.join(nearer)}.")
+    return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(notes))
 
 
 def read_merges(folder: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def shown(
             sheets += [sheet for name in every["sweep"].unique() for sheet in ablation_sheets(run, name)]
         return Shown(rows, sheets)
     if study.is_excess:
-        rows = [{"merger": at, **row} for at, run in runs.items() for row in plain_rows(run.excess())]
+        rows = [{"merger": merger, **row} for merger, run in runs.items() for row in plain_rows(run.excess())]
         return Shown(rows, [_excess_sheet(title, runs)])
     if study.vary is not None:
         rows = swept_rows(runs, suite.published, protocol, [*study.vary(suite)])
@@ -83,11 +83,11 @@ def reproduced_rows(
 ) -> list[dict[str, Any]]:
     """A row per merge, model and task, the mean over tasks under `mean`, in fractions; base and experts once."""
     rows = []
-    for at, (merger, run) in enumerate(runs.items()):
+    for index, (merger, run) in enumerate(runs.items()):
         for row in _repairs(run, names):
             model = "expert" if row["model"] == "experts" else row["model"]
             is_shared = model in ("base", "expert")
-            if at and is_shared:
+            if index and is_shared:
                 continue
             named = {
                 "merger": "" if is_shared else merger,
@@ -97,9 +97,9 @@ def reproduced_rows(
             ends = {key: row.get(key) for key in ("low", "high", "n")}
             rows.append({**named, "task": MEAN, "value": row["score"], **ends})
             variant = model if model in ("base", "merged", "expert") else calibrated(model)
-            for own in run.accuracy(variant=variant).to_dict("records"):
-                ends = {"low": own["ci_low"], "high": own["ci_high"], "n": own["n"]}
-                rows.append({**named, "task": own["task"], "value": own["value"], **ends})
+            for score in run.accuracy(variant=variant).to_dict("records"):
+                ends = {"low": score["ci_low"], "high": score["ci_high"], "n": score["n"]}
+                rows.append({**named, "task": score["task"], "value": score["value"], **ends})
     return rows if printed is None else [row | _published(row, printed) for row in rows]
 
 
@@ -113,13 +113,13 @@ def attached_rows(
     for merger, run in runs.items():
         found = attached_shares(run)
         found = found.assign(model=found["variant"].astype(str).str.removeprefix("calibrated:"))
-        kept = found["model"].isin(["base", "merged", "expert", *names])
-        best = found[kept].sort_values("value", kind="stable").drop_duplicates(["model", "task"], keep="last")
-        for model, own in best.groupby("model", sort=False):
+        mask = found["model"].isin(["base", "merged", "expert", *names])
+        best = found[mask].sort_values("value", kind="stable").drop_duplicates(["model", "task"], keep="last")
+        for model, scores in best.groupby("model", sort=False):
             info = run.manifest.calibrations.get(str(model))
             row = {"merger": "" if model in ("base", "expert") else merger, "model": str(model)}
             row |= {"method": str(model) if info is None else info.method, "value": None, "n": None}
-            by_task = {str(at["task"]): at for at in own.to_dict("records")}
+            by_task = {str(at["task"]): at for at in scores.to_dict("records")}
             values = [at["value"] for name, at in by_task.items() if canonical(name) in wanted]
             if len(values) == len(wanted):
                 mean = {"task": MEAN, "value": sum(values) / len(values), "low": None, "high": None}
@@ -138,15 +138,15 @@ def swept_rows(
     for merger, run in runs.items():
         every = with_scores(run, run.sweeps())
         every = every.assign(varied=[str(name).rpartition(":")[2] for name in every["sweep"]])
-        for _, own in every[every["varied"].isin(factors)].groupby(["sweep", "point"], sort=False):
-            first = own.iloc[0]
-            varied, at = first["varied"], plain(first[first["varied"]])
-            (reached,) = over_seeds(own, "point", "score", own["task"].nunique()).to_dict("records")
+        for _, point in every[every["varied"].isin(factors)].groupby(["sweep", "point"], sort=False):
+            first = point.iloc[0]
+            varied, setting = first["varied"], plain(first[first["varied"]])
+            (reached,) = over_seeds(point, "point", "score", point["task"].nunique()).to_dict("records")
             ends = ("low", "high") if reached["seeds"] > 1 else ("tested_low", "tested_high")
             row = {"merger": merger, "model": first["method"], "method": first["method"], "task": MEAN}
-            row |= {"varied": varied, "at": at, "value": reached["mean"], "draws": reached["seeds"]}
+            row |= {"varied": varied, "at": setting, "value": reached["mean"], "draws": reached["seeds"]}
             row |= {key: plain(reached[end]) for key, end in zip(("low", "high"), ends, strict=True)}
-            column = f"n={at}" if varied == "n" else CORRUPTED.get(str(at), "")
+            column = f"n={setting}" if varied == "n" else CORRUPTED.get(str(setting), "")
             rows.append(row | (_published(row, Printed(table=table), column) if table else {}))
     rows.sort(key=lambda row: (row["merger"], factors.index(row["varied"])))
     return rows
@@ -158,10 +158,10 @@ def cost_rows(
     """A row per merge, repair and cost: value and published in the cost's own unit; errors as for `reproduced_rows`."""
     table, rows = "" if printed is None else printed.protocols.get("runtime", ""), []
     for merger, run in runs.items():
-        for found in _repairs(run, names):
-            for cost, (key, unit) in _COSTS.items() if "seconds" in found else ():
-                value = found[key]
-                row = {"merger": merger, "model": found["model"], "method": found["method"], "cost": cost}
+        for repair in _repairs(run, names):
+            for cost, (key, unit) in _COSTS.items() if "seconds" in repair else ():
+                value = repair[key]
+                row = {"merger": merger, "model": repair["model"], "method": repair["method"], "cost": cost}
                 row |= {"task": MEAN, "value": None if value is None else value / unit}
                 number = _looked_up(row, Printed(table=table), cost)[0] if table else None
                 rows.append(row | {"published": number})
@@ -181,16 +181,16 @@ def _sheet(title: str, rows: Sequence[Mapping[str, Any]], about: str, lacks: Seq
         columns["varied"] = ("text", "setting")
         means = [{**row, "setting": f"{row['varied']} {row['at']}"} for row in means]
     columns |= {"measured": ("share", "value"), "95 % low": ("share", "low"), "95 % high": ("share", "high")}
-    said = ["Means over tasks,", about]
+    notes = ["Means over tasks,", about]
     is_published = any("published" in row for row in means)
     if is_published:
         columns |= {"published": ("share", "published"), "difference": ("points", "difference")}
         for row in means:
-            known = row["published"] is not None
-            row["difference"] = row["value"] - row["published"] if known else None
-        said += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
+            is_known = row["published"] is not None
+            row["difference"] = row["value"] - row["published"] if is_known else None
+        notes += [f"{row['merger']} {row['model']}: {row['note']}".strip() for row in means if row["note"]]
     heading = f"{title}: {'measured and published' if is_published else 'measured'}"
-    return Table.from_rows("reproduced", heading, columns, means, " ".join([*said, *lacks]))
+    return Table.from_rows("reproduced", heading, columns, means, " ".join([*notes, *lacks]))
 
 
 def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
@@ -198,16 +198,16 @@ def _excess_sheet(title: str, runs: Mapping[str, DriftRun]) -> Table:
     kinds |= {"lost share": "share", "largest at": "text", "its share": "share"}
     table: list[list[Any]] = []
     for merger, run in runs.items():
-        for (inputs, layer), own in run.excess().groupby(["inputs", "layer"], sort=False):
-            shares = (own["excess"] / own["gain"]).astype(float)
-            worst = [own["site"][shares.idxmax()], float(shares.max())]
-            lost = float(own["excess"].sum() / own["gain"].sum())
+        for (inputs, layer), sites in run.excess().groupby(["inputs", "layer"], sort=False):
+            shares = (sites["excess"] / sites["gain"]).astype(float)
+            worst = [sites["site"][shares.idxmax()], float(shares.max())]
+            lost = float(sites["excess"].sum() / sites["gain"].sum())
             table.append([merger, f"the {inputs}", int(layer), lost, *worst])
-    said = (
+    note = (
         "J_dep(W_src) - J_dep(W_dep) against what the fit on deployed features gains over the merged weights, linear "
         "modules of a layer together; one draw of calibration samples. Above 100 % the fit is worse than none."
     )
-    return Table.of("excess", f"{title}: excess of fits on other features", kinds, table, said)
+    return Table.of("excess", f"{title}: excess of fits on other features", kinds, table, note)
 
 
 def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[str]) -> Table:
@@ -215,12 +215,12 @@ def _cost_sheet(title: str, rows: Sequence[Mapping[str, Any]], lacks: Sequence[s
     columns |= {"cost": ("text", "cost"), "measured": ("number", "value")}
     if any(row["published"] is not None for row in rows):
         columns["published"] = ("number", "published")
-    said = (
+    note = (
         "Of calibrating alone; memory is the process's peak by then, energy that of all programs. Published costs "
         "are those of another machine."
     )
     heading = f"{title}: measured and published"
-    return Table.from_rows("costs", heading, columns, rows, " ".join([said, *lacks]))
+    return Table.from_rows("costs", heading, columns, rows, " ".join([note, *lacks]))
 
 
 def _published(row: Mapping[str, Any], printed: Printed, column: str | None = None) -> dict[str, Any]:
@@ -238,16 +238,16 @@ def _looked_up(
 ) -> tuple[float | None, str]:
     """The published number and what is known to be wrong with it: of a column, else of the row's task or mean."""
     merger, method = row["merger"], row["method"]
-    own = printed.values.get(merger or "", printed.values.get("", {}))
-    by_task = own.get(row["model"], own.get(method, {}))
+    by_model = printed.values.get(merger or "", printed.values.get("", {}))
+    by_task = by_model.get(row["model"], by_model.get(method, {}))
     if row["task"] in by_task:
         return by_task[row["task"]], ""
     if not printed.table:
         return None, ""
     tables = published_tables()
     if printed.table not in tables:
-        known = ", ".join(tables)
-        raise SpecError(f"published.table: the paper has no table {printed.table!r}; it has {known}")
+        listed = ", ".join(tables)
+        raise SpecError(f"published.table: the paper has no table {printed.table!r}; it has {listed}")
     table, title = tables[printed.table], merger_title(merger) if merger else ""
     wanted = _ROWS.get(method) or {_plain(title if method == "merged" else f"w/ {method}")}
     named = AVERAGE if wanted_column is None and row["task"] == MEAN else wanted_column

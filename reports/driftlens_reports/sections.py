@@ -132,8 +132,8 @@ def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) ->
         raise SpecError(f"no {kind} is chosen", hint=f"There are {', '.join(known)}.")
     for name in names:
         if name not in known:
-            said = f"a report has no {kind} {name!r}; there are {', '.join(known)}"
-            raise SpecError(said, hint=did_you_mean(name, known))
+            text = f"a report has no {kind} {name!r}; there are {', '.join(known)}"
+            raise SpecError(text, hint=did_you_mean(name, known))
 
 
 def section_parts(
@@ -270,17 +270,17 @@ def calibration_sentences(run: DriftRun) -> Iterator[str]:
 
 def calibration_tables(run: DriftRun) -> Iterator[Table]:
     """Settings of every calibration, and its tables; methods that were taken apart."""
-    made = run.manifest.calibrations
+    calibrations = run.manifest.calibrations
     rows = [
         (name, key, setting_text(value))
-        for name, info in made.items()
+        for name, info in calibrations.items()
         for key, value in info.settings.items()
     ]
     kinds: dict[str, Kind] = dict.fromkeys(("calibration", "setting", "value"), "text")
     yield Table.of("calibration-settings", "Settings", kinds, rows)
-    if len(made) > 1:
+    if len(calibrations) > 1:
         yield arena_sheet(run)
-    for name in made:
+    for name in calibrations:
         yield from calibration_sheets(run, name)
     for sweep in run.sweeps()["sweep"].unique():
         yield from ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else ()
@@ -288,10 +288,10 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
 
 def _caveats(run: DriftRun, missing: Sequence[str]) -> list[str]:
     """The run's own warnings and notices, what its numbers leave open, and which figures are missing."""
-    own = [f"Warning: {text}" for text in run.manifest.warnings]
-    own += [f"Notice: {text}" for text in run.manifest.notices]
+    warnings = [f"Warning: {text}" for text in run.manifest.warnings]
+    warnings += [f"Notice: {text}" for text in run.manifest.notices]
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
-    return [f"{text.rstrip('.')}." for text in (*own, *_left_open(run), *_ALWAYS, *unmeasured)]
+    return [f"{text.rstrip('.')}." for text in (*warnings, *_left_open(run), *_ALWAYS, *unmeasured)]
 
 
 def _left_open(run: DriftRun) -> Iterator[str]:
@@ -343,29 +343,29 @@ def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
 
 def verdict_of(run: DriftRun) -> Verdict:
     """The verdict on a run: its merged model, and the calibration that was added last."""
-    found = verdict(run)
-    control = control_of(found.after.partition(":")[2]) if found.after else None
-    compared = found.merged or None, control if control in run.variants else None, found.after or None
-    drifts = {task: level(run, RELATIVE, task, found.after or found.merged) for task in run.tasks}
+    judged = verdict(run)
+    control = control_of(judged.after.partition(":")[2]) if judged.after else None
+    compared = judged.merged or None, control if control in run.variants else None, judged.after or None
+    drifts = {task: level(run, RELATIVE, task, judged.after or judged.merged) for task in run.tasks}
     drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
     return Verdict(
-        measure=found.measure.title,
-        tasks=found.tasks,
-        means=found.means,
-        gaps=found.gaps,
-        worst=found.worst,
-        bad_experts=found.bad_experts,
-        source=found.source.name if found.source else "",
-        source_share=found.source.share if found.source else None,
-        command=shareable(run, found.command),
+        measure=judged.measure.title,
+        tasks=judged.tasks,
+        means=judged.means,
+        gaps=judged.gaps,
+        worst=judged.worst,
+        bad_experts=judged.bad_experts,
+        source=judged.source.name if judged.source else "",
+        source_share=judged.source.share if judged.source else None,
+        command=shareable(run, judged.command),
         **dict(zip(("before", "control", "after"), compared, strict=True)),
         changes=tuple(_changes(run, compared)),
         worst_task=furthest,
         worst_drift=drifts[furthest].value if furthest else None,
         self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
-        sentences=tuple(shareable(run, text) for text in found.sentences),
+        sentences=tuple(shareable(run, text) for text in judged.sentences),
         headline=Headline.model_validate(headline(run)),
     )
 
@@ -374,12 +374,12 @@ def _means_table(verdict: Verdict) -> Table:
     """A row per measure and variant, the anchor alone among them, and one for the change from before to after."""
     names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
     rows = [
-        (change.measure, model, at.value, at.low, at.high, change.num_tasks, at.n)
+        (change.measure, model, mean.value, mean.low, mean.high, change.num_tasks, mean.n)
         for change in verdict.changes
-        for model, at in zip(
+        for model, mean in zip(
             (*names, "change"), (change.before, change.control, change.after, change.change), strict=True
         )
-        if at is not None
+        if mean is not None
     ]
     kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
     kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
@@ -399,7 +399,7 @@ def _checks_sentence(report: CheckReport, noun: str) -> str:
     verb = "holds" if report.executed == 1 else "hold"
     parts = [f"{report.count('pass')} of {report.executed} {noun}s {verb}"]
     ends = {"fail": "failed", "warn": "warned", "skip": "lack the numbers they need"}
-    parts += [f"{count} {said}" for status, said in ends.items() if (count := report.count(status))]
+    parts += [f"{count} {words}" for status, words in ends.items() if (count := report.count(status))]
     return f"{'; '.join(parts)}."
 
 

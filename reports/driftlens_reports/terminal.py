@@ -44,11 +44,11 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
 
     clean = [[printable(cell) for cell in row] for row in rows]
     columns = []
-    for at, cells in enumerate(zip(*clean, strict=True)):
+    for index, cells in enumerate(zip(*clean, strict=True)):
         widths = [*map(cell_len, cells)]
         gaps = [" " * (max(widths) - width) for width in widths]
         pairs = zip(cells, gaps, strict=True)
-        columns.append([f"{cell}{gap}" if at < num_names else f"{gap}{cell}" for cell, gap in pairs])
+        columns.append([f"{cell}{gap}" if index < num_names else f"{gap}{cell}" for cell, gap in pairs])
     return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
@@ -76,8 +76,8 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
         ]
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
-        at = shlex.quote(str(run.path))
-        parts.append([f"`driftlens -v show {at}` tells all: every table, decisions, self-checks, notices."])
+        path = shlex.quote(str(run.path))
+        parts.append([f"`driftlens -v show {path}` tells all: every table, decisions, self-checks, notices."])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
@@ -167,7 +167,7 @@ def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> lis
 
     def line(task: str, name: str, by_variant: Mapping[str, Interval], count: Any) -> list[str]:
         unknown, named = Interval(math.nan), [task] if is_accuracy else [task, metrics[name].title]
-        cells = [estimate(by_variant.get(of, unknown), metrics[name].kind) for of in variants]
+        cells = [estimate(by_variant.get(variant, unknown), metrics[name].kind) for variant in variants]
         return [*named, *cells, str(count) if count else ""]
 
     groups = rows.groupby(["task", "metric"], sort=False).groups
@@ -328,7 +328,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     for factor in set(varied) - {*rows}:
         values = [settings_of(row)[factor] for _, row in rows.iterrows()]
         rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
-    factors = [at for at in dict.fromkeys([*FACTORS, *varied]) if rows[at].notna().any()]
+    factors = [factor for factor in dict.fromkeys([*FACTORS, *varied]) if rows[factor].notna().any()]
     tasks = rows["task"].nunique()
     swept = rows.drop_duplicates("point")[["point", *factors]].set_index("point")
     for measure in ("drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"):
@@ -339,7 +339,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     swept = swept.reset_index()
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
-    others = [
+    metrics = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
     ]
     columns: dict[str, tuple[Kind, str]] = {factor: ("text", factor) for factor in factors}
@@ -347,7 +347,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     columns |= {head: ("number", column) for head, column in measured.items()}
     shares = {"accuracy": "accuracy", "95 % low": "low", "95 % high": "high", "std": "std"}
     columns |= {head: ("share", column) for head, column in shares.items() if has_accuracy}
-    columns |= {metric.title: (metric.kind, metric.name) for metric in others}
+    columns |= {metric.title: (metric.kind, metric.name) for metric in metrics}
     columns["s"] = ("number", "seconds")
     swept[factors] = swept[factors].map(lambda value: value if isinstance(value, str) else f"{value:g}")
     lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)

@@ -63,7 +63,7 @@ class Shown:
     @property
     def places(self) -> Mapping[str, int]:
         """Where each sample stands among those of all tasks."""
-        return {name: self.start + at for at, name in enumerate(self.ids)}
+        return {name: self.start + place for place, name in enumerate(self.ids)}
 
 
 def gathered(
@@ -88,12 +88,12 @@ def gathered(
         )
     layers = [entry.index for entry in run.manifest.layers]
     if only_points:
-        stored = [at for at in layers if any(_is_stored(run, each.task, "expert", at) for each in shown)]
+        stored = [at for at in layers if any(_is_stored(run, part.task, "expert", at) for part in shown)]
         layers = (stored or layers)[-1:]
-    rows = len(stages) * max(len(run.sample_ids(each.task)) for each in shown)
+    rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
     # Threads that wait for one another at small products take five times the processor time of one.
     with threadpool_limits(1 if rows < _FEW_ROWS else None):
-        planes = [_planes(run, each, layers, stages, request) for each in shown]
+        planes = [_planes(run, part, layers, stages, request) for part in shown]
     judged = verdict(run)
     columns, words = _columns(run, shown, stages, layers)
     return {
@@ -105,12 +105,12 @@ def gathered(
         ],
         "stages": [_stage(run, name) for name in stages],
         "layers": [run.layer_name(layer) for layer in layers],
-        "tasks": [{"name": printable(each.task), "start": each.start, "n": len(each.ids)} for each in shown],
+        "tasks": [{"name": printable(part.task), "start": part.start, "n": len(part.ids)} for part in shown],
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
-        "ids": [name for each in shown for name in each.ids],
+        "ids": [name for part in shown for name in part.ids],
         "words": words,
-        "texts": [text for each in shown for text in _texts(run, each, only_points)],
-        "pictures": _pictures(run, () if only_points else shown, sum(len(each.ids) for each in shown)),
+        "texts": [text for part in shown for text in _texts(run, part, only_points)],
+        "pictures": _pictures(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
         "planes": planes,
         "neighbours": NEIGHBOURS,
         "columns": columns,
@@ -139,7 +139,7 @@ def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
         rows = thinned(frame, limit, ["label"]).index.to_numpy()
         if len(rows):
-            yield Shown(task, rows, tuple(ids[at] for at in rows), start)
+            yield Shown(task, rows, tuple(ids[row] for row in rows), start)
         start += len(rows)
 
 
@@ -162,12 +162,12 @@ def _planes(
 
     Layers are laid out one by one, then turned (not stretched) so that samples move as little as can be between them.
     """
-    found: list[dict[str, Any] | None] = []
+    planes: list[dict[str, Any] | None] = []
     before: dict[str, Array] = {}
     for layer in reversed(layers):
         there = [name for name in stages if _is_stored(run, shown.task, name, layer)]
         if "expert" not in there or len(there) < 2:
-            found.append(None)
+            planes.append(None)
             continue
         variants = tuple(name for name in there if name != "expert")
         most = len(there) * len(run.sample_ids(shown.task))
@@ -175,7 +175,7 @@ def _planes(
         rows = {name: points.directions[name][shown.rows] for name in there}
         places, method = _laid_out(run, shown, layer, rows, request)
         before = _turned(places, before)
-        found.append(
+        planes.append(
             {
                 "stages": [stages.index(name) for name in there],
                 "places": _packed(_whole(np.stack([before[name] for name in there])), "<i2"),
@@ -183,7 +183,7 @@ def _planes(
                 "method": method,
             }
         )
-    return found[::-1]
+    return planes[::-1]
 
 
 def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
@@ -234,17 +234,17 @@ def _neighbours(rows: Array) -> Array:
     from sklearn.neighbors import NearestNeighbors
 
     k = min(NEIGHBOURS, len(rows) - 1)
-    found = np.full((len(rows), NEIGHBOURS), -1)
+    nearest = np.full((len(rows), NEIGHBOURS), -1)
     if k > 0:
-        found[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
-    return found
+        nearest[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
+    return nearest
 
 
 def _columns(
     run: DriftRun, shown: Sequence[Shown], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
     """Columns over all samples, and the words that those of names are places in."""
-    total = sum(len(each.ids) for each in shown)
+    total = sum(len(part.ids) for part in shown)
     words: dict[str, int] = {}
     label = np.full(total, -1)
     answers, right = (np.full((len(stages), total), -1) for _ in range(2))
@@ -252,27 +252,27 @@ def _columns(
     margin = np.full(total, math.nan)
     by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
     became = {stage: np.full(total, -1) for stage in _repairs(stages)}
-    for each in shown:
-        labels = _labels(run, each.task)
-        _fill(label, each, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
-        outputs = run.outputs(each.task)
-        for at, stage in enumerate(stages):
+    for part in shown:
+        labels = _labels(run, part.task)
+        _fill(label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+        outputs = run.outputs(part.task)
+        for row, stage in enumerate(stages):
             of_expert = stage == "expert"
             rows = outputs if of_expert else outputs[outputs["variant"] == stage]
             rows = rows.drop_duplicates("sample_id").set_index("sample_id")
             said = rows["expert_pred" if of_expert else "pred"].dropna()
             _fill(
-                answers[at], each, said.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+                answers[row], part, said.map(lambda name: words.setdefault(printable(str(name)), len(words)))
             )
-            known = said[said.index.isin(labels.index)]
-            _fill(right[at], each, (known == labels.reindex(known.index)).astype(int))
-            _fill(confidence[at], each, rows["confidence_expert" if of_expert else "confidence"])
-            _fill(margin, each, rows["margin"]) if of_expert else None
+            labelled = said[said.index.isin(labels.index)]
+            _fill(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
+            _fill(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
+            _fill(margin, part, rows["margin"]) if of_expert else None
             if not of_expert:
-                _fill_layers(by_layer, at, each, run.samples(each.task, stage), layers)
+                _fill_layers(by_layer, row, part, run.samples(part.task, stage), layers)
         for stage, column in became.items():
-            found = outcomes(run, each.task, verdict(run).merged or "merged", stage)["outcome"]
-            _fill(column, each, found.map([*OUTCOMES].index))
+            outcome = outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
+            _fill(column, part, outcome.map([*OUTCOMES].index))
     columns = {
         "label": _packed(label, "<i4"),
         "answers": _packed(answers, "<i4"),
@@ -301,10 +301,10 @@ def _fill_layers(
     by_layer: Mapping[str, Array], stage: int, shown: Shown, rows: pd.DataFrame, layers: Sequence[int]
 ) -> None:
     rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
-    at = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
+    layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
     places = rows["sample_id"].map(shown.places).to_numpy(dtype=int)
     for name, column in _BY_LAYER.items():
-        by_layer[name][stage, at, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
+        by_layer[name][stage, layer_places, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
 
 
 def _packed(values: ArrayLike, kind: str) -> str:
@@ -320,21 +320,21 @@ def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, An
     """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
     share = MOST_PICTURES // max(1, len(shown))
     places = np.full(total, -1)
-    kept: list[Array] = []
-    for each in shown:
-        stored = run.thumbs(each.task)
-        rows = [] if stored is None else [at for at, row in enumerate(each.rows) if row < len(stored)][:share]
+    pictures: list[Array] = []
+    for part in shown:
+        stored = run.thumbs(part.task)
+        rows = [] if stored is None else [at for at, row in enumerate(part.rows) if row < len(stored)][:share]
         for at in rows:
-            places[each.start + at] = len(kept)
-            kept.append(stored[each.rows[at]])  # type: ignore[index]
-    if not kept:
+            places[part.start + at] = len(pictures)
+            pictures.append(stored[part.rows[at]])  # type: ignore[index]
+    if not pictures:
         return {"places": _packed(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
     from PIL import Image
 
-    columns = math.ceil(math.sqrt(len(kept)))
-    lines = math.ceil(len(kept) / columns)
+    columns = math.ceil(math.sqrt(len(pictures)))
+    lines = math.ceil(len(pictures) / columns)
     grid = np.zeros((lines * columns, THUMB_SIDE, THUMB_SIDE, 3), dtype=np.uint8)
-    grid[: len(kept)] = kept
+    grid[: len(pictures)] = pictures
     sheet = grid.reshape(lines, columns, THUMB_SIDE, THUMB_SIDE, 3).swapaxes(1, 2)
     target = io.BytesIO()
     image = Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3))
@@ -347,17 +347,17 @@ def _notes(
     run: DriftRun, shown: Sequence[Shown], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
     """What a reader should know: what is left out, and what the run lacks with what adds it."""
-    every = sum(len(_ids(run, each.task)) for each in shown)
-    kept = sum(len(each.ids) for each in shown)
-    if kept < every:
-        yield f"{kept:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."
-    without = [each.task for each, of in zip(shown, planes, strict=True) if not any(of)]
+    every = sum(len(_ids(run, part.task)) for part in shown)
+    num_shown = sum(len(part.ids) for part in shown)
+    if num_shown < every:
+        yield f"{num_shown:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."
+    without = [part.task for part, by_layer in zip(shown, planes, strict=True) if not any(by_layer)]
     if without:
         yield (
             f"No features are stored of {', '.join(map(printable, without))}: nothing moves there. "
             "`layers.select` in the spec says which layers an analysis stores."
         )
-    elif any(plane is None for of in planes for plane in of):
+    elif any(plane is None for by_layer in planes for plane in by_layer):
         yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
     if not any(part_of(name) == "calibrated" for name in run.variants):
         yield f"Nothing is repaired yet: `{CALIBRATE}` adds a repaired model."

@@ -47,7 +47,7 @@ class Explorer:
         """The page, the same bytes for the same run."""
         found = Headline.model_validate(headline(self.run))
         heads = "".join(
-            f'<div class="in-{at}">{block(found, dark=at == "dark")}</div>' for at in ("light", "dark")
+            f'<div class="in-{look}">{block(found, dark=look == "dark")}</div>' for look in ("light", "dark")
         )
         return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
@@ -111,7 +111,7 @@ def page(data: dict[str, Any], header: str = "") -> bytes:
         "script": script,
         "header": header,
         # Whatever a name holds, it ends no element and no line.
-        "data": _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text),
+        "data": _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text),
     }
     return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
 

@@ -73,7 +73,7 @@ def interactive_page(
 
 def _other(light: Any, dark: Any) -> Any:
     """What of `dark` differs, in the same nesting; lists of traces and annotations by position, others whole."""
-    if isinstance(dark, list) and any(isinstance(each, dict) for each in dark):
+    if isinstance(dark, list) and any(isinstance(entry, dict) for entry in dark):
         light, dark = dict(enumerate(light)), dict(enumerate(dark))
     if not isinstance(light, dict) or not isinstance(dark, dict):
         return dark
@@ -164,8 +164,8 @@ def _prose(text: str) -> Markup:
     """A sentence, escaped, with what stands between backticks as code."""
     from markupsafe import Markup, escape
 
-    said = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
-    return Markup(said)
+    html = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
+    return Markup(html)
 
 
 def _anchor(name: str) -> str:
@@ -176,7 +176,7 @@ def _anchor(name: str) -> str:
 def _looks(table: Table) -> list[str]:
     """Style classes of each column that is shown; empty for numbers."""
     _, *texts = table.texts()
-    is_long = [any(len(row[at]) > _LONG for row in texts) for at, _ in enumerate(table.shown())]
+    is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.shown())]
     looks = ["text long" if long else "text" for long in is_long]
     return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.shown(), strict=True)]
 
@@ -214,21 +214,21 @@ def _static(chart: go.Figure) -> Figure:
 
 def _cleaned(element: ElementTree.Element, name: str) -> ElementTree.Element:
     """A copy that holds only what is known to be harmless, with numbers no longer than a screen shows."""
-    kept = ElementTree.Element(_local(element.tag), dict(_attributes(element, name)))
-    kept.text = element.text if kept.tag == "text" else None
-    kept.extend(_cleaned(child, name) for child in element if _local(child.tag) in _ELEMENTS)
-    return kept
+    clean = ElementTree.Element(_local(element.tag), dict(_attributes(element, name)))
+    clean.text = element.text if clean.tag == "text" else None
+    clean.extend(_cleaned(child, name) for child in element if _local(child.tag) in _ELEMENTS)
+    return clean
 
 
 def _attributes(element: ElementTree.Element, name: str) -> Iterator[tuple[str, str]]:
-    given = {_local(key): value for key, value in element.attrib.items()}
-    style = given.pop("style", "")
+    attributes = {_local(key): value for key, value in element.attrib.items()}
+    style = attributes.pop("style", "")
     yield from (("font-size", size) for size in _FONT_SIZE.findall(style))
     for part in style.split(";"):
         key, _, value = (word.strip() for word in part.partition(":"))
         if key in _LOOKS:
             yield key, _within(key, value, name)
-    for key, value in given.items():
+    for key, value in attributes.items():
         if key == "id" and _local(element.tag) in ("g", "text"):
             continue  # nothing refers to groups
         if key == "href" and not value.startswith("#"):

@@ -95,10 +95,10 @@ def markdown(content: ReportContent) -> bytes:
         # Below stand the table's two first lines, the last line, and the empty ones between.
         room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
         head, *rows = table.texts()
-        kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
-        blocks.append(_bars(table, [head, *kept]))
-        about += [f"{counted(len(rows) - len(kept), 'more task')} in the other formats."] * (
-            len(rows) > len(kept)
+        shown = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
+        blocks.append(_bars(table, [head, *shown]))
+        about += [f"{counted(len(rows) - len(shown), 'more task')} in the other formats."] * (
+            len(rows) > len(shown)
         )
         about.append(prose(table.notes()))
     blocks.append([f"<sub>{' '.join(about)}</sub>"])
@@ -131,8 +131,8 @@ def _marked(start: re.Match[str]) -> str:
 
 def prose(text: str) -> str:
     """A sentence, escaped, with what stands between backticks as code."""
-    said = with_code(signs(printable(text)), escape, "`{}`".format)
-    return unbroken(said)
+    marked = with_code(signs(printable(text)), escape, "`{}`".format)
+    return unbroken(marked)
 
 
 _LEFT_OUT = {"glossary", "environment", "layers"}
@@ -161,9 +161,9 @@ def _fragment(content: ReportContent, table: Table) -> str:
     parts, about = _parts(_grid(table)), [note for note in notes if note]
     return "".join(
         to_latex(
-            [part], table.name, f"{table.title}.", notes=about * (at == len(parts)), part=at, splits=False
+            [part], table.name, f"{table.title}.", notes=about * (nth == len(parts)), part=nth, splits=False
         )
-        for at, part in enumerate(parts, start=1)
+        for nth, part in enumerate(parts, start=1)
     )
 
 
@@ -230,7 +230,7 @@ def _digits(table: Table, column: Column) -> int | None:
         return {"count": 0, "share": 1, "points": 1}.get(column.kind)
     alike = [at for at, of in enumerate(table.columns) if (of.kind, of.unit) == ("number", column.unit)]
     values = [[abs(row[at]) for row in table.rows if isinstance(row[at], (int, float))] for at in alike]
-    tops = [math.floor(math.log10(max(of))) if max(of, default=0.0) else 0 for of in values]
+    tops = [math.floor(math.log10(max(sizes))) if max(sizes, default=0.0) else 0 for sizes in values]
     return max(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS) for above in tops)
 
 

@@ -98,8 +98,8 @@ def algorithm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run = runs[0]
     every = run.variants if options.calibrated is None else options.calibrated_of(run)
     calibrations = run.manifest.calibrations
-    known = (calibration_of(each) for each in every)
-    names = [name for name in known if name is not None and name in calibrations]
+    asked = (calibration_of(variant) for variant in every)
+    names = [name for name in asked if name is not None and name in calibrations]
     name = next((name for name in reversed(names) if calibrations[name].method in METHODS), "")
     info = calibrations.get(name)
     if info is None:
@@ -125,16 +125,16 @@ def _head(info: CalibrationInfo, layers: int) -> Iterator[tuple[str, str]]:
     models = f"base $M^b$, merged model $M^m$, experts $M_i^e$ of {tasks}"
     yield "Require", f"{models}, n = {between(counts)} unlabelled samples each{drawn}"
     idle = "ridge" if info.settings.get("cv") == "on" else "folds"
-    known = {
+    settings = {
         name: info.settings[name] for name in _ABOUT[info.method] if name in info.settings and name != idle
     }
-    said = (
+    parts = (
         f"{_SYMBOLS.get(name, name)} = {value:g}" if isinstance(value, (int, float)) else f"{name} = {value}"
-        for name, value in known.items()
+        for name, value in settings.items()
     )
     where = f"{len(info.layers)} of {layers} layers"
     chosen = ", chosen on held-out calibration samples" if info.automatic else ""
-    yield "Require", f"{', '.join(said)}{chosen}; {where}"
+    yield "Require", f"{', '.join(parts)}{chosen}; {where}"
     yield "Ensure", "calibrated model $M^c$ of the same architecture"
 
 
@@ -149,8 +149,8 @@ def _draw(plate: Plate, title: str, head: Sequence[tuple[str, str]], steps: Sequ
     for number, (depth, text) in enumerate(steps, start=1):
         room = width / size / _LETTERS - 3 * depth - 4
         text = f"{text} do" if text.startswith("for ") else text
-        for at, part in enumerate(_wrapped(text, room)):
-            lines.append((1.5 * depth + 1.9 + at, "" if at else f"{number}:", part))
+        for index, part in enumerate(_wrapped(text, room)):
+            lines.append((1.5 * depth + 1.9 + index, "" if index else f"{number}:", part))
     height = (len(lines) + 2.4) * _LINE * size
     if venue_of(width / 72) == "slide":  # which has a form of its own
         height = max(height, plate.figure.get_figheight() * 72)
@@ -163,8 +163,8 @@ def _draw(plate: Plate, title: str, head: Sequence[tuple[str, str]], steps: Sequ
         axes.plot([0, width / size], [y, y], linewidth=thick * rcParams["axes.linewidth"], **rule)
     style: dict[str, Any] = {"va": "center", "parse_math": True, "in_layout": False}
     axes.text(0, 0.65 * _LINE, f"Algorithm: {title}", fontweight="bold", **style)
-    for at, (indent, number, text) in enumerate(lines):
-        y = (at + 1.8) * _LINE
+    for place, (indent, number, text) in enumerate(lines):
+        y = (place + 1.8) * _LINE
         axes.text(1.2, y, number, ha="right", fontsize=max(7.0, 0.83 * size), **style)
         axes.text(indent, y, text, **style)
 
@@ -177,12 +177,12 @@ def _wrapped(text: str, room: float) -> list[str]:
     lines, used = [""], 0.0
     for word in words:
         # A command is one sign; marks of TeX take no room.
-        seen = len(re.sub(r"[\\${}^_]|\\[a-zA-Z]+", "", re.sub(r"\\[a-zA-Z]+", "x", word)))
-        if used + seen > room and lines[-1]:
+        letters = len(re.sub(r"[\\${}^_]|\\[a-zA-Z]+", "", re.sub(r"\\[a-zA-Z]+", "x", word)))
+        if used + letters > room and lines[-1]:
             lines, used = [*lines, ""], 0.0
         joint = " " if lines[-1] and word and not re.match(r"[,;:.]", word) else ""
         lines[-1] += joint + word
-        used += seen + len(joint)
+        used += letters + len(joint)
     return [line for line in lines if line]
 
 

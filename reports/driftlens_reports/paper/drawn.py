@@ -203,9 +203,9 @@ def _draw_lines(
             if not math.isnan(height):
                 axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
                 plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
-                said = f"{short(title(variant))}{f', {short(name)}' if len(runs) > 1 else ''}"
-                at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-                note = axes.annotate(said, (0.99, height), (0, 1.5), **at)
+                label = f"{short(title(variant))}{f', {short(name)}' if len(runs) > 1 else ''}"
+                frame: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                note = axes.annotate(label, (0.99, height), (0, 1.5), **frame)
                 note.set(color=colour, ha="right", va="bottom")
                 note.set(fontsize=rcParams["xtick.labelsize"], in_layout=False)
                 note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
@@ -234,12 +234,12 @@ def _mark_default(
     setting = None if info is None else info.settings.get(factor)
     if not isinstance(setting, (int, float)):
         return
-    at = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
+    default = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
     style: dict[str, Any] = {"color": colour, "label": GUIDE}
-    if at.empty:
+    if default.empty:
         axes.axvline(setting, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
     else:
-        (ring,) = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", **style)
+        (ring,) = axes.plot(default["setting"], default["mean"], linestyle="", marker="o", **style)
         ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
 
 
@@ -289,8 +289,8 @@ def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     else:
         _draw_limits(plate, axes, checks_of_runs[0][1])
         entries = {
-            short(run.name, 28): _draw_errors(plate, axes, run, checks, _MARKS[at % len(_MARKS)])
-            for at, (run, checks) in enumerate(checks_of_runs)
+            short(run.name, 28): _draw_errors(plate, axes, run, checks, _MARKS[place % len(_MARKS)])
+            for place, (run, checks) in enumerate(checks_of_runs)
         }
         _set_axes(axes, [check.metric for check in checks_of_runs[0][1]])
         if len(runs) > 1:
@@ -322,14 +322,14 @@ def _draw_errors(
     plate: Plate, axes: Axes, run: DriftRun, checks: Sequence[CheckResult], marker: str
 ) -> Artist:
     """Draw one run's errors: filled where the claim holds, hollow where it fails, in words where not measured."""
-    for at, check in enumerate(checks):
+    for row, check in enumerate(checks):
         if math.isnan(check.value):
-            axes.text(FLOOR, at, " not measured", va="center", color="#777777")
+            axes.text(FLOOR, row, " not measured", va="center", color="#777777")
             continue
         place, fill = max(check.value, FLOOR), "#222222" if check.status == "pass" else "white"
-        axes.plot([place], [at], marker=marker, color="#222222", markerfacecolor=fill)
+        axes.plot([place], [row], marker=marker, color="#222222", markerfacecolor=fill)
         if check.status == "fail":
-            axes.annotate("fails", (place, at), (6, 0), textcoords="offset points", va="center")
+            axes.annotate("fails", (place, row), (6, 0), textcoords="offset points", va="center")
         plate.record("a", run, f"error of {check.metric}", check.value)
     return axes.plot([], [], linestyle="", marker=marker, color="#444444")[0]
 

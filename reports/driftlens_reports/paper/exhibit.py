@@ -71,7 +71,7 @@ class ExhibitOptions(ExhibitRequest):
             return self.task_of(run)
         for about in (SCORE, RELATIVE):
             rows = {task: change(run, about, task, ("merged", shown[-1])) for task in tasks}
-            ranked = sorted((at.value, task) for task, at in rows.items() if at.is_measured)
+            ranked = sorted((row.value, task) for task, row in rows.items() if row.is_measured)
             if ranked and (about is RELATIVE or len({rows[task].about for _, task in ranked}) == 1):
                 return ranked[len(ranked) // 2][1]
         return self.task_of(run)
@@ -210,8 +210,8 @@ def samples(rows: pd.DataFrame) -> str:
     counts = rows["n"].dropna().astype(int)
     if counts.empty:
         return ""
-    each = " per task" if rows["task"].nunique() > 1 else ""
-    return f"n = {between(counts)} samples of the diagnosis split{each}."
+    per_task = " per task" if rows["task"].nunique() > 1 else ""
+    return f"n = {between(counts)} samples of the diagnosis split{per_task}."
 
 
 def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:

@@ -165,8 +165,8 @@ def exhibit_options(request: ExhibitRequest) -> ExhibitOptions:
     """What a request says of exhibits; the width is its own, or that of its style."""
     if request.width is None and request.style not in style.WIDTHS:
         raise SpecError(f"no style called {request.style!r}", hint=f"There are {', '.join(style.WIDTHS)}.")
-    said = {name: getattr(request, name) for name in ExhibitOptions.model_fields}
-    return ExhibitOptions(**{**said, "width": request.width or style.WIDTHS[request.style]})
+    settings = {name: getattr(request, name) for name in ExhibitOptions.model_fields}
+    return ExhibitOptions(**{**settings, "width": request.width or style.WIDTHS[request.style]})
 
 
 def check_kind(name: str, kind: Kind) -> str:
@@ -195,8 +195,8 @@ def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions)
 
 
 def _run(run: DriftRun) -> dict[str, Any]:
-    known = {
+    recorded = {
         key: getattr(run.manifest, key) for key in ("created", "spec_digest", "schema_version", "synthetic")
     }
     used = {name: number for name, number in run.manifest.versions.items() if name in (*_VERSIONS, "torch")}
-    return {"id": run.id, "name": run.name, **known, "versions": used}
+    return {"id": run.id, "name": run.name, **recorded, "versions": used}

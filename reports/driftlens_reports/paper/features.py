@@ -112,18 +112,18 @@ def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> e
     most = (3 if options.is_narrow else 4 if len(tasks) <= 12 else 5) * (2 if is_slide else 1)
     across = min(most, max(len(tasks), 2))
     # A cell is a square with its title or its cosine; a single task's panels stand side by side.
-    across, each = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
-    rows = each * max(1, math.ceil(len(tasks) / across))
+    across, down = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
+    rows = down * max(1, math.ceil(len(tasks) / across))
     plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width), "scatter-grid")
     if is_many:  # a frame below every task would say nothing but this
         plate.lack("calibrated features", f"`{CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
-    for at, task in enumerate(tasks):
+    for place, task in enumerate(tasks):
         layout = _layout_of(run, task, variants, layer, options.method)
         layouts += [layout] if isinstance(layout, Layout) else []
-        first = each * (at // across)
-        task_cells = cells[0] if each == 1 else cells[first : first + each, at % across]
+        first = down * (place // across)
+        task_cells = cells[0] if down == 1 else cells[first : first + down, place % across]
         for axes, variant in zip(task_cells, shown, strict=True):
             _draw_pairs(plate, axes, run, layout, variant, task, layer)
         task_cells[0].set_title(short(called(task)), loc="center")
@@ -177,8 +177,8 @@ def _layout_of(
     except (DataError, NumericsError) as error:
         return error.message
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]
-    kept = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
-    drawn, there = spaced(len(kept)), spaced(int(projection.quality["n"].max()))
+    ids = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
+    drawn, there = spaced(len(ids)), spaced(int(projection.quality["n"].max()))
     thinning = f"{drawn} of {there} samples are drawn, evenly from every class"
     notes = [*([] if drawn == there else [thinning]), *projection.notes]
     quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(
@@ -187,7 +187,7 @@ def _layout_of(
     trusted = zip(quality["variant"], quality["trustworthiness"], strict=True)
     return Layout(
         task,
-        rows[rows["sample_id"].isin(kept)],
+        rows[rows["sample_id"].isin(ids)],
         _METHODS[projection.method],
         tuple(f"{called(task)}: {note.removesuffix('.')}." for note in notes),
         ", ".join(f"{title(variant)} {value:.2f}" for variant, value in trusted),
@@ -227,12 +227,12 @@ def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, varian
     ends = [points[name].loc[ids, ["x", "y"]].to_numpy(dtype=float) for name in points]
     thin = 0.7 * rcParams["axes.linewidth"]
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
-    for name, at in zip(points, ends, strict=True):
-        (dots,) = axes.plot(*at.T, linestyle="", alpha=0.8, **_marks(run, name))
+    for name, places in zip(points, ends, strict=True):
+        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **_marks(run, name))
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         for column, quantity in enumerate(("x", "y")):
             key = {"task": layout.task, "variant": name, "sample_id": list(ids)}
-            plate.record(panel, run, quantity, at[:, column], **key)
+            plate.record(panel, run, quantity, places[:, column], **key)
     # The same square window in all panels, without ticks: the axes of a layout have no unit.
     low, high = (layout.rows[["x", "y"]].agg(end).to_numpy(dtype=float) for end in ("min", "max"))
     middle, half = (low + high) / 2, 0.54 * max(float((high - low).max()), 1e-9)

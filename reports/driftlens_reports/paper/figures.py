@@ -213,8 +213,8 @@ class Picture:
     def caption(self, letter: str = "") -> Iterator[str]:
         """What the chart says of itself, after the letter of its panel."""
         if self.drawn is not None:
-            said = self.view.caption or self.chart.caption
-            yield f"({letter}) {said}" if letter else said
+            text = self.view.caption or self.chart.caption
+            yield f"({letter}) {text}" if letter else text
             yield f"Task: {called(self.task)}." if self.task else ""
             yield from self.drawn.notes
 

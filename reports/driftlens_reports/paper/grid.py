@@ -300,7 +300,7 @@ def _narrow(grid: Grid, has_sources: bool) -> list[Grid]:
         return [grid]
     half = -(-len(grid.columns) // 2)
     parts = (replace(grid, columns=columns) for columns in (grid.columns[:half], grid.columns[half:]))
-    return [at for part in parts for at in _narrow(part, has_sources)]
+    return [narrow for part in parts for narrow in _narrow(part, has_sources)]
 
 
 def _alignment(grid: Grid, has_sources: bool) -> str:

@@ -65,11 +65,11 @@ class Panel:
 
     def places(self, letter: str, values: Any) -> NDArray[np.float64]:
         """Values along an axis as numbers; NaN for gaps, and the place among names for a name."""
-        given = [] if values is None else list(values)
-        known = self.names.setdefault(letter, list(self.settings[letter].categoryarray or ()))
-        known += [name for name in dict.fromkeys(given) if isinstance(name, str) and name not in known]
+        entries = [] if values is None else list(values)
+        names = self.names.setdefault(letter, list(self.settings[letter].categoryarray or ()))
+        names += [name for name in dict.fromkeys(entries) if isinstance(name, str) and name not in names]
         return np.array(
-            [known.index(v) if isinstance(v, str) else math.nan if v is None else v for v in given], float
+            [names.index(v) if isinstance(v, str) else math.nan if v is None else v for v in entries], float
         )
 
 
@@ -78,11 +78,11 @@ def plain(text: str | None) -> str:
     return html.unescape((text or "").replace("<br>", "\n"))
 
 
-def colour(given: str) -> Any:
+def colour(css: str) -> Any:
     """A colour of a chart as matplotlib takes it."""
-    rgba = _RGBA.fullmatch(given)
+    rgba = _RGBA.fullmatch(css)
     if not rgba:
-        return given
+        return css
     *channels, alpha = [float(part) for part in f"{rgba[1]},1".split(",")[:4]]
     return (*(channel / 255 for channel in channels), alpha)
 
@@ -162,8 +162,8 @@ def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked
     places, lengths = panel.places(along, trace[along]), panel.places(across, trace[across])
     starts = np.zeros_like(lengths) if trace.base is None else np.asarray(trace.base, float)
     if is_stacked:
-        for at, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            starts[at] = panel.stacked[place, length < 0]
+        for index, (place, length) in enumerate(zip(places, lengths, strict=True)):
+            starts[index] = panel.stacked[place, length < 0]
             panel.stacked[place, length < 0] += np.nan_to_num(length)
     style = bar_style(trace.marker)
     widths = width if trace.width is None else trace.width
@@ -198,7 +198,7 @@ def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
 
 def shades_of(scale: Any) -> ScalarMappable:
     """The colours that a chart's scale gives to numbers."""
-    stops = [(at, colour(shade)) for at, shade in scale.colorscale]
+    stops = [(stop, colour(shade)) for stop, shade in scale.colorscale]
     colours = LinearSegmentedColormap.from_list("chart", stops, N=_SHADES)
     return ScalarMappable(Normalize(scale.cmin, scale.cmax), colours)
 
@@ -219,8 +219,8 @@ def _single_points(axes: Axes, x: NDArray[Any], y: NDArray[Any], marker: Any) ->
     """Points that have colours or symbols of their own."""
     symbols = np.broadcast_to(marker.symbol or "circle", x.shape)
     if marker.colorscale is None:
-        given = _INK if marker.color is None else marker.color
-        inks = np.array([colour(ink) for ink in np.broadcast_to(given, x.shape)], dtype=object)
+        colours = _INK if marker.color is None else marker.color
+        inks = np.array([colour(ink) for ink in np.broadcast_to(colours, x.shape)], dtype=object)
     else:
         inks = shades_of(marker).to_rgba(np.asarray(marker.color, float))
     for symbol in dict.fromkeys(symbols):
@@ -245,9 +245,9 @@ def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
         above, beside = side.split()
         away = 6 if above == "middle" else 3  # at the height of the mark, or past its corner
         offset = {"left": -away, "right": away}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
-        said = plain(text)
-        said = f"{said[:11]}…" if len(x) > _MANY and len(said) > 12 else said
-        note = axes.annotate(said, (across, along), offset, textcoords="offset points")
+        name = plain(text)
+        name = f"{name[:11]}…" if len(x) > _MANY and len(name) > 12 else name
+        note = axes.annotate(name, (across, along), offset, textcoords="offset points")
         note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"))
 
 

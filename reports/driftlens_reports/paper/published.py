@@ -159,13 +159,13 @@ def printed_blocks(
     table: PublishedTable, *, columns: Sequence[str] | None = None, model: str | None = None
 ) -> Mapping[str, Block]:
     """The paper's blocks by merger, references first, under the empty name; an average only beside all columns."""
-    kept = [name for name in table.columns if columns is None or name in columns]
-    if set(kept) | {AVERAGE} == set(table.columns):
-        kept = list(table.columns)
+    shown = [name for name in table.columns if columns is None or name in columns]
+    if set(shown) | {AVERAGE} == set(table.columns):
+        shown = list(table.columns)
     lines: dict[str, list[Line]] = {}
     for row in table.rows:
         if model in (None, row.model):
-            lines.setdefault(row.merger, []).append(_line(table, row, kept))
+            lines.setdefault(row.merger, []).append(_line(table, row, shown))
     return {merger: Block(tuple(block)) for merger, block in lines.items()}
 
 
@@ -197,9 +197,9 @@ def _told(row: PublishedRow, where: str, notes: Iterable[str]) -> str:
 def family(run: DriftRun) -> Family:
     """Which kind of model the run is about: of images, of texts (encoders, encoder-decoders), or decoders."""
     architecture = run.manifest.architecture
-    known: dict[str, Family] = {"hf-t5": "text", "hf-encoder": "text", "hf-decoder": "language"}
+    by_loader: dict[str, Family] = {"hf-t5": "text", "hf-encoder": "text", "hf-decoder": "language"}
     usual: Family = "text" if architecture.get("reads") == "text" else "image"
-    return known.get(str(architecture.get("loader")), usual)
+    return by_loader.get(str(architecture.get("loader")), usual)
 
 
 def backbone(run: DriftRun) -> str:

@@ -76,7 +76,7 @@ def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, s
         blocks += (
             [Block(tuple(lines), f"{title(variant)}{f', {run.name}' if several else ''}")] if lines else []
         )
-    shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
+    shown = [head for layer, head in heads.items() if (rows["layer"] == layer).any()]
     return Grid(tuple(Column(head, options.digits) for head in shown), tuple(blocks), first="Task")
 
 
@@ -208,7 +208,7 @@ def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
         if any(line.run == run.id for line in lines):
             used.append(run)
             rows = run.sweeps()
-            rows = rows[rows["sweep"].isin([sweep_named("n", at) for at in swept_methods(run, "n")])]
+            rows = rows[rows["sweep"].isin([sweep_named("n", method) for method in swept_methods(run, "n")])]
             seeds = ", ".join(str(int(seed)) for seed in sorted(rows["seed"].unique()))
             notes.append(f"{run.name}: seeds {seeds}; {len(options.tasks_of(run))} tasks.")
     blocks = (Block(tuple(lines)), *printed_blocks(printed).values())

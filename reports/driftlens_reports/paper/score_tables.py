@@ -62,12 +62,12 @@ def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publish
     """Accuracy of every run of image classifiers, those on the paper's CLIP-ViT-B/32 and eight tasks together."""
     used = _scored(runs, "image")
     alike = [run for run in used if published.titles_of(run, printed)]
-    others = _measured_grids([run for run in used if run not in alike], options)
+    grids = _measured_grids([run for run in used if run not in alike], options)
     caption = (
         "Accuracy (%) by task. References first, then a block per merger: the merged model as it is, with baselines, "
         "and calibrated; “anchor only” is what a calibration's anchor does without calibration."
     )
-    return _table_of([*others, _joint_grid(alike, printed, options)], caption, used, _of_images(runs))
+    return _table_of([*grids, _joint_grid(alike, printed, options)], caption, used, _of_images(runs))
 
 
 def _of_images(runs: Sequence[DriftRun]) -> str:
@@ -181,9 +181,9 @@ def _table_by_model(
     def draw(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
         used = _scored(runs, kind or "language")
         blocks = [
-            dataclasses.replace(block, title=model if at == 0 else "")
+            dataclasses.replace(block, title=model if place == 0 else "")
             for model in dict.fromkeys(row.model for row in printed.rows)
-            for at, block in enumerate(printed_blocks(printed, model=model).values())
+            for place, block in enumerate(printed_blocks(printed, model=model).values())
         ]
         columns = _score_columns([column for column in printed.columns if column != AVERAGE], options)
         measured = _measured_grids(used, options) if kind else []
@@ -233,13 +233,13 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
         return with_average(Line(label, scores, role, "measured", run.id, name), columns)
 
     experts = {expert_of(task): f"{called(task)} expert" for task in run.tasks if expert_of(task) in cells}
-    kept = [line("Base", cells["base"], name="base")] if "base" in cells else []
-    kept += [line(label, cells[name], name=name) for name, label in experts.items() if is_single]
+    references = [line("Base", cells["base"], name="base")] if "base" in cells else []
+    references += [line(label, cells[name], name=name) for name, label in experts.items() if is_single]
     best: dict[str, Cell] = {}
     for scores in (cells[name] for name in ("base", *experts) if name in cells):
         best |= {at: cell for at, cell in scores.items() if at not in best or cell.number > best[at].number}
-    kept += [line("Best single", best)] if best else []
-    blocks = [Block(tuple(kept))]
+    references += [line("Best single", best)] if best else []
+    blocks = [Block(tuple(references))]
     if not is_single:
         wanted = {
             "merged": merger(run),
@@ -279,12 +279,12 @@ def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how
 
 def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
     """What stands under the merged model: baselines, then each calibration asked for, after its control."""
-    others = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
+    names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
         if part_of(variant) == "calibrated" and options.wants(run, variant):
             control = control_of(variant.partition(":")[2])
-            others += [name for name in (control, variant) if name in run.variants]
-    return tuple(others)
+            names += [name for name in (control, variant) if name in run.variants]
+    return tuple(names)
 
 
 def _scored(runs: Sequence[DriftRun], kind: Family | None = None) -> list[DriftRun]:
@@ -400,8 +400,8 @@ def _with_best(run: DriftRun, lines: Sequence[Line], titles: Mapping[str, str]) 
             best |= {(there[0].variant, column)} if change.low > 0 else set()
     for line in lines:
         cells = {
-            at: dataclasses.replace(cell, is_best=(line.variant, at) in best)
-            for at, cell in line.cells.items()
+            column: dataclasses.replace(cell, is_best=(line.variant, column) in best)
+            for column, cell in line.cells.items()
         }
         yield dataclasses.replace(line, cells=cells)
 

@@ -74,7 +74,7 @@ def finish(figure: Figure, panels: Iterable[Panel]) -> None:
     settle(figure)
     for panel in panels:
         # Rows of cells touch each other, bars don't.
-        part = 0.6 if any(isinstance(at, QuadMesh) for at in panel.axes.collections) else 1.2
+        part = 0.6 if any(isinstance(mark, QuadMesh) for mark in panel.axes.collections) else 1.2
         for text, box in panel.inside:
             room, needed = box.transformed(panel.axes.transData), text.get_window_extent()
             fits = needed.width <= 0.96 * abs(room.width) and needed.height <= part * abs(room.height)
@@ -190,8 +190,8 @@ def _apart(trace: Any, alike: Sequence[Any], room: float) -> tuple[float, float]
     """How far a trace stands off the middle, and how wide it may be, where several stand side by side."""
     groups = list(dict.fromkeys(other.offsetgroup or other.legendgroup or id(other) for other in alike))
     width = room / len(groups)
-    at = groups.index(trace.offsetgroup or trace.legendgroup or id(trace))
-    return (at - (len(groups) - 1) / 2) * width, width
+    place = groups.index(trace.offsetgroup or trace.legendgroup or id(trace))
+    return (place - (len(groups) - 1) / 2) * width, width
 
 
 def _spacing(panel: Panel, bars: Sequence[Any]) -> float:
@@ -282,14 +282,14 @@ def _add_words(
 ) -> None:
     """Titles of panels and axes, words in panels, and how many panels are left out."""
     for entry in chart.layout.annotations:
-        panel, said = _panel_of(panels, entry), marks.plain(entry.text)
+        panel, words = _panel_of(panels, entry), marks.plain(entry.text)
         if panel is not None:
-            text = panel.axes.text(entry.x, entry.y, said, transform=_transform(panel, entry))
+            text = panel.axes.text(entry.x, entry.y, words, transform=_transform(panel, entry))
             text.set(ha=entry.xanchor or "center", va=entry.yanchor or "center")
             text.set(fontsize="medium", in_layout=False)
         for place in places[: len(panels)] if entry.xref == "paper" else ():
             if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
-                panels[place.pair].axes.set_title(said)
+                panels[place.pair].axes.set_title(words)
     names = {
         pair: [_SAID.sub("", marks.plain(panel.settings[letter].title.text)) for letter in "xy"]
         for pair, panel in panels.items()

@@ -213,7 +213,7 @@ class Plots:
         draw.__doc__ = f"{chart.title}.\n\n{chart.caption}\n\n{chart.hint}"
         taken = inspect.signature(ChartOptions, eval_str=True).parameters.values()
         draw.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in taken], return_annotation=Drawn
+            [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in taken], return_annotation=Drawn
         )
         return draw
 

@@ -70,11 +70,11 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
     brush, colours = theme.Brush(run.variants, options.dark), theme.palette(options.dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
-    for at, task in enumerate(tasks):
-        grid.add(at, _layers(run, layers[layers["task"] == task], variants, options.dark))
+    for panel, task in enumerate(tasks):
+        grid.add(panel, _layers(run, layers[layers["task"] == task], variants, options.dark))
         rest = remainders[remainders["task"] == task]
         segments = _segments(rest, [REST] * len(rest), variants, options.dark)
-        grid.add(at, segments.update(**brush.named(REST, REST), marker_pattern=hatch))
+        grid.add(panel, segments.update(**brush.named(REST, REST), marker_pattern=hatch))
     grid.add_lines("x", 0.0, 1.0)
     titles = [words.shown(variant) for variant in variants]
     rows_of_bars = {"autorangeoptions": {"include": [-0.5, len(variants) - 0.5]}, "autorange": "reversed"}
@@ -94,8 +94,8 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with a share, and where their segments start; the remainder is a row of its own, without a layer."""
-    stacks, told = [], ["task", "variant", "layer", "role", "path", "where", "n", "remainder_share"]
-    rows = rows[rows.columns.intersection([*told, *with_ends(rows, CONTRIBUTED)])]
+    stacks, columns = [], ["task", "variant", "layer", "role", "path", "where", "n", "remainder_share"]
+    rows = rows[rows.columns.intersection([*columns, *with_ends(rows, CONTRIBUTED)])]
     for _, layers in rows.groupby(["task", "variant"], sort=False):
         heads = layers[layers["remainder_share"].notna()]
         remainder = heads.drop(columns=with_ends(layers, CONTRIBUTED)).assign(
@@ -182,8 +182,8 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     brush = theme.Brush(run.variants, options.dark)
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         style = brush.look(variant)
-        at = tasks.index(task) * len(variants) + variants.index(variant)
-        grid.add(at, *(_bars(part, column, style.colour, options.dark) for column in names))
+        panel = tasks.index(task) * len(variants) + variants.index(variant)
+        grid.add(panel, *(_bars(part, column, style.colour, options.dark) for column in names))
     # Entries in the colour of text: the marks mean the same whatever colour the variant has.
     quiet = theme.palette(options.dark).quiet
     for column, name in names.items():
@@ -275,7 +275,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     brush = theme.Brush(run.variants, options.dark)
     dots = {"color": brush.palette.ink, "symbol": "circle-open", "size": 5}
-    for at, (variant, target) in enumerate(product(names, targets)):
+    for panel, (variant, target) in enumerate(product(names, targets)):
         mean, tasks = (
             table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
         )
@@ -286,7 +286,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
             text=[place if place == REST else run.layer_name(int(place)) for place in mean["place"]],
             hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{theme.NUMBER}}}<extra></extra>",
         )
-        grid.add(at, bars)
+        grid.add(panel, bars)
         if rows["task"].nunique() > 1:
             points = theme.scatter(
                 x=_spots(tasks, last),
@@ -296,7 +296,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
                 marker=dots,
                 hovertemplate=f"%{{text}}<br>%{{y:{theme.NUMBER}}}<extra></extra>",
             )
-            grid.add(at, points)
+            grid.add(panel, points)
     grid.add_lines("y", 0)
     grid.set_axes(x=panels.layer_axis(run, "rest"), y={"tickformat": theme.TICK_NUMBER})
     grid.lay_out(bargap=0.25, showlegend=False)

@@ -51,13 +51,13 @@ def _stacks(
     )
     brush = theme.Brush(names, dark)
     colours = brush.palette
-    for at, variant in enumerate(names):
+    for panel, variant in enumerate(names):
         for outcome in outcomes:
             shade, hatch = _LOOKS[outcome]
             fill = {"color": colours.sequential[shade], "line": {"color": colours.quiet, "width": 0.5}}
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
             shown = bars(rows[rows["variant"] == variant], outcome)
-            grid.add(at, theme.bar(marker=fill, **brush.named(outcome, outcome), **shown))
+            grid.add(panel, theme.bar(marker=fill, **brush.named(outcome, outcome), **shown))
     grid.lay_out(barmode="stack", **settings)
     grid.set_axes(x=x, y=y)
     return grid.figure
@@ -105,8 +105,8 @@ def margins(run: DriftRun, options: ChartOptions, of: str = "") -> Drawn:
     y = {**theme.category_axis(tasks), "autorange": "reversed"}
     looks: dict[str, Any] = {"bargap": 0.3, "legend": {"traceorder": "normal"}, "dark": options.dark}
     figure = _stacks(rows, outcomes, bars, titles, height, x=x, y=y, **looks)
-    said = words.worst_tasks(rows, _FLIPPED, percent)
-    alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
+    worst = words.worst_tasks(rows, _FLIPPED, percent)
+    alt = f"Share of the expert's decisions that flip, worst task of each variant: {worst}."
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
 
 
@@ -150,11 +150,11 @@ def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
     means = samples.groupby(["task", "variant"], sort=False)["token_kl"].agg(["mean", "size"]).reset_index()
     ends = spread(samples, "token_kl")
     rows = means.merge(ends, on=["task", "variant"]).rename(columns={"mean": column, "size": "n"})
-    title, said = "mean KL divergence of the next token (nat)", picking.SPREADS["q10-q90"]
+    title, whiskers = "mean KL divergence of the next token (nat)", picking.SPREADS["q10-q90"]
     worst = words.worst_tasks(rows, column, number)
-    figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
+    figure = task_figure(run, rows, column, title, interval=whiskers, dark=options.dark)
     alt = f"Mean divergence of the next token in nats, worst task of each variant: {worst}."
-    notes = (f"Whiskers: {said}.", *words.table_notes(run, samples, over_tasks=False))
+    notes = (f"Whiskers: {whiskers}.", *words.table_notes(run, samples, over_tasks=False))
     return Drawn(figure, alt, rows, notes)
 
 
@@ -198,8 +198,8 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
     y = {**x, "rangemode": "tozero"}
     figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, x=x, y=y, bargap=0, dark=options.dark)
     shares = rows.groupby("variant", sort=False)[_SHARE].first().map(percent)
-    said = words.by_variant(shares.items())
-    alt = f"Share of the expert's decisions that flip: {said}."
+    listed = words.by_variant(shares.items())
+    alt = f"Share of the expert's decisions that flip: {listed}."
     return Drawn(figure, alt, rows, tuple(words.table_notes(run, samples)))
 
 
@@ -210,7 +210,7 @@ def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
     bins = []
     for variant, part in samples.groupby("variant", sort=False):
         outcomes = {_KEPT: ~part["flipped"], _FLIPPED: part["flipped"]}
-        counts = {name: np.histogram(part.loc[of, "margin"], edges)[0] for name, of in outcomes.items()}
+        counts = {name: np.histogram(part.loc[mask, "margin"], edges)[0] for name, mask in outcomes.items()}
         ends = {"from": edges[:-1], "to": edges[1:], "middle": (edges[:-1] + edges[1:]) / 2}
         bins.append(pd.DataFrame({"variant": variant, **ends, **counts, _SHARE: part["flipped"].mean()}))
     return pd.concat(bins, ignore_index=True)
@@ -333,9 +333,9 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = outputs.merge(drifts, on=["task", "variant", "sample_id"], how="left")
     apart = rows["score_map_mismatch"].fillna(0.0)
     bounds = {name: rows[column] * rows["drift_l2"] + apart for name, (column, _) in _ESTIMATES.items()}
-    kept = rows[["task", "variant", "sample_id", "label"]]
+    keys = rows[["task", "variant", "sample_id", "label"]]
     values = pd.DataFrame({_ACTUAL: rows["score_drift_l2"], **bounds}, dtype=float)
-    return pd.concat([kept, values], axis=1)
+    return pd.concat([keys, values], axis=1)
 
 
 @chart(
@@ -373,7 +373,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     brush = theme.Brush(run.variants, options.dark)
     texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
     drawable = {estimate: _drawable(drawn, estimate) for estimate in _ESTIMATES}
-    for at, estimate in enumerate(_ESTIMATES):
+    for panel, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & drawable[estimate]).to_numpy()
             trace = brush.cloud(
@@ -384,20 +384,20 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
                 text=texts[is_shown],
                 hovertemplate=f"%{{text}}<br>score drift %{{y:{theme.NUMBER}}}, bound %{{x:{theme.NUMBER}}}",
             )
-            grid.add(at, trace)
+            grid.add(panel, trace)
     values = drawn[[_ACTUAL, *_ESTIMATES]].to_numpy()
     values = values[np.isfinite(values) & (values > 0)]
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
-    for at in range(len(_ESTIMATES)):
-        grid.add_identity(at, *reach)
+    for panel in range(len(_ESTIMATES)):
+        grid.add_identity(panel, *reach)
     grid.lay_out(legend=theme.LARGE_MARKS)
     # Of two decades plotly else writes every digit, one over the other.
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
     lost = sum(int((~is_drawn).sum()) for is_drawn in drawable.values())
-    said = "without a place on logarithmic axes: no drift, or no finite bound."
-    left_out = [f"{words.counted(lost, 'point')} {said}"] if lost else []
+    why = "without a place on logarithmic axes: no drift, or no finite bound."
+    left_out = [f"{words.counted(lost, 'point')} {why}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
     return Drawn(grid.figure, _used_in_words(rows), drawn, (*thinned, counts, *left_out, *overlaps))
 

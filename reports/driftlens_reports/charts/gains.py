@@ -93,8 +93,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(tasks.index(task), trace)
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
-    for at, task in enumerate(tasks):
-        grid.add_identity(at, low, 1)
+    for panel, task in enumerate(tasks):
+        grid.add_identity(panel, low, 1)
         # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
         of_task = means[means["task"] == task]
         symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
@@ -102,7 +102,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         gained = [f"{gain:+.3f}".replace("-", "\N{MINUS SIGN}") for gain in of_task["mean gain"]]
         lines = [f"{glyph} {gain}" for glyph, gain in zip(glyphs, gained, strict=True)]
         grid.annotate(
-            at,
+            panel,
             text="<br>".join(["mean gain", *lines]),
             **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
             align="right",
@@ -166,14 +166,14 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
     rows, scores = picking.ordered(table, run.tasks, run.variants), [score for _, score in changes]
     metrics = main_metrics(run)
-    of = title_of(metrics[task] for task in rows["task"])
+    what = title_of(metrics[task] for task in rows["task"])
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
     labelled = ([name for name in names if variants.part_of(name) == "calibrated"] or names)[-1]
     rows["label"] = words.labels([str(task) for task in rows["task"]])
     is_named = rows.index.isin(_outermost(rows.loc[rows["variant"] == labelled, [_COSINE, _ACCURACY]]))
-    at = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
-    crosses = pd.concat([rows[is_named], rows[~is_named]])[[*at.values()]].set_axis([*at], axis=1)
+    columns = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
+    crosses = pd.concat([rows[is_named], rows[~is_named]])[[*columns.values()]].set_axis([*columns], axis=1)
     beside = dict(zip(rows.index[is_named], places([*rows["label"][is_named]], crosses), strict=True))
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
     for variant, part in rows.groupby("variant", sort=False):
@@ -187,8 +187,8 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             error_x=theme.whiskers(part[_COSINE], *across, colour),
             marker_size=9,
             mode="markers+text" if variant == labelled else "markers",
-            text=[label if at in beside else "" for at, label in part["label"].items()],
-            textposition=[beside.get(at, "top center") for at in part.index],
+            text=[label if row in beside else "" for row, label in part["label"].items()],
+            textposition=[beside.get(row, "top center") for row in part.index],
             textfont=theme.ink(dark=options.dark),
             hovertext=[*part["label"]],
             hovertemplate="%{hovertext}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
@@ -197,7 +197,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     baseline = words.literal(variants.title(options.baseline))
     titles = {
         "xaxis": f"gain in mean cosine over {baseline}",
-        "yaxis": f"gain in {of} over {baseline} (points)",
+        "yaxis": f"gain in {what} over {baseline} (points)",
     }
     axes = {
         name: {"title": {"text": title}, "tickformat": theme.TICK_NUMBER} for name, title in titles.items()
@@ -208,7 +208,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         figure,
         alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
-        f"{of} in points: {_extremes_in_words(rows, _ACCURACY)}.",
+        f"{what} in points: {_extremes_in_words(rows, _ACCURACY)}.",
         data=rows.drop(columns="label").assign(metric=[metrics[task].name for task in rows["task"]]),
         notes=(
             f"{words.ranged(rows['n'], 'diagnosis sample')} "
@@ -244,14 +244,14 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     return None if is_scored else "needs scores of two calibrations; `driftlens evaluate RUN` adds them."
 
 
-def _beside(made: pd.DataFrame) -> list[str]:
+def _beside(points: pd.DataFrame) -> list[str]:
     """Where each point's name stands, as `places` says of a panel whose axes begin at the lowest ends."""
-    seconds = made["seconds"].clip(lower=1e-9).map(math.log)
+    seconds = points["seconds"].clip(lower=1e-9).map(math.log)
     ends = {"x": seconds, "x_low": seconds, "x_high": seconds}
-    ends |= {"y": made["score"], "y_low": made["low"], "y_high": made["high"]}
+    ends |= {"y": points["score"], "y_low": points["low"], "y_high": points["high"]}
     crosses = pd.DataFrame(ends, dtype=float)
     crosses = crosses - crosses.min()[["x"] * 3 + ["y_low"] * 3].fillna(crosses["y"].min()).to_numpy()
-    return places([words.label(str(name)) for name in made["model"]], crosses)
+    return places([words.label(str(name)) for name in points["model"]], crosses)
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
@@ -265,7 +265,7 @@ def _ticks(seconds: pd.Series[float]) -> list[float]:
         power = math.floor(math.log10(span))
         step = next(digit for digit in (1, 2, 5, 10) if span <= digit * 10**power)
         ends = (math.floor(low / step / 10**power) - 1, math.ceil(high / step / 10**power) + 2)
-        return [float(f"{at * step}e{power}") for at in range(*ends) if at > 0]
+        return [float(f"{steps * step}e{power}") for steps in range(*ends) if steps > 0]
     first, last = (math.floor(math.log10(end)) for end in (low, high))
     digits = (1, 2, 5) if last - first < 3 else (1,)
     return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
@@ -289,15 +289,15 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     """One panel."""
     rows = _repairs(run)
     is_made = rows["method"].notna()
-    made = rows[is_made]
+    points = rows[is_made]
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
-    for (at, row), beside in zip(made.iterrows(), _beside(made), strict=True):
-        of = made.loc[[at]]
+    for (index, row), beside in zip(points.iterrows(), _beside(points), strict=True):
+        repair = points.loc[[index]]
         point = brush.line(
             variants.calibrated(str(row["model"])),
-            of["seconds"],
-            of["score"],
-            (of["low"], of["high"]),
+            repair["seconds"],
+            repair["score"],
+            (repair["low"], repair["high"]),
             marker_size=11,
             mode="markers+text",
             text=[words.label(str(row["model"]))],
@@ -320,8 +320,8 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             annotation_font=theme.ink(dark=options.dark),
             annotation_position=place,
         )
-    at = _ticks(made["seconds"])
-    ticks = {"tickvals": at, "ticktext": [f"{second:,.10g}" for second in at]}
+    seconds = _ticks(points["seconds"])
+    ticks = {"tickvals": seconds, "ticktext": [f"{second:,.10g}" for second in seconds]}
     figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
     low, high = float(rows["score"].min()), float(rows["score"].max())
     room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # of the names beside lines
@@ -333,7 +333,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     return Drawn(
         figure,
-        alt=f"Mean score: {scores}. Calibrating took {made['seconds'].min():.3g} to {made['seconds'].max():.3g} s.",
+        alt=f"Mean score: {scores}. Calibrating took {points['seconds'].min():.3g} to {points['seconds'].max():.3g} s.",
         data=rows,
         notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
     )
@@ -372,8 +372,8 @@ def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
         boxes = _boxes(np.array([letter * len(name) for name in names]), tall, x[:count, 0], y[:count, 0])
         beyond = np.maximum(np.maximum(-boxes, boxes - 1), 0).sum(-1)
         reach = [
-            np.maximum(np.maximum(boxes[..., [at]] - to, to - boxes[..., [at + 1]]), 0)
-            for at, to in ((0, x[:, 0]), (2, y[:, 0]))
+            np.maximum(np.maximum(boxes[..., [side]] - to, to - boxes[..., [side + 1]]), 0)
+            for side, to in ((0, x[:, 0]), (2, y[:, 0]))
         ]
         astray = np.maximum(_NEAR - np.hypot(*reach), 0)
         area = tall * letter * np.array([max(1, len(name)) for name in names])[:, None]
@@ -387,11 +387,11 @@ def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
     tries = []
     for start in range(ways):
         chosen = np.full(count, start)
-        for at in [*range(count)] * _ROUNDS:
-            chosen[at] = (alone[at] + mutual[at][:, np.arange(count), chosen].sum(-1)).argmin()
+        for point in [*range(count)] * _ROUNDS:
+            chosen[point] = (alone[point] + mutual[point][:, np.arange(count), chosen].sum(-1)).argmin()
         total = alone[np.arange(count), chosen].sum()
         total += mutual[np.arange(count)[:, None], chosen[:, None], np.arange(count), chosen].sum() / 2
-        tries.append((total, [[*_PLACES][at] for at in chosen]))
+        tries.append((total, [[*_PLACES][way] for way in chosen]))
     return min(tries)[1]
 
 

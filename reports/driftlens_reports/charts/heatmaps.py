@@ -68,7 +68,7 @@ def draw_cells(
         height=max(_ROW * len(names) + 8, _LEAST),
         dark=dark,
     )
-    for at, panel in enumerate(cells):
+    for index, panel in enumerate(cells):
         more = "" if panel.more is None else "%{hovertext}"
         coloured = theme.heatmap(
             x=layers,
@@ -82,7 +82,7 @@ def draw_cells(
             hovertext=None if panel.more is None else panel.more.to_numpy().tolist(),
             hovertemplate=f"%{{text}}<br>{panel.what}%{{z:{scales[panel.scale].hover}}}{more}<extra></extra>",
         )
-        grid.add(at, coloured, _numbers(coloured, scales[panel.scale]))
+        grid.add(index, coloured, _numbers(coloured, scales[panel.scale]))
     grid.add_lines("x", *panels.borders(run.layers()))
     is_narrow = panels.is_narrow() and len(scales) == 1
     shown_names = words.labels(names, words.LONGEST_OF_TWO if is_narrow else words.LONGEST)
@@ -96,18 +96,18 @@ def draw_cells(
     if is_narrow:
         settings["margin"] |= {"r": 12, "b": margin["b"] + _BAR_BELOW}
         settings["height"] = height + _BAR_BELOW
-    for at, shades in enumerate(scales):
+    for index, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
         beside = theme.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
         if len(scales) > 1:
-            beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
+            beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (index + 0.5) / len(scales)}
         elif is_narrow:
             beside |= {"title": {"text": shades.title, "side": "top"}, "orientation": "h"}
             # Measured from the container, a low chart would have no room left for its cells.
             inner = height - margin["t"] - margin["b"]
             beside |= {"y": -margin["b"] / inner, "yanchor": "top"}
         ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": shades.colours}
-        settings[f"coloraxis{at + 1 if at else ''}"] = {**ends, "colorbar": beside}
+        settings[f"coloraxis{index + 1 if index else ''}"] = {**ends, "colorbar": beside}
     grid.lay_out(**settings)
     return grid.figure
 
@@ -116,11 +116,11 @@ def _numbers(drawn: theme.Trace, shades: Scale) -> theme.Trace:
     """The numbers in the cells, on unseen bars: a heatmap's own have one colour and run over narrow cells."""
     extent = (shades.high - shades.low) or 1.0
     places = np.argwhere(~np.isnan(drawn["z"]))
-    values = [float(drawn["z"][at, across]) for at, across in places]
+    values = [float(drawn["z"][row, across]) for row, across in places]
     behind = [theme.shade(shades.colours, (value - shades.low) / extent) for value in values]
     return theme.bar(
         x=[drawn["x"][across] for _, across in places],
-        base=[float(at) - 0.5 for at, _ in places],
+        base=[float(row) - 0.5 for row, _ in places],
         y=[1.0] * len(values),
         width=1,
         marker={"color": "rgba(0, 0, 0, 0)", "line_width": 0},
@@ -139,14 +139,14 @@ def _task_cells(
 ) -> go.Figure:
     """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
-    places = {at.index: words.literal(run.layer_name(at.index)) for at in run.manifest.layers}
+    places = {layer.index: words.literal(run.layer_name(layer.index)) for layer in run.manifest.layers}
     layers, tasks, cells = list(places), list(dict.fromkeys(rows["task"])), []
     if beyond:
         places[layers[-1] + 1] = beyond
     texts = pd.DataFrame([[f"{words.literal(task)}, {place}" for place in places.values()] for task in tasks])
-    said = theme.interval_texts(rows, f"{column} low", f"{column} high")
+    intervals = theme.interval_texts(rows, f"{column} low", f"{column} high")
     key = ["variant", "task"]
-    wide = rows.assign(interval=said).pivot(index=key, columns="layer", values=[column, "interval"])
+    wide = rows.assign(interval=intervals).pivot(index=key, columns="layer", values=[column, "interval"])
     rest = rows.groupby(key)[beyond].max() if beyond else pd.Series()
     for variant in rows["variant"].unique():
         table = wide.loc[variant].reindex(tasks)
@@ -154,7 +154,7 @@ def _task_cells(
         more = table["interval"].fillna("").reindex(columns=list(places), fill_value="")
         if beyond:
             values[layers[-1] + 1] = rest.loc[variant]
-        cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(said) else None))
+        cells.append(Cells(words.shown(str(variant)), values, texts, more=more if any(intervals) else None))
     return draw_cells(run, cells, [shades], y_title="task", beyond="rest" if beyond else "", dark=dark)
 
 
@@ -322,7 +322,7 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
             table = log.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
             texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
             cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
-    kept = ["name", "layer", "site", "kind", *_NAMES.values(), "objective ratio"]
+    columns = ["name", "layer", "site", "kind", *_NAMES.values(), "objective ratio"]
     samples = {
         name: info.samples.values()
         for name in rows["name"].unique()
@@ -331,7 +331,7 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         draw_cells(run, cells, scales, y_title="site", dark=options.dark),
         alt=f"Calibration log. {_in_words(rows)}.",
-        data=rows[[name for name in kept if name in rows]],
+        data=rows[[name for name in columns if name in rows]],
         notes=(
             f"{words.counted(len(rows), 'site')} calibrated.",
             *(f"{name}: {words.ranged(of, 'calibration sample')} per task." for name, of in samples.items()),

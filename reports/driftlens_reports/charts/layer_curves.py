@@ -52,14 +52,14 @@ class Curves:
             yield band(rows, *self.band, brush, opacity=opacity)
         ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
         hover = {"text": [words.literal(f"{task}, {where}") for where in rows["where"]]}
-        told = f"%{{text}}<br>{self.what or self.column} %{{y:{self.number}}}"
-        yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=told, **hover)
+        template = f"%{{text}}<br>{self.what or self.column} %{{y:{self.number}}}"
+        yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=template, **hover)
         if self.beside:
             column, what = self.beside
-            style, told = brush.look(variant), f"%{{text}}<br>{what} %{{y:{theme.NUMBER}}}"
+            style, template = brush.look(variant), f"%{{text}}<br>{what} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
             hover |= {"mode": "markers", "marker": marker}
-            yield brush.line(variant, layers, rows[column], hovertemplate=told, **hover)
+            yield brush.line(variant, layers, rows[column], hovertemplate=template, **hover)
 
 
 def draw_curves(
@@ -97,8 +97,8 @@ def draw_curves(
     grid.add(0, *below)
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, (kind, at) in enumerate(parts):
-            kept = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
-            grid.add(tasks.index(task) * len(parts) + column, *kind.traces(kept, brush, opacity=opacity))
+            points = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
+            grid.add(tasks.index(task) * len(parts) + column, *kind.traces(points, brush, opacity=opacity))
     grid.add_lines("x", *panels.borders(rows))
     for column, (kind, _) in enumerate(parts):
         if kind.line is not None:
@@ -183,15 +183,15 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = rows.assign(**ends)
     source, what = "drift_l2_mean", "mean L2 drift"
     band = _BANDS.get(options.band)
-    said = f"Band: {picking.SPREADS[options.band]}." if band else ""
+    note = f"Band: {picking.SPREADS[options.band]}." if band else ""
     if options.relative:
         source, what = "drift_rel", "drift / expert norm"
-        band, said = None, "Relative drift is one ratio of sums over the samples; it has no band."
+        band, note = None, "Relative drift is one ratio of sums over the samples; it has no band."
     title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band, is_norm=not options.relative)
     figure = draw_curves(run, rows, kind, dark=options.dark, apart=options.apart)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
-    return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
+    return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[note] if note else [])
 
 
 _DISTANCE = "drift / base distance"
@@ -291,14 +291,14 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         beside=("random gain", "mean gain on random directions"),
         line=1.0,
     )
-    said = "Without Jacobians there is no band and no random gain."
+    note = "Without Jacobians there is no band and no random gain."
     if spread.notna().any():
-        said = f"Largest Jacobian error {error(float(spread.max()))}, relative to the propagation."
+        note = f"Largest Jacobian error {error(float(spread.max()))}, relative to the propagation."
     figure = draw_curves(run, rows, kind, dark=options.dark)
     columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
-    said = f"{_ENDS} {said}" if ends else said
+    note = f"{_ENDS} {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
-    return of_layers(run, figure, rows, *columns, alt=alt, notes=[said])
+    return of_layers(run, figure, rows, *columns, alt=alt, notes=[note])
 
 
 _GROWTH = {

@@ -54,11 +54,11 @@ def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
     kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=theme.SHARE, line=1.0)
     figure, means = _over_tasks(run, rows, _LEFT, kind, options)
     figure.layout.uirevision = f"{run.id} left {name}"
-    at = means[(means["variant"] == calibrated(name)) & means[_LEFT].notna()].tail(1)
-    said = [f"At {row['where']}: {percent(float(row[_LEFT]))}." for _, row in at.iterrows()]
+    final = means[(means["variant"] == calibrated(name)) & means[_LEFT].notna()].tail(1)
+    shares = [f"At {row['where']}: {percent(float(row[_LEFT]))}." for _, row in final.iterrows()]
     return Drawn(
         figure,
-        alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *said]),
+        alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *shares]),
         data=means[["variant", "layer", "role", "path", _LEFT]],
         notes=("100 % is as merged. Thick: mean over tasks; thin: each task.",),
     )
@@ -79,7 +79,7 @@ def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
         )
     shown = theme.palette(options.dark)
     highest = float(means[_SHARE].abs().max())
-    told = [
+    texts = [
         "<br>".join(
             [words.literal(row["where"]), f"mean drift {number(row[_DRIFT])}"]
             + [f"share of the final drift {words.literal(percent(row[_SHARE]))}"]
@@ -99,7 +99,7 @@ def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
         base=-means[_DRIFT] / 2,
         y=means["layer"],
         marker={"color": colour, **scale, "line": {"width": 1, "color": shown.quiet}},
-        text=told,
+        text=texts,
         textposition="none",
         hovertemplate="%{text}<extra></extra>",
     )
@@ -172,18 +172,18 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
     kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
     # Already its look of later: shades and marks follow from the variants that come before it.
-    known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
-    figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
+    names = list(dict.fromkeys([*run.variants, *rows["variant"]]))
+    figure = draw_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
-    said = "No layer is calibrated yet."
+    state = "No layer is calibrated yet."
     if drifts:
         layer = max(drifts)
         before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
         done = f"{words.counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
-        said = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
+        state = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
     return Drawn(
         figure,
-        alt=f"Mean drift by layer while the calibration runs. {said}",
+        alt=f"Mean drift by layer while the calibration runs. {state}",
         data=rows[["variant", "layer", "role", "path", _MEAN]],
         notes=(
             "Mean over tasks.",
@@ -195,7 +195,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with each layer's role, path and name."""
     columns = {"layer": "index", "role": "role", "path": "path"}
-    layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
+    layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
     return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
@@ -207,17 +207,17 @@ def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
     kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
-    said, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
+    text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):
         fewer, mean = int((change < 0).sum()), number(float(change.mean()))
         compared = f"{fewer} of {len(change)} comparisons"
-        said = f"At the last layer it falls in {compared}; the mean change is {mean}."
+        text = f"At the last layer it falls in {compared}; the mean change is {mean}."
     figure = draw_curves(run, rows, kind, dark=dark)
     figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
     return Drawn(
         figure,
-        alt=f"Change of mean drift by layer. {said}",
+        alt=f"Change of mean drift by layer. {text}",
         data=comparison.layers,
         notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),
     )

@@ -139,25 +139,25 @@ class Grid:
         """The figure; what the grid is told from now on it does not have."""
         return go.Figure(self._traces, self.layout)
 
-    def add(self, at: int, *traces: Any) -> None:
-        """Draw `traces` in panel `at`, counted from 0, the first one at the bottom."""
+    def add(self, panel: int, *traces: Any) -> None:
+        """Draw `traces` in `panel`, counted from 0, the first one at the bottom."""
         for trace in traces:
-            self._traces.append(trace.update(xaxis=_axis("x", at, ""), yaxis=_axis("y", at, "")))
+            self._traces.append(trace.update(xaxis=_axis("x", panel, ""), yaxis=_axis("y", panel, "")))
 
     def lay_out(self, **settings: Any) -> None:
         """Settings of the whole figure."""
         self.layout = merged(self.layout, settings)
 
-    def set_axis(self, letter: str, at: int, **settings: Any) -> None:
-        """Settings of one axis of panel `at`."""
-        self.lay_out(**{_axis(letter, at): settings})
+    def set_axis(self, letter: str, panel: int, **settings: Any) -> None:
+        """Settings of one axis of `panel`."""
+        self.lay_out(**{_axis(letter, panel): settings})
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
         """Settings of the axes of every panel, one for all or one per column; none leaves them."""
-        for letter, given in (("x", x), ("y", y)):
-            by_column = [given] if isinstance(given, Mapping) else given
-            for at in range(self.panels if by_column else 0):
-                self.set_axis(letter, at, **by_column[at % len(by_column)])
+        for letter, settings in (("x", x), ("y", y)):
+            by_column = [settings] if isinstance(settings, Mapping) else settings
+            for panel in range(self.panels if by_column else 0):
+                self.set_axis(letter, panel, **by_column[panel % len(by_column)])
 
     def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
         """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0).
@@ -181,26 +181,26 @@ class Grid:
                         },
                     )
 
-    def add_identity(self, at: int, low: float, high: float) -> None:
-        """A thin line in panel `at` from (low, low) to (high, high): where both axes show the same."""
+    def add_identity(self, panel: int, low: float, high: float) -> None:
+        """A thin line in `panel` from (low, low) to (high, high): where both axes show the same."""
         self._add_shape(
             line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
             layer="below",
             **{"x0": low, "y0": low, "x1": high, "y1": high},
-            **{"xref": _axis("x", at, ""), "yref": _axis("y", at, "")},
+            **{"xref": _axis("x", panel, ""), "yref": _axis("y", panel, "")},
         )
 
-    def annotate(self, at: int, **settings: Any) -> None:
-        """Write into panel `at`, at places from 0 to 1."""
-        refs = {f"{letter}ref": f"{_axis(letter, at, '')} domain" for letter in "xy"}
+    def annotate(self, panel: int, **settings: Any) -> None:
+        """Write into `panel`, at places from 0 to 1."""
+        refs = {f"{letter}ref": f"{_axis(letter, panel, '')} domain" for letter in "xy"}
         self.layout["annotations"] = [*self.layout["annotations"], {**refs, **settings}]
 
     def _add_shape(self, **settings: Any) -> None:
         self.layout["shapes"] = [*self.layout.get("shapes", ()), {"type": "line", **settings}]
 
 
-def _axis(letter: str, at: int, word: str = "axis") -> str:
-    return f"{letter}{word}{at + 1 if at else ''}"
+def _axis(letter: str, panel: int, word: str = "axis") -> str:
+    return f"{letter}{word}{panel + 1 if panel else ''}"
 
 
 def panel_grid(
@@ -231,10 +231,10 @@ def panel_grid(
     across = _parts(widths or [1] * columns, 0.05 if is_near else 0.09)
     down = _parts([1] * rows, gap / inner)[::-1]
     axes = _grid_axes(len(titles), columns, x_titles, y_titles, y_by)
-    for at in range(rows * columns):
-        row, column = divmod(at, columns)
-        axes[_axis("x", at)] |= {"anchor": _axis("y", at, ""), "domain": across[column]}
-        axes[_axis("y", at)] |= {"anchor": _axis("x", at, ""), "domain": down[row]}
+    for panel in range(rows * columns):
+        row, column = divmod(panel, columns)
+        axes[_axis("x", panel)] |= {"anchor": _axis("y", panel, ""), "domain": across[column]}
+        axes[_axis("y", panel)] |= {"anchor": _axis("x", panel, ""), "domain": down[row]}
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -248,10 +248,10 @@ def panel_grid(
         "annotations": [
             {
                 **{"text": title, "font": font, "showarrow": False, "xanchor": "center", "yanchor": "bottom"},
-                **{"x": sum(across[at % columns]) / 2, "xref": "paper"},
-                **{"y": down[at // columns][1], "yref": "paper"},
+                **{"x": sum(across[panel % columns]) / 2, "xref": "paper"},
+                **{"y": down[panel // columns][1], "yref": "paper"},
             }
-            for at, title in enumerate(titles)
+            for panel, title in enumerate(titles)
             if title
         ],
     }
@@ -273,25 +273,25 @@ def _grid_axes(
     """Settings of all axes of a grid: which share a range, which have numbers and titles."""
     is_common, by_row, share_y = len(y_titles) == 1, y_by == "row", y_by != "panel"
     axes, apart = {}, len(x_titles)
-    for at in range(-(-num_panels // columns) * columns):
-        row, column = divmod(at, columns)
-        is_panel, is_lowest = at < num_panels, at + (columns if apart == 1 else apart) >= num_panels
+    for panel in range(-(-num_panels // columns) * columns):
+        row, column = divmod(panel, columns)
+        is_panel, is_lowest = panel < num_panels, panel + (columns if apart == 1 else apart) >= num_panels
         # Once, below the middle: side by side, titles run into each other in a narrow window.
         is_named = is_lowest and (apart > 1 or column == (columns - 1) // 2)
-        axes[_axis("x", at)] = {
-            "matches": _axis("x", at % apart, "") if at >= apart and is_panel else None,
+        axes[_axis("x", panel)] = {
+            "matches": _axis("x", panel % apart, "") if panel >= apart and is_panel else None,
             "showticklabels": is_lowest,
-            "title": {"text": x_titles[at % apart]} if is_named else None,
+            "title": {"text": x_titles[panel % apart]} if is_named else None,
             "visible": is_panel,
         }
         # The first axis of a group leads, as plotly refuses one that matches itself.
-        kind = at % max(columns, len(y_titles))
+        kind = panel % max(columns, len(y_titles))
         group, first = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
         is_beside = column > 0 and (is_common or by_row)
         y_axis = {
-            "matches": _axis("y", first, "") if share_y and at != first else None,
+            "matches": _axis("y", first, "") if share_y and panel != first else None,
             "showticklabels": not (is_beside and share_y),
             "title": None if is_beside else {"text": y_titles[group]},
         }
-        axes[_axis("y", at)] = y_axis if is_panel else {"visible": False}
+        axes[_axis("y", panel)] = y_axis if is_panel else {"visible": False}
     return axes

@@ -136,22 +136,22 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy, or another bounded score, per task and variant with its interval, and the mean over tasks."""
     rows = _scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    of, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
+    what, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
     tasks = [str(task) for task in rows["task"].unique()]
     judged = rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
     by_task = ", ".join(f"{task}: {metrics[name].title}" for task, name in judged)
     rows = with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
-    said = "95 % Wilson interval" if is_wilson else "95 % interval"
-    title = f"{of} ({'%' if is_wilson else 'times 100'})"
+    interval = "95 % Wilson interval" if is_wilson else "95 % interval"
+    title = f"{what} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
-        task_figure(run, rows, column, title, interval=said, as_bars=True, dark=options.dark),
-        alt=f"{of[:1].upper()}{of[1:]} over {words.counted(len(tasks), 'task')}: "
+        task_figure(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
+        alt=f"{what[:1].upper()}{what[1:]} over {words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(rows, column)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
-            f"Whiskers: {said}s; that of the mean over tasks is over samples, of these very tasks.",
+            f"Whiskers: {interval}s; that of the mean over tasks is over samples, of these very tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
             *_unmeasured(run),
             *says_of(metric for metric in metrics.values() if metric != ACCURACY),
@@ -180,14 +180,14 @@ def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
     """Perplexity per task and variant with its interval."""
     rows = _scores(run, options, is_averaged=False)
     rows = _named(rows, "perplexity")
-    said = "95 % interval by drawing samples again"
+    interval = "95 % interval by drawing samples again"
     spans = words.spans(rows, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})")
     title = "perplexity (at least 1, lower is better)"
     return Drawn(
-        task_figure(run, rows, "perplexity", title, interval=said, dark=options.dark),
+        task_figure(run, rows, "perplexity", title, interval=interval, dark=options.dark),
         alt=f"Perplexity, lowest to highest task: {spans}.",
         data=rows,
-        notes=(f"{words.ranged(rows['n'], 'test sample')} per task.", f"Whiskers: {said}."),
+        notes=(f"{words.ranged(rows['n'], 'test sample')} per task.", f"Whiskers: {interval}."),
     )
 
 
@@ -227,15 +227,15 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     bands = spread(picking.rows_at(run, options, "samples"), "cos", options.band)
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
-    said = picking.SPREADS.get(options.band, "")
+    whiskers = picking.SPREADS.get(options.band, "")
     title = "mean cosine to the expert"
     return Drawn(
-        task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),
+        task_figure(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean')}.",
         data=rows,
-        notes=(*words.sample_notes(run, rows), *([f"Whiskers: {said}."] if said else [])),
+        notes=(*words.sample_notes(run, rows), *([f"Whiskers: {whiskers}."] if whiskers else [])),
     )
 
 
@@ -243,7 +243,7 @@ def _cosines(rows: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
     """Mean cosines with Student's intervals, which the figure's whiskers over samples are not."""
     columns = rows[["cos_mean", "cos_std", "n"]].astype(float).fillna({"n": 0}).to_numpy().tolist()
     intervals = [mean_interval(mean, std, int(n)) for mean, std, n in columns]
-    ends = {"low": [at.low for at in intervals], "high": [at.high for at in intervals]}
+    ends = {"low": [mean.low for mean in intervals], "high": [mean.high for mean in intervals]}
     return with_average(rows.assign(**ends), "cos_mean", tasks, has_intervals=True)
 
 
@@ -370,10 +370,10 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.set_axes(x=x, y={"tickformat": theme.TICK_NUMBER})
     grid.lay_out(scattermode="group", scattergap=0.4)
     tasks = words.counted(params["task"].nunique(), "task")
-    said = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
+    spans = words.spans(layers, _VALUE, lambda row: f"{number(row[_VALUE])} ({run.layer_name(row['layer'])})")
     return Drawn(
         grid.figure,
-        alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",
+        alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {spans}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
         notes=(
             f"Means over {tasks}; whiskers: lowest to highest of them.{'' if is_older else f' {_PARTS}'}",

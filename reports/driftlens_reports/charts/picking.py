@@ -178,16 +178,16 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
 
 def addition(sentence: str) -> tuple[str, ...] | None:
     """What `driftlens explain` has to be asked for besides the attribution, by the sentence of `absent`; else None."""
-    found = re.search(rf"`{EXPLAIN}(?: --add ([^`]+))?`", sentence)
-    return None if found is None else tuple(filter(None, (found[1] or "").split(",")))
+    match = re.search(rf"`{EXPLAIN}(?: --add ([^`]+))?`", sentence)
+    return None if match is None else tuple(filter(None, (match[1] or "").split(",")))
 
 
 def _in_python(command: str) -> str:
     """What does for live modules, which no command can open, what `command` does for a run of a spec."""
     names = command.removeprefix(EXPLAIN).removeprefix(" --add ").split(",") if EXPLAIN in command else []
     named = ["jacobian" if name in ("", "contributions", "prefix") else name for name in names]
-    said = [f"{name}=True" if "." not in name else "jacobian={'spectral': True}" for name in named]
-    return f"dl.analyze({', '.join(['...', *dict.fromkeys(said)])})"
+    settings = [f"{name}=True" if "." not in name else "jacobian={'spectral': True}" for name in named]
+    return f"dl.analyze({', '.join(['...', *dict.fromkeys(settings)])})"
 
 
 def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:
@@ -212,10 +212,10 @@ def thinned_samples(
     """The rows of as many samples as the options allow points in `panels`, a sample in all its rows or in none."""
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
-    kept = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
-    if len(kept) == len(samples):
+    chosen = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
+    if len(chosen) == len(samples):
         return rows, ()
-    there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, kept))
-    few = spaced(len(kept))
+    there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, chosen))
+    few = spaced(len(chosen))
     note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
     return rows[there.isin(wanted)].reset_index(drop=True), (note,)

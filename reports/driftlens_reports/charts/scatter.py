@@ -128,9 +128,9 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     brush = theme.Brush(run.variants, options.dark)
-    for at, variant in enumerate(names):
-        grid.add(at, *_points(drawn, variant, brush, groups, options))
-        _write_below(grid, at, x_title, layout.quality, variant)
+    for panel, variant in enumerate(names):
+        grid.add(panel, *_points(drawn, variant, brush, groups, options))
+        _write_below(grid, panel, x_title, layout.quality, variant)
     for name, marker in groups.items():
         entry = {"x": [None], "y": [None], "mode": "markers", "marker": {**marker, "size": 8}}
         grid.add(0, theme.scatter(**entry, name=name, legendgroup=name))
@@ -140,12 +140,12 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.set_axes(x=_BARE, y=_BARE)
     grid.lay_out(margin={"l": 48}, yaxis={"scaleanchor": "x"})
     quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
-    others = quality[quality["variant"].isin(names[1:])]
-    said = words.by_variant(zip(others["variant"], others["mean cosine"].map(number), strict=True))
+    cosines = quality[quality["variant"].isin(names[1:])]
+    listed = words.by_variant(zip(cosines["variant"], cosines["mean cosine"].map(number), strict=True))
     return Drawn(
         grid.figure,
         alt=f"{layout.method} layout of the {picking.feature_name(run, options)} on {task}. "
-        f"Mean cosine to the expert: {said}.",
+        f"Mean cosine to the expert: {listed}.",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *moved, *unscored, *_notes(run, options, task, layout)),
     )
@@ -164,8 +164,8 @@ def _samples(
         return rows
     rows = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
     if rows.empty:
-        said = f"no sample shown is of the classes {', '.join(options.classes)}"
-        raise DataError(said, hint="Choose other classes.")
+        problem = f"no sample shown is of the classes {', '.join(options.classes)}"
+        raise DataError(problem, hint="Choose other classes.")
     return rows
 
 
@@ -203,9 +203,9 @@ def _points(
 
 def _axis_titles(layout: Projection) -> list[str]:
     if layout.explained_variance is None:
-        return [f"{layout.method} {at} (no unit)" for at in (1, 2)]
+        return [f"{layout.method} {axis} (no unit)" for axis in (1, 2)]
     shares = [words.literal(percent(share)) for share in layout.explained_variance]
-    return [f"PC {at} ({share} of variance)" for at, share in enumerate(shares, 1)]
+    return [f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1)]
 
 
 def _hover(row: dict[str, Any]) -> str:
@@ -223,11 +223,11 @@ def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options:
     by_drift = rows[rows["variant"] == leading].sort_values("drift", ascending=False, kind="stable")
     ids = by_drift["sample_id"].head(options.arrows).tolist()
     starts = rows[rows["variant"] == "expert"].set_index("sample_id").loc[ids]
-    for at, variant in enumerate(names[1:] if ids else [], start=1):
+    for panel, variant in enumerate(names[1:] if ids else [], start=1):
         ends = rows[rows["variant"] == variant].set_index("sample_id").loc[ids]
         pairs = {letter: zip(starts[letter], ends[letter], strict=True) for letter in "xy"}
         places = {
-            letter: [at for pair in both for at in (*pair, None)][:-1] for letter, both in pairs.items()
+            letter: [end for pair in both for end in (*pair, None)][:-1] for letter, both in pairs.items()
         }
         ink = theme.palette(options.dark).ink
         ways = theme.scatter(
@@ -243,7 +243,7 @@ def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options:
             showlegend=False,
             hoverinfo="skip",
         )
-        grid.add(at, ways)
+        grid.add(panel, ways)
     many = words.counted(len(ids), "sample")
     return [f"Arrows: from the expert's place, the {many} that {leading} moves farthest."] if ids else []
 
@@ -308,8 +308,8 @@ def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
     colours = theme.CLASSES[dark]
     # After every round of colours the next symbol: 56 classes look different.
     return {
-        name: (colours[at % len(colours)], _SYMBOLS[at // len(colours) % len(_SYMBOLS)])
-        for at, name in enumerate(sorted(every.dropna().unique()))
+        name: (colours[index % len(colours)], _SYMBOLS[index // len(colours) % len(_SYMBOLS)])
+        for index, name in enumerate(sorted(every.dropna().unique()))
     }
 
 
@@ -327,11 +327,11 @@ def _add_drift_bar(grid: panels.Grid, drifts: pd.Series[Any]) -> None:
     grid.lay_out(coloraxis=axis, height=height, margin={"t": top})
 
 
-def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
-    """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
+def _write_below(grid: panels.Grid, panel: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
+    """Write the axis title and a variant's numbers below `panel`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
     lines = [f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}"]
     lines = [] if variant == "expert" else [*lines, f"neighbours {number(row['knn_overlap'])}"]
     lines.append(f"trust {number(row['trustworthiness'])}")
-    grid.set_axis("x", at, title={"text": "<br>".join([x_title, *lines])})
+    grid.set_axis("x", panel, title={"text": "<br>".join([x_title, *lines])})

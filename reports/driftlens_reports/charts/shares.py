@@ -83,22 +83,22 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             "text": theme.interval_texts(of, "low", "high", write=number),
             "hovertemplate": f"a = %{{x}}: %{{y:{theme.NUMBER}}}%{{text}}",
         }
-        at, taken = measures.index(str(measure)), of[of["is chosen"]]
-        grid.add(at, brush.line(variant, of["share"], of["mean"], (of["low"], of["high"]), **hover))
+        panel, taken = measures.index(str(measure)), of[of["is chosen"]]
+        grid.add(panel, brush.line(variant, of["share"], of["mean"], (of["low"], of["high"]), **hover))
         ring = {"symbol": "circle-open", "size": 16, "line": {"width": 1.5}, "color": brush.palette.ink}
         ringed = brush.line(variant, taken["share"], taken["mean"], mode="markers", marker=ring)
-        grid.add(at, ringed.update(**brush.named("taken", "taken"), hoverinfo="skip"))
+        grid.add(panel, ringed.update(**brush.named("taken", "taken"), hoverinfo="skip"))
     grid.set_axes(
         x={"tickformat": theme.TICK_NUMBER, "tickvals": sorted({*rows["share"]})},
         y={"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"},
     )
-    said = [
+    shares = [
         f"{words.shown(calibrated(str(row['calibration'])))} takes {number(row['share'])} with {number(row['mean'])}"
         for row in rows[rows["is chosen"] & (rows["measure"] == measures[0])].to_dict("records")
     ]
     return Drawn(
         grid.figure,
-        f"By share of the way from the base, {_TITLES[measures[0]]}: {'; '.join(said)}.",
+        f"By share of the way from the base, {_TITLES[measures[0]]}: {'; '.join(shares)}.",
         rows,
         (f"{words.ranged(rows['samples'], 'held-out sample')} of all tasks together.",),
     )

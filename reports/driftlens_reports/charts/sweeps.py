@@ -43,10 +43,10 @@ def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
     what = "final drift / expert norm" if options.relative else "mean final drift"
     drift = _Measure(column, panels.titled(what, "sweeps", column))
     scores = [
-        _Measure(of.name, f"{of.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
-        if of.kind == "share"
-        else _Measure(of.name, of.title)
-        for of in METRICS.values()
+        _Measure(metric.name, f"{metric.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
+        if metric.kind == "share"
+        else _Measure(metric.name, metric.title)
+        for metric in METRICS.values()
     ]
     return [measure for measure in (drift, *scores) if rows[measure.column].notna().any()]
 
@@ -95,24 +95,24 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     curves, tasks = [], picking.chosen_tasks(run, options)
-    for at, (measure, setting) in enumerate(product(measures, settings)):
+    for panel, (measure, setting) in enumerate(product(measures, settings)):
         points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
         points["is default"] = points[setting] == default_of(run, setting)
         curves.append(points)
-        grid.add(at, *_traces(points, setting, measure, options.dark, legend=at == 0))
-        made = _calibrations(run, setting, measure, tasks, options.dark)
-        grid.add(at, made.update(showlegend=at == 0 and len(made["x"]) > 0))
-        grid.set_axis("y", at, tickformat=measure.tick)
+        grid.add(panel, *_traces(points, setting, measure, options.dark, legend=panel == 0))
+        stars = _calibrations(run, setting, measure, tasks, options.dark)
+        grid.add(panel, stars.update(showlegend=panel == 0 and len(stars["x"]) > 0))
+        grid.set_axis("y", panel, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
     first, main = measures[0], main_task(data)
     means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
-    said = [
+    spans = [
         words.span(sweep, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
         for name, sweep in means.groupby("sweep", sort=False)
     ]
-    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {'; '.join(said)}."
+    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {'; '.join(spans)}."
     return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
 
 
@@ -172,7 +172,7 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     curves = []
     made, models = (theme.Brush(names, options.dark) for names in ([*map(calibrated, methods)], run.variants))
-    for at, measure in enumerate(measures):
+    for panel, measure in enumerate(measures):
         lines = []
         for name, part in rows.groupby("method", sort=False):
             points = over_seeds(part, "n", measure, len(tasks))[["n", "mean", "seeds", "low", "high"]]
@@ -185,14 +185,14 @@ def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
             points = pd.DataFrame({"n": [rows["n"].min(), rows["n"].max()], **level})
             lines.append(models.line(name, points["n"], points["value"], mode="lines", line_dash="dot"))
             curves.append(points.assign(method=name, measure=measure))
-        grid.add(at, *lines)
+        grid.add(panel, *lines)
     grid.set_axes(x={"type": "log"})
     data = pd.concat(curves, ignore_index=True)
     best = (
         data[(data["measure"] == measures[0]) & data["method"].isin(methods)].groupby("method")["value"].max()
     )
-    said = ", ".join(f"{name} {number(value)}" for name, value in best.items())
-    return Drawn(grid.figure, f"Methods by calibration samples; highest {measures[0]}: {said}.", data)
+    listed = ", ".join(f"{name} {number(value)}" for name, value in best.items())
+    return Drawn(grid.figure, f"Methods by calibration samples; highest {measures[0]}: {listed}.", data)
 
 
 def _traces(
@@ -231,7 +231,7 @@ def _calibrations(
         if info.method == "featcal" and calibrated(name) in run.variants
     ]
     return theme.scatter(
-        x=[at for _, at in values],
+        x=[value for _, value in values],
         y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in values],
         text=[words.literal(name) for name, _ in values],
         name="this run's calibrations",
@@ -291,7 +291,7 @@ def default_of(run: DriftRun, setting: str) -> float | None:
     values = set(rows.loc[~is_varied, setting].dropna().astype(float))
     if not values:
         infos = run.manifest.calibrations.values()
-        given = [count for info in infos for count in info.samples.values()] if setting == "n" else []
-        given = given or [info.settings.get(setting) for info in infos]
-        values = {float(value) for value in given if isinstance(value, int | float)}
+        settings = [count for info in infos for count in info.samples.values()] if setting == "n" else []
+        settings = settings or [info.settings.get(setting) for info in infos]
+        values = {float(value) for value in settings if isinstance(value, int | float)}
     return values.pop() if len(values) == 1 else None

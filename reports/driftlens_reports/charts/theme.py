@@ -126,16 +126,16 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
     """How `variant` is drawn in a run with these `variants`, whichever a figure shows; up to twelve stay distinct."""
     part = part_of(variant)
     alike = [name for name in variants if part_of(name) == part]
-    at = alike.index(variant) if variant in alike else 0
-    return Look(*(marks[at % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
+    index = alike.index(variant) if variant in alike else 0
+    return Look(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
 def shade(colours: Sequence[str], share: float) -> str:
     """The colour at `share`, 0 the first and 1 the last, of a continuous scale of `colours`."""
-    at = min(max(share, 0.0), 1.0) * (len(colours) - 1)
-    below = min(int(at), len(colours) - 2)
+    place = min(max(share, 0.0), 1.0) * (len(colours) - 1)
+    below = min(int(place), len(colours) - 2)
     pairs = zip(_channels(colours[below]), _channels(colours[below + 1]), strict=True)
-    return "#" + "".join(f"{round(low + (at - below) * (high - low)):02X}" for low, high in pairs)
+    return "#" + "".join(f"{round(low + (place - below) * (high - low)):02X}" for low, high in pairs)
 
 
 def readable(colour: str) -> str:
@@ -152,7 +152,7 @@ def faded(colour: str, opacity: float) -> str:
 
 
 def _channels(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return tuple(int(colour[start : start + 2], 16) for start in (1, 3, 5))
 
 
 def themed(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:

@@ -61,16 +61,16 @@ def label(text: str, longest: int = LONGEST) -> str:
 def labels(names: Sequence[str], longest: int = LONGEST) -> list[str]:
     """A label per name; of those that would be cut to the same words, what they share is left out."""
     cut = [label(name, longest) for name in names]
-    for alike in ([at for at, text in enumerate(cut) if text == repeated] for repeated in set(cut)):
-        whole = [called(names[at]) for at in alike]
+    for alike in ([index for index, text in enumerate(cut) if text == repeated] for repeated in set(cut)):
+        whole = [called(names[index]) for index in alike]
         if len(alike) == 1 or len(whole[0]) <= longest:
             continue
-        ends = (at for at, letters in enumerate(zip(*whole, strict=False)) if len({*letters}) > 1)
+        ends = (place for place, letters in enumerate(zip(*whole, strict=False)) if len({*letters}) > 1)
         differ = next(ends, min(map(len, whole)))
         word = re.split(r"[\W_]", whole[0][:differ])[-1]  # a number or a short word is kept whole
         begin = differ - min(len(word), longest // 3)
-        for at, name in zip(alike, whole, strict=True):
-            cut[at] = label(f"{name[: longest // 3]}…{name[begin:]}", longest)
+        for index, name in zip(alike, whole, strict=True):
+            cut[index] = label(f"{name[: longest // 3]}…{name[begin:]}", longest)
     return cut
 
 
@@ -96,7 +96,7 @@ def span(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> st
     values = rows[column].astype(float)
     lowest, highest = values.idxmin(), values.idxmax()
     chosen = {"low": [lowest], "high": [highest], "both": [lowest, highest]}[ends]
-    return " to ".join(tell(rows.loc[at]) for at in dict.fromkeys(chosen))
+    return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys(chosen))
 
 
 def spans(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
@@ -162,8 +162,8 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
     task = first.loc[first[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
     values = by_variant(zip(there["variant"], there[column].astype(float).map(number), strict=True))
-    others = rows["task"].nunique() - 1
-    among = f", the highest of {others + 1} tasks" if others else ""
+    num_others = rows["task"].nunique() - 1
+    among = f", the highest of {num_others + 1} tasks" if num_others else ""
     return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."
 
 

@@ -55,17 +55,17 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     NaN. Where the same calibration was measured at rho 1 too, that is a model of its own, without errors of drift.
     `attrs["notices"]` are the calibration's.
     """
-    known = {(row.about.role, row.task, row.variant): row for row in rho_control(run, name)}
-    at_rho_1 = dict.fromkeys(variant for _, _, variant in known)
+    controls = {(row.about.role, row.task, row.variant): row for row in rho_control(run, name)}
+    at_rho_1 = dict.fromkeys(variant for _, _, variant in controls)
     *variants, expert = compared_variants(run, name)
     rows = []
     for task in run.tasks:
         for variant in (*variants, *at_rho_1, expert):
             row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
             for about in (DRIFT, RELATIVE, COSINE):
-                own = known.get((about.role, task, variant)) or level(run, about, task, variant)
-                row |= {about.name: own.value, f"{about.name}_error": own.high - own.value}
-            score = known.get((SCORE.role, task, variant)) or level(run, SCORE, task, variant)
+                finding = controls.get((about.role, task, variant)) or level(run, about, task, variant)
+                row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
+            score = controls.get((SCORE.role, task, variant)) or level(run, SCORE, task, variant)
             metric = score.about.name
             row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
             row |= {"low": score.low, "high": score.high}
@@ -149,7 +149,7 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
 
 def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
     scored = ["accuracy", "low", "high", "n", "metric", "score"]
-    kept = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
+    shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
     return Table.of(
         f"before-after-{name}",
         f"{title(calibrated(name))}: final feature of every model on every task",
@@ -158,7 +158,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
             **{"relative drift": "share", "relative drift +-": "share"},
             **{"cosine": "number", "cosine +-": "number"},
         },
-        kept.to_numpy(dtype=object).tolist(),
+        shown.to_numpy(dtype=object).tolist(),
         f"Means over {_counted(run)} with half their 95 % interval (Student's t; the expert's norm is taken as known).",
     )
 
@@ -167,12 +167,12 @@ def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
     """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
     measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
     says = [] if measures == [ACCURACY] else says_of(measures)
-    return title_of(measures), all(at.kind == "share" for at in measures), says
+    return title_of(measures), all(metric.kind == "share" for metric in measures), says
 
 
 def _scores(rows: pd.DataFrame, name: str) -> Table:
-    kept = rows[rows["score"].notna()]
-    of, is_share, says = _told(kept["metric"])
+    scored = rows[rows["score"].notna()]
+    score, is_share, says = _told(scored["metric"])
     columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
     kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
     kind: Kind = "share" if is_share else "number"
@@ -181,9 +181,9 @@ def _scores(rows: pd.DataFrame, name: str) -> Table:
     interval = "Wilson's interval" if is_share else "95 % intervals"
     return Table.of(
         f"{'scores' if says else 'accuracies'}-{name}",
-        f"{title(calibrated(name))}: {of} of every model on every task",
+        f"{title(calibrated(name))}: {score} of every model on every task",
         kinds,
-        kept[columns].to_numpy(dtype=object).tolist(),
+        scored[columns].to_numpy(dtype=object).tolist(),
         " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
     )
 
@@ -215,12 +215,12 @@ def _drifts(run: DriftRun, name: str) -> Table:
 
 def _changes(name: str, changes: Sequence[Finding]) -> Table:
     measured = [row for row in changes if row.n]
-    of, is_share, says = _told(row.about.name for row in measured)
+    score, is_share, says = _told(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
     kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
     return Table.of(
         f"{'score' if says else 'accuracy'}-change-{name}",
-        f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
+        f"{title(calibrated(name))}: change of {score} against the merged model{', in points' if is_share else ''}",
         {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
         [(row.task, *([row.about.name] if says else []), *row.ends, row.n) for row in measured],
         score_change_note(changes),
@@ -235,7 +235,7 @@ def _answers(name: str, changes: Sequence[Finding]) -> Table:
     ]
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
-        sums = [sum(row[at] for row in rows) for at in (2, 3, 4)]
+        sums = [sum(row[column] for row in rows) for column in (2, 3, 4)]
         rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, p_of(mean)))
     return Table.of(
         f"answers-changed-{name}",
@@ -287,12 +287,12 @@ _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "corr
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
     """What was chosen, by which held-out advantage and at what cost; none where nothing was chosen."""
-    made = run.calibration_info(name)
-    shrunk = [_shrink_sentence(made.shrink)] if made.shrink else []
-    if not made.automatic:
+    info = run.calibration_info(name)
+    shrunk = [_shrink_sentence(info.shrink)] if info.shrink else []
+    if not info.automatic:
         return shrunk
-    if made.selection.keys() >= _COMPARED:
-        return [*_comparison_sentences(made.selection), *shrunk]
+    if info.selection.keys() >= _COMPARED:
+        return [*_comparison_sentences(info.selection), *shrunk]
     # An older run, or a chooser of the caller's own, which may keep any record.
     return [
         f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how.",
@@ -302,18 +302,16 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
     """Which share of the way from the base is kept, and by what it was chosen."""
-    told = (
-        f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
-    )
-    return f"All weights are base + {shrink['share']:g} (repaired - base){told}."
+    why = f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
+    return f"All weights are base + {shrink['share']:g} (repaired - base){why}."
 
 
 def judged_by(record: Mapping[str, Any]) -> str:
     """What candidates were compared by, in a word or two; older records have it in words of their own."""
     if "judged_by" in record:
         return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
-    told = record.get("what") or record["score"]
-    return next((name for name in ("KL", "Hellinger distance") if told.startswith(name)), "relative drift")
+    score = record.get("what") or record["score"]
+    return next((name for name in ("KL", "Hellinger distance") if score.startswith(name)), "relative drift")
 
 
 def _shares(run: DriftRun, name: str) -> Table:
@@ -349,16 +347,16 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
         text = f"the base was chosen, which {_lower(choice, what, interval)}, and nothing was clearly better"
     else:
         text = f"{choice['title']} was chosen, which {_lower(choice, what, interval)}"
-    said = [
+    sentences = [
         f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
         f"{record['seconds']:.0f} s."
     ]
     if record["base_stands"]:
-        said.append("Advice: don't use the merge, as the base is as near to the experts.")
+        sentences.append("Advice: don't use the merge, as the base is as near to the experts.")
     numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
     n = choice["n"]
     return [
-        *said,
+        *sentences,
         f"Held-out {what} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
     ]
 
@@ -446,15 +444,15 @@ def arena_sheet(
         for row in rows
         if is_measured(row.get("change_low")) or is_measured(row.get("behind_low"))
     }
-    said = [
+    notes = [
         f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
         pairing(paired),
         "The first repair stands first on these very samples, which flatters it a little against the others. One draw "
         "of calibration samples. Seconds are of calibrating alone; memory is the process's peak by then, and energy "
         "that of all programs.",
     ]
-    said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    title, note = f"Repairs of {run.name} beside each other", " ".join(filter(None, said))
+    notes += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
+    title, note = f"Repairs of {run.name} beside each other", " ".join(filter(None, notes))
     return Table.from_rows("arena", title, columns, rows, note)
 
 
@@ -466,8 +464,8 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
     row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
     row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
-    found = fmean(info.found_out.values()) if info.found_out else None
-    return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found}
+    found_out = fmean(info.found_out.values()) if info.found_out else None
+    return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found_out}
 
 
 @remembered
@@ -488,11 +486,11 @@ def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
     is_after = variant not in ("base", "merged") and "merged" in run.variants
     row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
     for about, tasks in common(run, ["merged", variant] if is_after else [variant]):
-        own = mean(run, about, tasks, variant)
+        average = mean(run, about, tasks, variant)
         if about.role == SCORE.role:
-            row |= {"score": own.value, "low": own.low, "high": own.high, "n": own.n}
+            row |= {"score": average.value, "low": average.low, "high": average.high, "n": average.n}
             if is_after:
                 row |= _change("change", mean_change(run, about, tasks, ("merged", variant)))
         elif about in (RELATIVE, COSINE):
-            row[about.name] = own.value
+            row[about.name] = average.value
     return row

@@ -158,10 +158,10 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
 
 
 def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
-    found = _select(run, check)
-    if isinstance(found, str):
-        return [_skipped(check, {}, found)]
-    rows, shown, tasks = found
+    chosen = _select(run, check)
+    if isinstance(chosen, str):
+        return [_skipped(check, {}, chosen)]
+    rows, shown, tasks = chosen
     absent = [task for task in tasks if not (rows["task"] == task).any()]
     is_by_task = "task" in check.per
     results = []
@@ -189,9 +189,9 @@ def _judge_group(
     values = rows["value"].to_numpy(dtype=float)[measured]
     if not len(values):
         return _skipped(check, group, lacking)
-    at = _judged_row(check, values)
+    judged = _judged_row(check, values)
     with np.errstate(invalid="ignore"):
-        value = float(getattr(np, check.agg)(values) if at is None else values[at])
+        value = float(getattr(np, check.agg)(values) if judged is None else values[judged])
     if math.isnan(value):
         return _skipped(check, group, f"the {check.agg} of infinite values is no number")
     margin, relation = min(
@@ -200,12 +200,12 @@ def _judge_group(
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
     if holds and lacking:
         return _skipped(check, group, lacking)
-    row = pd.Series(dtype=float) if at is None else rows.iloc[measured[at]]
+    row = pd.Series(dtype=float) if judged is None else rows.iloc[measured[judged]]
     low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
-    place = "" if at is None else _row_name(row, shown)
-    of = "" if pd.isna(samples) else f" (n = {int(samples)})"
+    place = "" if judged is None else _row_name(row, shown)
+    size = "" if pd.isna(samples) else f" (n = {int(samples)})"
     reason = (
-        f"{number(value, _DIGITS)}{of}{f' at {place}' if place else ''}, "
+        f"{number(value, _DIGITS)}{size}{f' at {place}' if place else ''}, "
         f"wanted {relation} {_exact(check.bounds[relation])}"
     )
     status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
@@ -305,9 +305,9 @@ def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
 
 
 def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
-    known = {"task": run.tasks, "variant": run.variants}.get(column, ())
-    if known and value not in known and value != "expert":
-        return f"the run has no {column} {value!r}; it has {', '.join(known)}"
+    names = {"task": run.tasks, "variant": run.variants}.get(column, ())
+    if names and value not in names and value != "expert":
+        return f"the run has no {column} {value!r}; it has {', '.join(names)}"
     return f"{check.metric} was not measured where {column} is {value}"
 
 
@@ -327,8 +327,8 @@ def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tup
         for task, name in zip(rows["task"], rows["metric"], strict=True):
             metric = metric_called(name)
             score = changed_score(run, run, task, change, metric)
-            own = Interval(math.nan) if check.relative else score.interval
-            ends.append(replace(own, n=score_of(run, task, change[1], metric).n))
+            interval = Interval(math.nan) if check.relative else score.interval
+            ends.append(replace(interval, n=score_of(run, task, change[1], metric).n))
     else:
         by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
         kind = "relative" if check.relative else "difference"

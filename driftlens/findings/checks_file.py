@@ -36,19 +36,19 @@ _NUMBERS = {
 _RELATIONS: Mapping[str, Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
 
-def _plain_value(given: Any) -> Any:
-    if isinstance(given, str) or type(given) is int:
-        return given
-    raise problem(f"expected a name or a layer number, got {given!r}")
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str) or type(value) is int:
+        return value
+    raise problem(f"expected a name or a layer number, got {value!r}")
 
 
-def _both_ends(given: Any) -> Any:
+def _both_ends(value: Any) -> Any:
     """`{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`, which is relative, as kind and two variants."""
-    if isinstance(given, dict) and set(given) == {"from", "to"}:
-        given = {"relative": [given["from"], given["to"]]}
-    if not isinstance(given, dict) or len(given) != 1 or not set(given) <= {"points", "relative"}:
+    if isinstance(value, dict) and set(value) == {"from", "to"}:
+        value = {"relative": [value["from"], value["to"]]}
+    if not isinstance(value, dict) or len(value) != 1 or not set(value) <= {"points", "relative"}:
         raise problem("expected two variants", 'For example {points: [merged, "calibrated:featcal"]}.')
-    [(kind, ends)] = given.items()
+    [(kind, ends)] = value.items()
     if not isinstance(ends, (list, tuple)) or len(ends) != 2:
         raise problem(f"{kind}: expected two variants", f"For example {{{kind}: [base, merged]}}.")
     return {kind: tuple(ends)}
@@ -70,7 +70,7 @@ class Check(Part):
     table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
     where: dict[str, _Value] = Field(default_factory=dict)
     per: Annotated[
-        tuple[Text, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+        tuple[Text, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
     ] = ()
     agg: Literal["worst", "mean", "max", "min", "median"] = "worst"
     gte: Number | None = None
@@ -83,14 +83,14 @@ class Check(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _score_by_name(cls, given: Any) -> Any:
+    def _score_by_name(cls, entry: Any) -> Any:
         """`metric: accuracy` is the value of that score's rows."""
-        metric = given.get("metric") if isinstance(given, Mapping) else None
+        metric = entry.get("metric") if isinstance(entry, Mapping) else None
         if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
-            where = given.get("where", {})
+            where = entry.get("where", {})
             rows = {"where": {**where, "metric": metric}} if isinstance(where, Mapping) else {}
-            return {"table": "accuracy", **given, **rows, "metric": "value"}
-        return given
+            return {"table": "accuracy", **entry, **rows, "metric": "value"}
+        return entry
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -99,8 +99,8 @@ class Check(Part):
         table = _table_of(self.metric, self.table)
         columns = _text_columns(table)
         keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
-        for what, given, allowed in (("where", self.where, columns), ("per", self.per, keys)):
-            for column in given:
+        for what, names, allowed in (("where", self.where, columns), ("per", self.per, keys)):
+            for column in names:
                 if column not in allowed:
                     hint = did_you_mean(column, allowed)
                     raise problem(
@@ -116,8 +116,8 @@ class Check(Part):
     @property
     def bounds(self) -> dict[Relation, float]:
         """The bounds that are given."""
-        given = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
-        return {relation: bound for relation, bound in given.items() if bound is not None}
+        limits = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
+        return {relation: bound for relation, bound in limits.items() if bound is not None}
 
     @property
     def home(self) -> str:
@@ -167,10 +167,10 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
 
 def _table_of(metric: str, table: str | None) -> str:
     """The table that holds `metric`: the one named, or the only one that has such a column."""
-    known = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
-    if metric not in known:
+    columns = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
+    if metric not in columns:
         text = "no table has a number" if table is None else f"the table {table!r} has no number"
-        raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, known))
+        raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, columns))
     homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
     if len(homes) > 1:
         raise problem(

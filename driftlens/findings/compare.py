@@ -92,12 +92,12 @@ def compare(
     """
     first = a if isinstance(a, DriftRun) else open_run(a)
     second = first if b is None else b if isinstance(b, DriftRun) else open_run(b)
-    found = mismatches(first, second)
-    if found and not allow_mismatch:
+    differences = mismatches(first, second)
+    if differences and not allow_mismatch:
         raise DataError(
-            f"the runs differ in {'; '.join(found)}",
+            f"the runs differ in {'; '.join(differences)}",
             hint="Such numbers are no before and after. --allow-mismatch compares what both have.",
-            mismatches=found,
+            mismatches=differences,
         )
     pairs = _pairs(first, second, before, after, within=b is None)
     tasks = [task for task in first.tasks if task in second.tasks]
@@ -108,9 +108,9 @@ def compare(
         first,
         second,
         pairs,
-        layers=pd.concat([_layer_rows(first, second, *at) for at in places], ignore_index=True),
-        tasks=pd.DataFrame([_task_row(first, second, *at) for at in places]),
-        mismatches=found,
+        layers=pd.concat([_layer_rows(first, second, *place) for place in places], ignore_index=True),
+        tasks=pd.DataFrame([_task_row(first, second, *place) for place in places]),
+        mismatches=differences,
         notes=tuple(_unverified(first, second, tasks)),
     )
 
@@ -118,7 +118,7 @@ def compare(
 def comparison_table(rows: pd.DataFrame) -> Table:
     """The rows of one pair of a comparison's `tasks` to be read; scores are in percent where all are shares."""
     metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
-    of = title_of(metrics) if len(metrics) == 1 else "score"
+    what = title_of(metrics) if len(metrics) == 1 else "score"
     is_share = all(metric.kind == "share" for metric in metrics)
     score: Kind = "share" if is_share else "number"
     change: Kind = "points" if is_share else "signed"
@@ -134,8 +134,8 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         **_both_sides("cosine", "number", "cos"),
         "change of cosine": ("signed", "cos_change"),
         **_both_sides("flips", "share", "flips"),
-        **_both_sides(of, score, "score"),
-        **with_ends(f"change of {of}", change, ("score_change", "score_ci_low", "score_ci_high")),
+        **_both_sides(what, score, "score"),
+        **with_ends(f"change of {what}", change, ("score_change", "score_ci_low", "score_ci_high")),
         "test samples": ("count", "n_test_after"),
     }
     scored = rows[rows["score_ci_low"].notna()]
@@ -150,7 +150,7 @@ def _both_sides(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]
 def mean_score_change(rows: pd.DataFrame) -> Interval:
     """The mean over the tasks of one pair, each with its own interval; NaN where metrics differ, or one is missing."""
     ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
-    return mean_over_tasks([Interval(*at) for at in ends] if rows["metric"].nunique() == 1 else [])
+    return mean_over_tasks([Interval(*row) for row in ends] if rows["metric"].nunique() == 1 else [])
 
 
 def _pairs(
@@ -221,7 +221,7 @@ def _ends(change: MeanChange | None) -> dict[str, Any]:
     nothing = Interval(math.nan)
     change = change or MeanChange(nothing, nothing, is_paired=False)
     both = {"drift": change.difference, "drift_relative": change.relative}
-    ends = {f"{name}_ci_{end}": getattr(of, end) for name, of in both.items() for end in ("low", "high")}
+    ends = {f"{name}_ci_{end}": getattr(mean, end) for name, mean in both.items() for end in ("low", "high")}
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
@@ -271,17 +271,17 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
     shared = [task for task in a.tasks if task in b.tasks]
     for split in ("diagnosis", "test"):
         ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
-        others = [task for task in shared if same_samples(a, b, task, split) is False]
-        yield from _differing(f"{split} samples", shared, ids, other_ids, others)
+        unlike = [task for task in shared if same_samples(a, b, task, split) is False]
+        yield from _differing(f"{split} samples", shared, ids, other_ids, unlike)
     yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
     yield from _differing("experts", shared, _experts(a), _experts(b))
 
 
 def _differing(
-    what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], others: Sequence[str] = ()
+    what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
     """Tasks on which both runs say something, and not the same."""
-    unequal = [task for task in tasks if task in others or (task in a and task in b and a[task] != b[task])]
+    unequal = [task for task in tasks if task in unlike or (task in a and task in b and a[task] != b[task])]
     if unequal:
         yield f"{what} of {', '.join(unequal)}"
 

@@ -126,8 +126,8 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
 
 def paired_by_task(rows: Sequence[Finding]) -> dict[str, bool]:
     """By task, whether all changes on it that have an interval are paired."""
-    known = [row for row in rows if is_measured(row.low)]
-    return {row.task: all(other.paired for other in known if other.task == row.task) for row in known}
+    measured = [row for row in rows if is_measured(row.low)]
+    return {row.task: all(other.paired for other in measured if other.task == row.task) for row in measured}
 
 
 def change_in_words(measure: Measure, before: float, change: Interval) -> str:

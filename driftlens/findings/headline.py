@@ -142,8 +142,8 @@ def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap
         return "Nearer to the experts than the base", "good"
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
     kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
-    of = f"Merging keeps {_share(kept)} of what the experts gain over the base" if _share(kept) else ""
-    return of or "Better than its base", "good"
+    text = f"Merging keeps {_share(kept)} of what the experts gain over the base" if _share(kept) else ""
+    return text or "Better than its base", "good"
 
 
 def _share(share: Interval) -> str:

@@ -59,13 +59,13 @@ def feature_changes(
     `scale` is relative drift by drift: the expert's norm, taken as known.
     """
     for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
-        found = drift_changes(before, after, task, pair, column=column, layer="final")
-        for change in found.values():
+        changes = drift_changes(before, after, task, pair, column=column, layer="final")
+        for change in changes.values():
             rows = {about: change.difference}
             if about is DRIFT:
                 rows |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
-            for of, numbers in rows.items():
-                yield finding(of, numbers, task, pair[1], pair[0], paired=change.is_paired)
+            for measure, numbers in rows.items():
+                yield finding(measure, numbers, task, pair[1], pair[0], paired=change.is_paired)
 
 
 def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
@@ -93,7 +93,7 @@ def drift_changes(
     Paired where both measured the very same samples, and nothing else is known to be common.
     """
     sides = [
-        {at: rows.set_index("sample_id")[column] for at, rows in measured.groupby("layer")}
+        {layer: rows.set_index("sample_id")[column] for layer, rows in measured.groupby("layer")}
         for measured in (
             run.samples(task, variant, layer)[["layer", "sample_id", column]].dropna()
             for run, variant in zip((before, after), variants, strict=True)
@@ -106,7 +106,7 @@ def drift_changes(
         is_paired = bool(is_same) and set(start.index) == set(end.index)
         values = (start, end.reindex(start.index) if is_paired else end)
         changes[index] = intervals.mean_change(
-            *(each.to_numpy(dtype=float) for each in values), is_paired=is_paired
+            *(column.to_numpy(dtype=float) for column in values), is_paired=is_paired
         )
     return changes
 
@@ -143,9 +143,9 @@ def changed_score(
         counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
         change = Interval(change.value, *intervals.unpaired_difference(*counts))
     elif start.n and end.n and same_samples(before, after, task, "test"):
-        rows, others = (results(run, task, variant, metric) for run, variant in sides)
-        if len(rows) and set(rows.index) == set(others.index):
-            columns = rows["value"], others["value"].reindex(rows.index), rows["reference"]
+        rows, partner = (results(run, task, variant, metric) for run, variant in sides)
+        if len(rows) and set(rows.index) == set(partner.index):
+            columns = rows["value"], partner["value"].reindex(rows.index), rows["reference"]
             change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
@@ -205,12 +205,12 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     """What each scored task is judged by: accuracy where it was measured, else the first metric of the list."""
     rows, order = run.accuracy(), [*METRICS]
     rows = rows[rows["value"].notna() & rows["task"].isin(run.tasks)]
-    found: dict[str, Metric] = {}
+    mains: dict[str, Metric] = {}
     for task, names in rows.groupby("task", sort=False)["metric"].unique().items():
-        own = [metric for metric in map(metric_called, names) if not metric.is_attached]
-        own.sort(key=lambda metric: order.index(metric.name) if metric.name in order else len(order))
-        found |= {str(task): own[0]} if own else {}
-    return found
+        metrics = [metric for metric in map(metric_called, names) if not metric.is_attached]
+        metrics.sort(key=lambda metric: order.index(metric.name) if metric.name in order else len(order))
+        mains |= {str(task): metrics[0]} if metrics else {}
+    return mains
 
 
 def _flips(run: DriftRun) -> Iterator[Finding]:
@@ -295,7 +295,7 @@ def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[st
     by_task = [change(run, of, task, pair) for task in tasks]
     start, end = (mean(run, of, tasks, variant).value for variant in pair)
     over = replace(mean_over_tasks(by_task), value=end - start)
-    row = finding(of, over, "", pair[1], pair[0], paired=all(at.paired for at in by_task))
+    row = finding(of, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
 
 
@@ -384,10 +384,10 @@ def _draws(n: int) -> Array:
 
 
 def _ends(drawn: Array) -> tuple[float, float]:
-    found = drawn[np.isfinite(drawn)]
-    if not len(found):  # of a single sample, or of numbers that are all alike
+    finite = drawn[np.isfinite(drawn)]
+    if not len(finite):  # of a single sample, or of numbers that are all alike
         return float("nan"), float("nan")
-    low, high = np.quantile(found, (0.025, 0.975))
+    low, high = np.quantile(finite, (0.025, 0.975))
     return float(low), float(high)
 
 
@@ -401,8 +401,8 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
             return mean
         if metric.name in ("perplexity", "wer"):
             ratio: Array = counts @ values / (counts @ references)
-            found: Array = np.exp(ratio) if metric.name == "perplexity" else ratio
-            return found
+            value: Array = np.exp(ratio) if metric.name == "perplexity" else ratio
+            return value
     raise ValueError(f"{metric.name} has no single results to draw from")
 
 
@@ -421,5 +421,5 @@ def _correlations(x: Array, y: Array, counts: Array) -> Array:
     whole = counts.sum(axis=1, keepdims=True)
     x, y = (side - (counts * side).sum(axis=1, keepdims=True) / whole for side in (x, y))
     both = (counts * x * y).sum(axis=1)
-    found: Array = both / np.sqrt((counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1))
-    return found
+    correlation: Array = both / np.sqrt((counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1))
+    return correlation

@@ -28,25 +28,25 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
 
     `side` is -1 where the last model is clearly worse than the experts, `bad` are tasks whose experts are themselves.
     """
-    at = shlex.quote(str(run.path))
+    path = shlex.quote(str(run.path))
     if is_live(run.manifest):
         return ""
     if not run.manifest.finished:
-        return f"driftlens analyze {at}/spec.yaml --out {at} --resume"
+        return f"driftlens analyze {path}/spec.yaml --out {path} --resume"
     if bad:
-        return f"driftlens validate {at}/spec.yaml --deep"
+        return f"driftlens validate {path}/spec.yaml --deep"
     if side >= 0:
-        return f"driftlens report {at}"
+        return f"driftlens report {path}"
     compared = comparison(run)
     if (better := _nearest(compared)) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
-        return f"driftlens analyze {at}/spec.yaml {sets} --out {at}-{shlex.quote(better['method'])}"
+        return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
     if not compared and len(run.tasks) > 1:
-        return f"driftlens merge {at}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {at}/{MERGES}"
+        return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
-        return f"driftlens calibrate {at} --name best --auto"
-    return f"driftlens advise {at} --search"
+        return f"driftlens calibrate {path} --name best --auto"
+    return f"driftlens advise {path} --search"
 
 
 def nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
@@ -63,24 +63,24 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
     beside = sorted(run.path.parent.glob(f"*/{COMPARISON}")) if run.path.parent.is_dir() else []
     for file in itertools.chain([run.path / MERGES / COMPARISON], beside):
         try:
-            found = from_json(file.read_text(encoding="utf-8"))
-            if file.parent.parent == run.path or _is_about(found, run):
-                [*nearer_merge(found)]  # all that will be read of it
-                return dict(found)
+            ranking = from_json(file.read_text(encoding="utf-8"))
+            if file.parent.parent == run.path or _is_about(ranking, run):
+                [*nearer_merge(ranking)]  # all that will be read of it
+                return dict(ranking)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a stranger's file, or none
     return {}
 
 
-def _is_about(found: Mapping[str, Any], run: DriftRun) -> bool:
+def _is_about(ranking: Mapping[str, Any], run: DriftRun) -> bool:
     """Whether a comparison that lies elsewhere has the run's name and tasks, and its merge as the present one."""
-    own = run.manifest.merge
-    present = next((row for row in found["merges"] if row["merge"] == found.get("present")), None)
+    merge = run.manifest.merge
+    present = next((row for row in ranking["merges"] if row["merge"] == ranking.get("present")), None)
     return (
         present is not None
-        and (found["name"], {*found["samples"]}) == (run.name, {*run.tasks})
-        and present["method"] == own.get("method")
-        and present["settings"].items() <= own["parameters"].items()
+        and (ranking["name"], {*ranking["samples"]}) == (run.name, {*run.tasks})
+        and present["method"] == merge.get("method")
+        and present["settings"].items() <= merge["parameters"].items()
     )
 
 

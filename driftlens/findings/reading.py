@@ -150,7 +150,7 @@ def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return plain(text)
-    return "".join(code(part) if at % 2 else plain(part) for at, part in enumerate(parts))
+    return "".join(code(part) if place % 2 else plain(part) for place, part in enumerate(parts))
 
 
 def printable(text: str) -> str:

@@ -38,8 +38,8 @@ MEASURES: dict[str, tuple[str, Kind, Kind]] = {
 def settings_of(row: Any) -> dict[str, Any]:
     """All settings of a row of the sweep table, by name; runs before schema 1.4 tell three."""
     if isinstance(row["settings"], str):
-        found: dict[str, Any] = from_json(row["settings"])
-        return found
+        settings: dict[str, Any] = from_json(row["settings"])
+        return settings
     return {name: row[name] for name in FACTORS[:-1]}
 
 
@@ -59,8 +59,8 @@ def swept_methods(run: DriftRun, factor: str) -> list[str]:
 def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of the sweep table with each task's main score as `score`, where it may be averaged; without other rows."""
     metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
-    own = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
-    rows = rows.assign(score=pd.Series(own, rows.index, dtype=float))
+    scores = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
+    rows = rows.assign(score=pd.Series(scores, rows.index, dtype=float))
     return rows[rows["score"].notna()]
 
 
@@ -110,10 +110,10 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
 
 def scope(run: DriftRun, name: str) -> str:
     """To which layers and sites a calibration is restricted, as the sweep of its control is called; else empty."""
-    made = run.manifest.calibrations[name]
-    is_whole = sorted(made.layers) == [layer.index for layer in run.manifest.layers if layer.role == "block"]
-    layers = "" if is_whole or not made.layers else f"layers {', '.join(map(str, sorted(made.layers)))}"
-    return "; ".join(filter(None, [layers, f"sites {', '.join(made.sites)}" if made.sites else ""]))
+    info = run.manifest.calibrations[name]
+    is_whole = sorted(info.layers) == [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    layers = "" if is_whole or not info.layers else f"layers {', '.join(map(str, sorted(info.layers)))}"
+    return "; ".join(filter(None, [layers, f"sites {', '.join(info.sites)}" if info.sites else ""]))
 
 
 def rho_control(run: DriftRun, name: str) -> list[Finding]:
@@ -122,19 +122,19 @@ def rho_control(run: DriftRun, name: str) -> list[Finding]:
     With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
     keeps no samples: drifts and cosines have no interval.
     """
-    made, rows = run.manifest.calibrations[name], run.sweeps()
-    if made.settings.get("rho", 1) == 1 or rows.empty:
+    info, rows = run.manifest.calibrations[name], run.sweeps()
+    if info.settings.get("rho", 1) == 1 or rows.empty:
         return []
-    wanted = {**made.settings, "rho": 1.0}
+    wanted = {**info.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
-    rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
+    rows = rows[(rows["method"] == info.method).fillna(False) & rows["n"].notna()]
     rows = rows[rows["corruption"].fillna("none") == "none"]
-    within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(made.method).lstrip(":"))
+    within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(info.method).lstrip(":"))
     rows = rows[within == scope(run, name)]
     same = [
         index
         for index, row in rows.iterrows()
-        if row["n"] == made.samples.get(row["task"])
+        if row["n"] == info.samples.get(row["task"])
         and all(wanted.get(key) == value for key, value in settings_of(row).items())
     ]
     points = rows.loc[same].drop_duplicates("task")

@@ -117,20 +117,20 @@ class Table(Part):
         return pd.DataFrame(
             {
                 column.name: pd.Series(
-                    [row[at] for row in self.rows], dtype=_DTYPES.get(column.kind, "float64")
+                    [row[place] for row in self.rows], dtype=_DTYPES.get(column.kind, "float64")
                 )
-                for at, column in enumerate(self.columns)
+                for place, column in enumerate(self.columns)
             }
         )
 
     def shown(self) -> Iterator[Shown]:
         """The columns as a reader sees them: a number with its interval, ends without a number, before and after."""
-        places, taken = {column.name: at for at, column in enumerate(self.columns)}, set[int]()
-        for name, at in places.items():
-            if at not in taken:
-                head, own, joints = _cell_of(name, places)
-                taken |= {*own}
-                yield Shown(head, self.columns[at].kind, own, joints)
+        places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
+        for name, place in places.items():
+            if place not in taken:
+                head, group, joints = _cell_of(name, places)
+                taken |= {*group}
+                yield Shown(head, self.columns[place].kind, group, joints)
 
     def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """The texts of one cell with what stands behind each: only the first where others are missing or the same."""
@@ -181,9 +181,9 @@ def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...]
     """Heading, places and joints of the cell that the column `name` begins."""
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
-        own = tuple(places[stem + end] for end in ends if stem + end in places)
-        if name == stem + ends[0] and len(own) == len(ends):
-            return INTERVAL if ends[0] == " low" else stem, own, joints
+        shown = tuple(places[stem + end] for end in ends if stem + end in places)
+        if name == stem + ends[0] and len(shown) == len(ends):
+            return INTERVAL if ends[0] == " low" else stem, shown, joints
     return name, (places[name],), ("",)
 
 

@@ -111,10 +111,10 @@ class Verdict:
 @remembered
 def verdict(run: DriftRun, name: str = "") -> Verdict:
     """The verdict on the merged model and on one calibration: `name`, or the one that was added last."""
-    others = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
-    merged = "merged" if "merged" in others else next(iter(others), "")
-    made = [variant for variant in run.variants if part_of(variant) == "calibrated"]
-    after = calibrated(name) if name else next(reversed(made), "")
+    uncalibrated = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
+    merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
+    repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
+    after = calibrated(name) if name else next(reversed(repairs), "")
     judged = _judged_by(run, merged, after)
     source = source_of(run, merged)
     if judged is None:
@@ -140,7 +140,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
-    which = " (newest calibration)" if len(made) > 1 and after == made[-1] else ""
+    which = " (newest calibration)" if len(repairs) > 1 and after == repairs[-1] else ""
     unchanged = run.calibration_info(calibration_of(after) or "").is_what if after else ""
     failed = self_checks(run).count("fail")
     nearer = [*nearer_merge(comparison(run))] if merged == "merged" else []
@@ -152,8 +152,8 @@ def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
     """That most of what the merge or the calibration changes is lost to the number type that it is saved in."""
     of_merge = (run.manifest.merge or {}).get("change") if merged == "merged" else None
     of_calibration = run.calibration_info(calibration_of(after) or "").change if after else None
-    made = {"the merge": of_merge, "the calibration": of_calibration}
-    changes = {what: Change(**change) for what, change in made.items() if change}
+    records = {"the merge": of_merge, "the calibration": of_calibration}
+    changes = {what: Change(**change) for what, change in records.items() if change}
     return [
         f"{change.dtype} loses about {change.lost_share:.0%} of the entries that {what} changes."
         for what, change in changes.items()
@@ -194,7 +194,7 @@ def _sentences(
     end = [f"Self-checks failed: {failed}."] if failed else []
     end += [f"Next: `{judgement.command}`."] if judgement.command else []
     is_unchanged = [f"The calibrated model is {unchanged}."] if unchanged else []
-    said: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counting, whole, rank in _ROOM:
         parts = (
@@ -205,19 +205,19 @@ def _sentences(
             (0, end),
         )
         ranked = [(at, text) for at, texts in parts for text in texts]
-        said = _fitting(ranked)
-        if all(text in said for at, text in ranked if at < rank):
+        sentences = _fitting(ranked)
+        if all(text in sentences for at, text in ranked if at < rank):
             break
-    return said
+    return sentences
 
 
 def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     """Those sentences that fit in, each beside all of a lower rank, in the order given."""
-    left, kept = MOST_WORDS, set[str]()
+    left, fitting = MOST_WORDS, set[str]()
     for _, text in sorted(ranked, key=lambda entry: entry[0]):
         left -= num_words(text)
-        kept |= {text} if left >= 0 else set()
-    return tuple(text for _, text in ranked if text in kept)
+        fitting |= {text} if left >= 0 else set()
+    return tuple(text for _, text in ranked if text in fitting)
 
 
 def num_words(text: str) -> int:
@@ -241,7 +241,7 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
 
 def _of_means(judgement: Verdict) -> str:
     """What every model has, side by side."""
-    what, n = judgement.measure.title, max(at.n for at in judgement.means.values())
+    what, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
     over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
     counts = [f"{len(judgement.tasks)} tasks"] * (len(judgement.tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
@@ -249,7 +249,7 @@ def _of_means(judgement: Verdict) -> str:
 
 
 def _values(judgement: Mapping[str, Interval], kind: Kind) -> str:
-    return ", ".join(f"{_called(variant)} {written(at.value, kind)}" for variant, at in judgement.items())
+    return ", ".join(f"{_called(variant)} {written(mean.value, kind)}" for variant, mean in judgement.items())
 
 
 def _called(variant: str) -> str:
@@ -270,7 +270,7 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
         judgement.measure.kind == "share" and is_first
     )
     is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
-    begins = gap is next((at for at in judgement.gaps if at.side), gap)
+    begins = gap is next((other for other in judgement.gaps if other.side), gap)
     counts = (
         _counts(gap, len(judgement.tasks), is_first=begins) if is_counted and len(judgement.tasks) > 1 else ""
     )
@@ -331,7 +331,7 @@ def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tu
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
     for layer in rows["layer"].unique().tolist():
         by_task = [share_of(row) for row in rows[rows["layer"] == layer].to_dict("records")]
-        by_layer[layer] = mean_over_tasks(by_task), [at.value for at in by_task]
+        by_layer[layer] = mean_over_tasks(by_task), [share.value for share in by_task]
     return dict(sorted(by_layer.items(), key=lambda item: -item[1][0].value))
 
 
@@ -351,8 +351,8 @@ def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> It
         yield f"{start}{f' or {others}' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
-    known = is_measured(share.low)
-    ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
+    is_known = is_measured(share.low)
+    ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if is_known else f"{100 * share.value:.0f} %"
     rivals = f"; or {some_of(source.rivals, 1)}" * bool(source.rivals)
     yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
 
@@ -374,10 +374,10 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
     sources = {task: next(iter(shares(run, judgement.merged, task).items()), None) for task in run.tasks}
     # Where all tasks have the same one, the verdict's own sentence says it.
-    kinds |= {"main source": "text"} if len({at[0] for at in sources.values() if at}) > 1 else {}
+    kinds |= {"main source": "text"} if len({source[0] for source in sources.values() if source}) > 1 else {}
 
     def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
-        row = {"task": task, **{heads[variant]: at.value for variant, at in values.items()}}
+        row = {"task": task, **{heads[variant]: interval.value for variant, interval in values.items()}}
         ends = {what: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
         return row | ends
 
@@ -428,19 +428,19 @@ def others_sheet(
     """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
-    others = [name for name in run.variants if everyone or name not in judgement.means]
-    others += ["expert"] * (everyone and "expert" in judgement.means)
-    for variant in (name for name in others if controls or not is_control(name)):
+    names = [name for name in run.variants if everyone or name not in judgement.means]
+    names += ["expert"] * (everyone and "expert" in judgement.means)
+    for variant in (name for name in names if controls or not is_control(name)):
         means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
-        own, drift = (
+        average, drift = (
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
-        rows.append((title(variant), *own.ends, drift.value))
+        rows.append((title(variant), *average.ends, drift.value))
     for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
         judged = [row for row in control if row.about.role == judgement.measure.role]
-        own = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
+        average = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
         drift = mean_over_tasks([row for row in control if row.about is RELATIVE])
-        rows.append((title(control[0].variant), *own.ends, drift.value))
+        rows.append((title(control[0].variant), *average.ends, drift.value))
     what = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
@@ -477,11 +477,11 @@ def summary_sheet(run: DriftRun) -> Table:
     kinds |= {f"{head}{end}": kind for head in scores for end in ("", " low", " high")}
     kinds |= {f"drift of {head}": "share" for head in drifts}
     rows: list[list[Any]] = []
-    for at, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
-        cells = [column[at] for column in scores.values()]
+    for place, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
+        cells = [column[place] for column in scores.values()]
         ends = [end for cell in cells for end in cell.ends]
         n = max((cell.n for cell in cells), default=0) or None
-        rows.append([name, metric.title, n, *ends, *(column[at].value for column in drifts.values())])
+        rows.append([name, metric.title, n, *ends, *(column[place].value for column in drifts.values())])
     note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
     return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
 

@@ -144,8 +144,8 @@ def project(
         doing = f": {_STEPS[number]}" if number < len(_STEPS) else ""
         reporter.step("layout", number, len(_STEPS), f"{settings.method} of {task}{doing}")
 
-    found = _stored(opened, digest)
-    if found is None:
+    projection = _stored(opened, digest)
+    if projection is None:
         enter(0)
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
@@ -166,13 +166,13 @@ def project(
         }
         frame = conform(pd.DataFrame(columns), _POINTS)
         fits = quality(points, places)
-        found = Projection(
+        projection = Projection(
             settings=settings, frame=frame, quality=fits, versions=versions, digest=digest, **how
         )
         if store_it:
-            _write(opened, found, features)
+            _write(opened, projection, features)
     enter(len(_STEPS))
-    return found
+    return projection
 
 
 def stored_projection(
@@ -197,13 +197,13 @@ def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionR
 
 def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
     """SHA-256 of the features of every role, which decide a layout."""
-    found = {}
+    digests = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # says what is missing
         relative = layout.feature_file(settings.task, role, settings.layer)
         listed = run.manifest.files.get(relative)
-        found[role] = listed.sha256 if listed else sha256_of(run.path / relative)
-    return found
+        digests[role] = listed.sha256 if listed else sha256_of(run.path / relative)
+    return digests
 
 
 def _versions(settings: Settings) -> dict[str, str | None]:

@@ -70,10 +70,10 @@ class Settings:
 def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
     """The settings, checked."""
     method, fit_on, seed, most = request.method, request.fit_on, request.seed, request.max_points
-    for what, given, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
-        if given not in allowed:
+    for what, name, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
+        if name not in allowed:
             there = ", ".join(allowed)
-            raise SpecError(f"no {what} {given!r}; there are {there}", hint=did_you_mean(given, allowed))
+            raise SpecError(f"no {what} {name!r}; there are {there}", hint=did_you_mean(name, allowed))
     if method == "tsne" and fit_on == "expert":
         raise SpecError(
             "t-SNE can't place rows that it was not fitted on", hint="Choose pca or umap, or fit on all."
@@ -125,8 +125,8 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
     shown = thinned(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
     directions = {role: _directions(array[shown]) for role, array in arrays.items()}
     return Points(
-        sample_ids=[ids[at] for at in shown],
-        labels=[labels[at] for at in shown],
+        sample_ids=[ids[row] for row in shown],
+        labels=[labels[row] for row in shown],
         directions=directions,
         cosine={role: cosine for role, (cosine, _) in measured.items()},
         drift={role: drift for role, (_, drift) in measured.items()},
@@ -152,8 +152,8 @@ def _labels(run: DriftRun, settings: Settings, ids: Sequence[str]) -> list[str |
     for rows in (run.outputs(settings.task), run.samples(settings.task, layer=settings.layer)):
         rows = rows[rows["label"].notna()]
         if len(rows):
-            known = dict(zip(rows["sample_id"], rows["label"], strict=True))
-            return [known.get(sample) for sample in ids]
+            by_sample = dict(zip(rows["sample_id"], rows["label"], strict=True))
+            return [by_sample.get(sample) for sample in ids]
     return [None] * len(ids)
 
 
@@ -287,7 +287,7 @@ def _silenced() -> Iterator[Any]:
 def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """One row per role; columns as in `Projection.quality`."""
     k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
-    kept = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
+    fits = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
     rows = [
         {
             "variant": role,
@@ -299,7 +299,7 @@ def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
             "knn_overlap": overlap,
             "trustworthiness": trusted,
         }
-        for role, (overlap, trusted) in kept.items()
+        for role, (overlap, trusted) in fits.items()
     ]
     return pd.DataFrame(rows)
 

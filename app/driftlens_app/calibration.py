@@ -174,31 +174,31 @@ def calibration_form(
         start = _chosen_method(last, taken, loader)
         _fill_name(start, taken)
         with st.form("calibrate", enter_to_submit=False):
-            said, pressed = _form_fields(start, loader, blocked=blocked, may_export=exports is not None)
+            asked, pressed = _form_fields(start, loader, blocked=blocked, may_export=exports is not None)
     if best:
         wanted = CalibrationRequest(name="best", preset=preset, auto=True)
         return freely_named(wanted, taken), "calibrate"
-    if said.pop("export"):
-        said["save_weights"] = f"{exports}-{said['name']}"
-    return CalibrationRequest(**said), pressed
+    if asked.pop("export"):
+        asked["save_weights"] = f"{exports}-{asked['name']}"
+    return CalibrationRequest(**asked), pressed
 
 
 def _chosen_method(last: CalibrationRequest | None, taken: Container[str], loader: str) -> CalibrationRequest:
     """What the form begins with, for the calibrator that is chosen."""
-    known = methods()
+    calibrators = methods()
 
     def fresh(method: str) -> CalibrationRequest:
-        preset = known[method].preset_for(loader)
+        preset = calibrators[method].preset_for(loader)
         return freely_named(CalibrationRequest(name=method, method=method, preset=preset), taken)
 
     start = last or fresh(DEFAULT_METHOD)
-    names, method = [*known], start.method or DEFAULT_METHOD
+    names, method = [*calibrators], start.method or DEFAULT_METHOD
     if len(names) > 1:
         called = st.selectbox(
             "Calibrator",
             names,
             index=names.index(method),
-            format_func=lambda name: known[name].title,
+            format_func=lambda name: calibrators[name].title,
             key="calibrator",
         )
         if called != method:
@@ -212,8 +212,8 @@ def _form_fields(
     """What the fields say, by those of a request, whether weights are exported, and which button was pressed."""
     chosen = start.method or DEFAULT_METHOD
     method = methods()[chosen]
-    said: dict[str, Any] = {"method": chosen}
-    said["name"] = st.text_input(
+    asked: dict[str, Any] = {"method": chosen}
+    asked["name"] = st.text_input(
         "Name", key="name", help="The new variant is called calibrated:NAME. Letters, digits, - _ ."
     ).strip()
     presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(loader))]
@@ -225,11 +225,11 @@ def _form_fields(
         key=f"{chosen} preset",
         help="Values from the paper or its code; the fields below go over them.",
     )
-    said["preset"] = None if preset == _OWN else preset
+    asked["preset"] = None if preset == _OWN else preset
     published = method.presets.get(preset, {})
     parameters = _fields(start, method)
-    said["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
-    said["samples"] = st.number_input(
+    asked["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
+    asked["samples"] = st.number_input(
         "Samples per task",
         min_value=1,
         value=start.samples,
@@ -238,21 +238,21 @@ def _form_fields(
         key="samples",
         help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
     )
-    said["views"] = _text(
+    asked["views"] = _text(
         "Views of samples",
         start.views,
         placeholder="as in the run's spec",
         key="views",
         help="Copies of every sample that are read beside it: crop:3, mix:3, words:3, auto or none.",
     )
-    said["shrink"] = _text(
+    asked["shrink"] = _text(
         "Share of the way from the base",
         start.shrink,
         placeholder="all of it",
         key="shrink",
         help="A number from 0 (the base) to 1.5, or auto for the best on held-out calibration samples.",
     )
-    said["auto"] = bool(method.automatic) and st.checkbox(
+    asked["auto"] = bool(method.automatic) and st.checkbox(
         f"Choose {', '.join(method.automatic)} on held-out calibration samples",
         start.auto,
         key="auto",
@@ -265,15 +265,15 @@ def _form_fields(
         placeholder="all blocks",
         help="Numbers or patterns on module paths, with commas between them.",
     )
-    said["layers"] = layers_named(layers) or None
-    said |= _saved_fields(start, may_export=may_export)
-    said["replace"] = st.checkbox(REPLACE, key="replace")
+    asked["layers"] = layers_named(layers) or None
+    asked |= _saved_fields(start, may_export=may_export)
+    asked["replace"] = st.checkbox(REPLACE, key="replace")
     with st.container(horizontal=True):
         calibrate = st.form_submit_button(
             f"{method.title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
         )
         estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
-    return said, "calibrate" if calibrate else "estimate" if estimate else ""
+    return asked, "calibrate" if calibrate else "estimate" if estimate else ""
 
 
 def _text(label: str, start: object, **field: Any) -> str | None:
@@ -318,14 +318,14 @@ def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
     """What the fields of a calibrator's settings say; those that no published setting is about are folded away."""
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
     given = (start.parameters, start.method or DEFAULT_METHOD)
-    found = fields(
+    values = fields(
         {name: each for name, each in method.settings.items() if name in published}, *given, empty="as above"
     )
     rest = {name: each for name, each in method.settings.items() if name not in published}
     if rest:
         with st.expander("More settings"):
-            found |= fields(rest, *given, empty="as above")
-    return found
+            values |= fields(rest, *given, empty="as above")
+    return values
 
 
 def fields(
@@ -334,7 +334,7 @@ def fields(
     """The values of the fields that are not empty, `given` at first; an empty one reads as `empty` or its default."""
     numbers = [name for name, schema in settings.items() if _is_number(schema)]
     columns = st.columns(3) if numbers else []
-    places = {name: columns[at % 3] for at, name in enumerate(numbers)}
+    places = {name: columns[place % 3] for place, name in enumerate(numbers)}
     values = {
         name: _value(f"{owner}.{name}", settings[name], given.get(name), places.get(name, st), empty)
         for name in sorted(settings, key=lambda name: name not in places)

@@ -82,8 +82,8 @@ def draft(root: Path) -> str:
         placeholder="version: 1\nname: ...",
         help="YAML. It is kept as a file in this folder once it is checked, and relative paths begin here.",
     )
-    written, told = state.get(_TOLD, ("", ()))
-    for sentence in told if text == written else ():
+    written, sentences = state.get(_TOLD, ("", ()))
+    for sentence in sentences if text == written else ():
         caption(f"{sentence[:1].upper()}{sentence[1:]}.")
     if problem := state.get(_PROBLEM):
         raise SpecError(problem[0], hint=problem[1])
@@ -99,16 +99,16 @@ def begin_with(text: str) -> None:
 
 def begin_merge(run: DriftRun, command: str) -> None:
     """Let the page of new runs begin with a run's own spec, and with the merges that a command compares or makes."""
-    own = (run.path / SPEC).relative_to(Settings.from_environment().root).as_posix()
+    spec = (run.path / SPEC).relative_to(Settings.from_environment().root).as_posix()
     merges: dict[str, dict[str, Any]] = {}
     for option, value in itertools.pairwise(shlex.split(command)):
         if option == "--compare":
             merges = {name: {} for name in value.split(",")}
         elif option == "--set" and value.startswith("merge="):
-            made = json.loads(value.removeprefix("merge="))
-            merges = {made.pop("method"): made}
+            settings = json.loads(value.removeprefix("merge="))
+            merges = {settings.pop("method"): settings}
     names = [name for name in merges if name in methods("merge_methods")]
-    st.session_state.update({"spec": own, "new-merge": bool(names), "merges": names, GIVEN: merges})
+    st.session_state.update({"spec": spec, "new-merge": bool(names), "merges": names, GIVEN: merges})
 
 
 def _take() -> None:
@@ -131,10 +131,10 @@ def _is_recipe(text: str) -> bool:
     from driftlens.spec.yaml_text import from_yaml
 
     try:
-        given = from_yaml(text, "dropped")
+        document = from_yaml(text, "dropped")
     except SpecError:
         return False
-    return isinstance(given, Mapping) and is_recipe(given)
+    return isinstance(document, Mapping) and is_recipe(document)
 
 
 def _write(root: Path, options: Sequence[str], models: Sequence[str]) -> None:
@@ -143,15 +143,15 @@ def _write(root: Path, options: Sequence[str], models: Sequence[str]) -> None:
     state[_PROBLEM] = None
     try:
         with st.spinner("Reading configurations and data"):
-            made = ask(("init", *options, "--json", "--", *models), root)
+            answer = ask(("init", *options, "--json", "--", *models), root)
     except DriftLensError as error:
         state[_PROBLEM] = error.message, error.hint
         return
-    text = str(made["spec"])
+    text = str(answer["spec"])
     if "\nheads:" not in text:
         text += _HEADS
     state[_TEXT], state[_WRITTEN] = text, True
-    state[_TOLD] = text, tuple(made["chosen"])
+    state[_TOLD] = text, tuple(answer["chosen"])
     st.rerun()
 
 
@@ -178,14 +178,14 @@ def checked(file: Path, spec: str, options: Sequence[str], root: Path) -> dict[s
     """What `driftlens validate` finds in the spec; that it can't be read is a finding too. Each has its line."""
     text = file.read_text("utf-8", errors="replace") if file.stat().st_size <= MOST_BYTES else ""
     try:
-        found = ask(("validate", str(file), *options, "--json"), root)
+        document = ask(("validate", str(file), *options, "--json"), root)
     except SpecError as error:
         first, *rest = error.message.replace(str(file), spec).splitlines()
         told = [(line.strip(), "") for line in rest] or [(first.removeprefix(f"{spec}:").strip(), error.hint)]
         named = {"level": "problem", "subject": spec}
         problems = [{**named, "text": text_of, "hint": hint} for text_of, hint in told]
-        found = {"ready": False, "estimate": None, "findings": problems}
-    return {**found, "findings": [_placed(finding, text, spec) for finding in found["findings"]]}
+        document = {"ready": False, "estimate": None, "findings": problems}
+    return {**document, "findings": [_placed(finding, text, spec) for finding in document["findings"]]}
 
 
 def _placed(finding: Mapping[str, Any], text: str, spec: str) -> dict[str, Any]:
@@ -195,13 +195,13 @@ def _placed(finding: Mapping[str, Any], text: str, spec: str) -> dict[str, Any]:
     subject = finding["subject"]
     if subject == spec:
         syntax = re.match(rf"{re.escape(spec)} line (\d+), column", finding["text"])
-        at = int(syntax[1]) if syntax else line_of(text, finding["text"])
+        line = int(syntax[1]) if syntax else line_of(text, finding["text"])
     else:
         kind, _, which = subject.partition(" ")
         path = _PARTS[kind].format(which.removeprefix("of ")) if kind in _PARTS else subject
-        at = line_of(text, _PATHS.get(path, path))
+        line = line_of(text, _PATHS.get(path, path))
     lines = re.split("\r\n|\r|\n", text)  # as YAML counts them, but for three signs that nobody types
-    return {**finding, "line": at, "code": lines[at - 1] if at and at <= len(lines) else ""}
+    return {**finding, "line": line, "code": lines[line - 1] if line and line <= len(lines) else ""}
 
 
 def _pick(root: Path) -> None:
@@ -229,14 +229,14 @@ def _pick(root: Path) -> None:
     for number, expert in enumerate(experts, 1):
         proposed, about = _task(expert), plain(expert)
         name, picked = st.columns(2)
-        said = name.text_input(f"Task {number}", key=f"pick-task-{expert}", placeholder=proposed, help=about)
-        task = said.strip() or proposed
+        typed = name.text_input(f"Task {number}", key=f"pick-task-{expert}", placeholder=proposed, help=about)
+        task = typed.strip() or proposed
         tasks[task] = expert
-        if of := picked.selectbox(
+        if source := picked.selectbox(
             f"Data of task {number}", data, key=f"pick-data-{expert}", index=None, help=about
         ):
-            places[task] = of
-    told = _pick_family(models, choose)
+            places[task] = source
+    family = _pick_family(models, choose)
     lacking = [task for task in tasks if task not in places] if places else []
     reason = f"Data is missing for {', '.join(lacking)}." if lacking else None
     options = [f"--data={task}={place}" for task, place in places.items()]
@@ -248,7 +248,7 @@ def _pick(root: Path) -> None:
         help=reason or "Without data a few dozen built-in texts or pictures are read.",
     ):
         pairs = [f"{task}={expert}" for task, expert in tasks.items()]
-        _write(root, [*options, *told], [str(base), *pairs])
+        _write(root, [*options, *family], [str(base), *pairs])
 
 
 def _pick_family(models: Sequence[str], choose: Mapping[str, Any]) -> list[str]:
@@ -263,10 +263,10 @@ def _pick_family(models: Sequence[str], choose: Mapping[str, Any]) -> list[str]:
             placeholder="by the base's configuration",
             help="By `driftlens methods`.",
         )
-        told = "Configuration or name of the architecture; the base's own where it has one."
-        source = right.selectbox("Architecture", models, key="pick-source", help=told, **choose)
-    given = {"loader": loader, "source": source}
-    return [f"--set=architecture.{name}={value}" for name, value in given.items() if value]
+        about = "Configuration or name of the architecture; the base's own where it has one."
+        source = right.selectbox("Architecture", models, key="pick-source", help=about, **choose)
+    settings = {"loader": loader, "source": source}
+    return [f"--set=architecture.{name}={value}" for name, value in settings.items() if value]
 
 
 def _task(expert: str) -> str:
@@ -283,8 +283,8 @@ def _spread(root: Path, where: str) -> None:
         st.session_state[_PROBLEM] = problem
         return
     inside = folder.relative_to(root.resolve())
-    found = [(inside / name).as_posix() for name in checkpoints(folder)]
-    models = [name for name in found if not any(name.startswith(f"{other}/") for other in found)]
+    paths = [(inside / name).as_posix() for name in checkpoints(folder)]
+    models = [name for name in paths if not any(name.startswith(f"{other}/") for other in paths)]
     base = next((name for name in models if _task(name).lower() in _BASES), None)
     experts = [name for name in models if name != base and _task(name).lower() != "merged"]
     if base is None or not experts:
@@ -299,14 +299,14 @@ def _spread(root: Path, where: str) -> None:
 
 def checkpoints(root: Path) -> list[str]:
     """Paths, relative to the root, of files of weights and of folders with a configuration, two levels down."""
-    found = (
+    paths = (
         place.relative_to(root).as_posix()
         for place in _places(root)
         if (place.suffix.lower() in _WEIGHTS and place.is_file())
         or any((place / name).is_file() for name in ("config.json", "open_clip_config.json"))
         or place.name == "model_config.json"
     )
-    return sorted(itertools.islice(found, MOST_PLACES))
+    return sorted(itertools.islice(paths, MOST_PLACES))
 
 
 def data_sets(root: Path) -> list[str]:
@@ -321,7 +321,7 @@ def _places(root: Path) -> Iterator[Path]:
     """What lies in the root, in its folders and in theirs, hidden things, runs and what leaves the root left out."""
     level = [root]
     for _ in range(3):
-        found = [place for folder in level for place in sorted(entries(folder)) if place.name[0] != "."]
-        found = [place for place in found[: 10 * MOST_PLACES] if is_inside(place, root)]
-        yield from found
-        level = [place for place in found if place.is_dir() and not (place / "manifest.json").exists()]
+        places = [place for folder in level for place in sorted(entries(folder)) if place.name[0] != "."]
+        places = [place for place in places[: 10 * MOST_PLACES] if is_inside(place, root)]
+        yield from places
+        level = [place for place in places if place.is_dir() and not (place / "manifest.json").exists()]

@@ -330,13 +330,13 @@ def land(page: str) -> None:
     if view.state != "done":
         return
     try:
-        made = read_manifest(run)
+        manifest = read_manifest(run)
     except RunError:
         return
     if waits:
-        st.switch_page(path_of("overview"), query_params={RUN: made.id})
+        st.switch_page(path_of("overview"), query_params={RUN: manifest.id})
     # A switch would swallow what was clicked here, perhaps the start of another job.
-    st.toast(f"The run {plain(made.name)} is finished.", icon=":material/check_circle:")
+    st.toast(f"The run {plain(manifest.name)} is finished.", icon=":material/check_circle:")
 
 
 def welcome(page: str = "") -> None:

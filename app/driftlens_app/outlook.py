@@ -119,10 +119,10 @@ def show_findings(document: Mapping[str, Any]) -> None:
             parts += [] if seconds is None else ["less than a second" if seconds < 1 else duration(seconds)]
             st.success(f"Ready: about {', '.join(parts)}.", icon=":material/check:")
         for finding in by_level["problem"]:
-            at = finding.get("line")
-            st.error(f"{f'Line {at}: ' if at else ''}{_told(finding)}", icon=":material/error:")
-            if at:
-                st.code(f"{at}  {printable(finding['code'])}", language="yaml")
+            line = finding.get("line")
+            st.error(f"{f'Line {line}: ' if line else ''}{_told(finding)}", icon=":material/error:")
+            if line:
+                st.code(f"{line}  {printable(finding['code'])}", language="yaml")
         for finding in by_level["notice"]:
             st.markdown(f":material/info: {_told(finding)}")
         if well:
@@ -165,17 +165,17 @@ def choosing_cost(run: DriftRun, choosing: float, efforts: Mapping[str, float]) 
     """About what choosing the best takes: `choosing` calibrations by FeatCal, `efforts` of other methods in those."""
 
     def chosen(usual: Mapping[str, float]) -> float:
-        known = [
+        costs = [
             info.seconds / efforts[info.method]
             for info in run.manifest.calibrations.values()
             if efforts.get(info.method) and not info.automatic and info.seconds > 0
         ]
-        once = min(known, default=usual["calibrate"])
+        once = min(costs, default=usual["calibrate"])
         return sum(usual.values()) - usual["calibrate"] + choosing * once if once else math.nan
 
     took = _seconds(run, chosen) if choosing else ""
-    said = f"That is {choosing:.0f} calibrations by FeatCal, by what this run took."
-    return f"Takes about {took}. {said}" if took else ""
+    scale = f"That is {choosing:.0f} calibrations by FeatCal, by what this run took."
+    return f"Takes about {took}. {scale}" if took else ""
 
 
 def _seconds(run: DriftRun, of: Callable[[Mapping[str, float]], float]) -> str:

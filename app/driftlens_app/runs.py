@@ -143,7 +143,7 @@ def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
     listed = []
     for run in summaries:
         if run.id and first.setdefault(run.id, run.path) != run.path:
-            told = {"state": f"copy of {first[run.id].name}", "problem": f"both have the id {run.id}"}
-            run = RunSummary(run.path, name=run.name, created=run.created, **told)
+            state = {"state": f"copy of {first[run.id].name}", "problem": f"both have the id {run.id}"}
+            run = RunSummary(run.path, name=run.name, created=run.created, **state)
         listed.append(run)
     return listed

@@ -123,12 +123,12 @@ def _unreadable(settings: Settings) -> list[RunSummary]:
 def choose_view(run: DriftRun) -> None:
     """Take from the URL, or from what was chosen before, which part of the run to look at."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
-    known = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
-    asked = {name: _asked(name, values) for name, values in known.items()}
+    offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
+    asked = {name: _asked(name, values) for name, values in offered.items()}
     # All at once and without defaults: every change of the address is a step back in the browser's history.
     defaults = {LAYER: [FINAL], MEASURE: [_MEASURES[0]]}
     shown = {name: chosen for name, chosen in asked.items() if chosen and chosen != defaults.get(name)}
-    for name in {*known} - {*shown}:
+    for name in {*offered} - {*shown}:
         st.query_params.pop(name, None)
     st.query_params.update({RUN: run.id, **shown})
     layer = next(iter(asked[LAYER]), FINAL)
@@ -164,7 +164,7 @@ def _draw(names: Sequence[str], everything: str) -> None:
     """Draw these choices in a row, as they stand; `everything` is what no choice of variants means."""
     chosen = selection()
     run = chosen.run
-    layers = {FINAL: FINAL} | {str(at.index): run.layer_name(at.index) for at in run.manifest.layers}
+    layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
     now[MEASURE] = _MEASURES[chosen.relative]
     draw = {

@@ -102,15 +102,15 @@ def coded(text: str) -> str:
 
 def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
-    before, found, after = signs(shareable(run, text)).partition(f"`{shareable(run, command)}`")
-    said = plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
-    return unbroken(said)
+    before, code, after = signs(shareable(run, text)).partition(f"`{shareable(run, command)}`")
+    markdown = plain(before) + code + plain(after) if code.count("`") == 2 else plain(before + code + after)
+    return unbroken(markdown)
 
 
 def show_headline(run: DriftRun, name: str = "") -> None:
     """The run's headline, or that of its calibration `name`: the sentence, tiles and bar that reports have."""
-    found = content.Headline.model_validate(headline(run, name))
-    st.html(shown_alone(found, dark=is_dark()))
+    head = content.Headline.model_validate(headline(run, name))
+    st.html(shown_alone(head, dark=is_dark()))
 
 
 def when(moment: str) -> str:
@@ -261,8 +261,8 @@ def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
     # Of a column that is not to be seen a note would only puzzle.
-    said = [text for text in _SENTENCES.split(sheet.notes()) if not text.lower().startswith(tuple(folded))]
-    caption(" ".join(said))
+    notes = [text for text in _SENTENCES.split(sheet.notes()) if not text.lower().startswith(tuple(folded))]
+    caption(" ".join(notes))
 
 
 def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -319,14 +319,14 @@ def dots_column(low: float = 0.0) -> Any:
 def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
     """Scores of `MODELS` as dots on one axis from `low` to 1: a picture's address."""
     colours = palette(is_dark())
-    at = {
+    places = {
         name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
         for name, score in scores.items()
     }
     spots = "".join(
-        f'<circle cx="{at[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
+        f'<circle cx="{places[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
         for name, role in MODELS.items()
-        if name in at
+        if name in places
     )
     lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
     drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'

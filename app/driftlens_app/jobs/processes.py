@@ -60,11 +60,11 @@ _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 def environment() -> dict[str, str]:
     """The environment of a job: this server's, without its own settings, and without colours in the log."""
-    own = Settings(Path()).environment()
+    settings = Settings(Path()).environment()
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in own and not name.startswith("STREAMLIT_")
+        if name not in settings and not name.startswith("STREAMLIT_")
     }
     return {**inherited, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -108,8 +108,8 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def told_failure(said: str) -> Failure | None:
     """The error that the command line told, from its parts `error: ...` and `hint: ...`, or None."""
-    _, sign, told = "\n".join(["", *said.splitlines()]).rpartition("\nerror: ")
-    message, _, hint = told.partition("\nhint: ")
+    _, sign, text = "\n".join(["", *said.splitlines()]).rpartition("\nerror: ")
+    message, _, hint = text.partition("\nhint: ")
     return Failure("Error", message, hint) if sign else None
 
 
@@ -337,42 +337,42 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
     """From the run's status, or before there is one, from the log: a demo trains models before its run begins."""
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
-    found = [event for _, event in _lines(job.log) if event.get("event") == "progress"]
+    events = [event for _, event in _lines(job.log) if event.get("event") == "progress"]
     try:
-        return _EVENT.validate_python({**found[-1], "metrics": {}}) if found else None
+        return _EVENT.validate_python({**events[-1], "metrics": {}}) if events else None
     except ValueError:
         return None
 
 
 def log_text(log: Path) -> str:
     """The end of the log without its progress lines, for reading; empty where there is none yet."""
-    said = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
+    lines = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
     # Beside progress as JSON, remarks are JSON too.
     return "\n".join(
-        str(event.get("message", "")) if event.get("event") == "log" else line for line, event in said
+        str(event.get("message", "")) if event.get("event") == "log" else line for line, event in lines
     )
 
 
 def running_drift(job: Job) -> dict[int, float]:
     """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
-    found: dict[int, float] = {}
+    drifts: dict[int, float] = {}
     for event in _events(job):
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
         if isinstance(layer, int | float) and isinstance(drift, int | float):
-            found[int(layer)] = float(drift)
-    return dict(sorted(found.items()))
+            drifts[int(layer)] = float(drift)
+    return dict(sorted(drifts.items()))
 
 
 def running_scores(job: Job) -> dict[str, dict[int, float]]:
     """Held-out scores of what the job's choice has tried so far, by candidate and part of the samples."""
-    found: dict[str, dict[int, float]] = {}
+    scores: dict[str, dict[int, float]] = {}
     for event in _events(job):
         name, part, score = (event.get(key) for key in ("name", "part", "score"))
         if event.get("event") != CANDIDATE or not isinstance(name, str) or not isinstance(part, int):
             continue
-        found.setdefault(name, {})[part] = float(score) if isinstance(score, int | float) else math.inf
-    return found
+        scores.setdefault(name, {})[part] = float(score) if isinstance(score, int | float) else math.inf
+    return scores
 
 
 def _events(job: Job) -> Iterator[dict[str, Any]]:

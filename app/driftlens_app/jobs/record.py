@@ -102,8 +102,8 @@ def dismiss(job: Job) -> None:
 
 def job_of(run: Path, kind: Kind | None = None) -> Job | None:
     """The newest job, of this kind if one is given, that wrote to the run directory `run`, which need not exist yet."""
-    found = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
-    wanted = [job for job in found if kind in (None, job.kind)]
+    jobs = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
+    wanted = [job for job in jobs if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)
 
 
@@ -111,8 +111,8 @@ def jobs_beside(root: Path) -> list[Job]:
     """The jobs that make runs inside `root`, the newest first."""
     side = root / _SIDE
     folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
-    found = [job for folder in folders for job in _jobs(folder, root / folder.name)]
-    return sorted(found, key=lambda job: job.started, reverse=True)
+    jobs = [job for folder in folders for job in _jobs(folder, root / folder.name)]
+    return sorted(jobs, key=lambda job: job.started, reverse=True)
 
 
 def _beside(run: Path) -> Path:

@@ -64,8 +64,8 @@ def merged_by(merges: Merges) -> tuple[str, ...]:
     """Options that put one merge in the place of a spec's."""
     return tuple(
         option
-        for method, given in merges.items()
-        for option in ("--set=merged=null", f"--set=merge={json.dumps({'method': method, **given})}")
+        for method, settings in merges.items()
+        for option in ("--set=merged=null", f"--set=merge={json.dumps({'method': method, **settings})}")
     )
 
 
@@ -87,8 +87,8 @@ def compare_request(settings: Settings, spec: str, name: str, merges: Merges) ->
 
 def comparisons(root: Path) -> list[str]:
     """Folders with comparisons of merges in the root, the newest first."""
-    found = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
-    return [file.parent.name for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns)]
+    files = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
+    return [file.parent.name for file in sorted(files, key=lambda file: -file.stat().st_mtime_ns)]
 
 
 def _new_folder(settings: Settings, name: str) -> Path:
@@ -151,8 +151,8 @@ def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
 
 def explain_request(run: DriftRun, add: Sequence[str] = ()) -> Request:
     """The attribution that the run's variants lack, and diagnostics to add."""
-    said = {"add": list(add)} if add else {}
-    return _on_run("explain", run.manifest.name, run, *ExplainRequest(add=tuple(add)).words(), **said)
+    record = {"add": list(add)} if add else {}
+    return _on_run("explain", run.manifest.name, run, *ExplainRequest(add=tuple(add)).words(), **record)
 
 
 def _is_run(folder: Path) -> bool:
@@ -167,7 +167,7 @@ def spec_files(root: Path) -> list[str]:
     """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
     require_root(root)
     folders = [root, *(child for child in entries(root) if child.is_dir())]
-    found = [
+    paths = [
         file.relative_to(root).as_posix()
         for folder in folders
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
@@ -175,7 +175,7 @@ def spec_files(root: Path) -> list[str]:
         if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
         if file.stat().st_size <= MOST_BYTES
     ]
-    return sorted(found)[:_MOST_FILES]
+    return sorted(paths)[:_MOST_FILES]
 
 
 def own_specs(root: Path) -> list[str]:

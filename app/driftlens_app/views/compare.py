@@ -124,8 +124,8 @@ def of_task(comparison: Comparison, task: str | None) -> Comparison:
     """The comparison's rows of one task, which both runs must have; None is all."""
     if task is None:
         return comparison
-    kept = {name: getattr(comparison, name) for name in ("layers", "tasks")}
-    kept = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in kept.items()}
-    if kept["tasks"].empty:
+    tables = {name: getattr(comparison, name) for name in ("layers", "tasks")}
+    tables = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in tables.items()}
+    if tables["tasks"].empty:
         raise DataError(f"only one of the runs has the task {task!r}", hint="Choose another task.")
-    return replace(comparison, **kept)
+    return replace(comparison, **tables)

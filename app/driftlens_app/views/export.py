@@ -70,16 +70,16 @@ class Built:
 
 def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
     """Run `driftlens ARGUMENTS --out ...` in `folder` and collect what it wrote."""
-    with tempfile.TemporaryDirectory(prefix="driftlens-") as made:
-        out = Path(made) / "out"
+    with tempfile.TemporaryDirectory(prefix="driftlens-") as scratch:
+        out = Path(scratch) / "out"
         try:
             done = processes.answer([*arguments, "--out", str(out)], folder)
         except subprocess.TimeoutExpired:
             return Built(name, problem=f"it took longer than {processes.PATIENCE_SECONDS:.0f} seconds")
-        log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])
+        log = "\n".join((done.stdout + done.stderr).replace(scratch, "").splitlines()[-_LOG_LINES:])
         if done.returncode:
             silent = Failure("Error", f"it ended with exit code {done.returncode}")
-            failure = told_failure(done.stderr.replace(made, "")) or silent
+            failure = told_failure(done.stderr.replace(scratch, "")) or silent
             return Built(name, problem=failure.message, hint=failure.hint, log=log)
         files = {
             path.relative_to(out).as_posix(): path.read_bytes()
@@ -171,8 +171,8 @@ def _built(run: DriftRun, kind: str, commands: dict[str, tuple[str, ...]], press
             with st.spinner(f"Building {name}"):
                 every.append(build(name, arguments, run.path.parent))
         kept[kind] = (key, every)
-    known = kept.get(kind)
-    return known[1] if known is not None and known[0] == key else []
+    built = kept.get(kind)
+    return built[1] if built is not None and built[0] == key else []
 
 
 def _offer(run: DriftRun, built: Built, label: str) -> None:

@@ -77,16 +77,16 @@ def _chosen() -> dict[str, Method]:
     if not drawer.open:
         return {}
     with drawer:
-        known = methods("merge_methods")
+        mergers = methods("merge_methods")
         names = st.multiselect(
             "Merge the experts by",
-            [*known],
-            format_func=lambda name: known[name].title,
+            [*mergers],
+            format_func=lambda name: mergers[name].title,
             placeholder="what the spec says",
             key=_MERGES,
             help="One is analyzed in place of the spec's merge; several are ranked without labels.",
         )
-    return {name: known[name] for name in names}
+    return {name: mergers[name] for name in names}
 
 
 def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, Method]) -> None:
@@ -109,8 +109,8 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         file = file if text is None else keep(settings.root, text)
         _check(settings, file, instead)
         st.rerun()  # the button to start stands before what was found
-    found = _findings(settings, file, instead)
-    is_ready = bool(found) and found["ready"] and not settings.read_only
+    document = _findings(settings, file, instead)
+    is_ready = bool(document) and document["ready"] and not settings.read_only
     pressed = buttons.button(
         "Compare the merges" if is_comparison else "Start the analysis",
         type="primary",
@@ -119,8 +119,8 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         key="start-analysis",
         help=None if is_ready else "Once the spec is checked and no problem is left.",
     )
-    if found:
-        show_findings(found)
+    if document:
+        show_findings(document)
     if not is_ready:
         return
     asked = requests.compare_request if is_comparison else requests.analyze_request
@@ -142,29 +142,29 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
 
 def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
     merges = {}
-    for method, known in chosen.items():
+    for method, merger in chosen.items():
         with st.container(border=True):
-            st.markdown(f"**{plain(known.title)}**")
-            caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
+            st.markdown(f"**{plain(merger.title)}**")
+            caption(f"{merger.source}. Reads {merger.reads}. Empty fields stay as they read.")
             given = st.session_state.get(GIVEN, {}).get(method, {})
-            merges[method] = fields(known.settings, given, f"merge.{method}")
+            merges[method] = fields(merger.settings, given, f"merge.{method}")
     return merges
 
 
 def _check(settings: Settings, spec: str, merges: requests.Merges) -> None:
     file = requests.spec_file(settings.root, spec)
     with st.spinner("Reading headers, data and class names"):
-        found = checked(file, spec, requests.merged_by(merges), settings.root)
-    st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, found)
+        document = checked(file, spec, requests.merged_by(merges), settings.root)
+    st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, document)
 
 
 def _findings(settings: Settings, spec: str, merges: requests.Merges) -> dict[str, Any]:
     """What the last check found, if it was of this spec as it is now with these merges; else nothing."""
-    known = st.session_state.get(_FOUND)
-    if not spec or known is None or known[0] != spec:
+    stored = st.session_state.get(_FOUND)
+    if not spec or stored is None or stored[0] != spec:
         return {}
     stamp = requests.spec_file(settings.root, spec).stat().st_mtime_ns
-    return dict(known[3]) if known[1:3] == (stamp, merges) else {}
+    return dict(stored[3]) if stored[1:3] == (stamp, merges) else {}
 
 
 def proposed_name(spec: str) -> str:

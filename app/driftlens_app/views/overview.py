@@ -91,9 +91,9 @@ def _show_verdict(run: DriftRun) -> None:
     show_headline(run)
     with st.container(border=True, key="verdict"):
         # What a button says or does needs no sentence and no command beside it.
-        (steps, said), checks = steps_of(run, judged), self_checks(run)
-        said = [text for text in said if f"{_badge(checks)}." not in text]
-        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in said))
+        (steps, sentences), checks = steps_of(run, judged), self_checks(run)
+        sentences = [text for text in sentences if f"{_badge(checks)}." not in text]
+        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
             show_steps(run, steps, judged.command, "Repair")
             _to_samples(run, judged)
@@ -110,9 +110,9 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     if not counts.get(task, 0):
         return
     called = task if len(task) <= _LONG else f"{task[:_LONG]}…"
-    said = f"See the {counted(counts[task], 'flipped sample')} of {plain(called)}"
+    label = f"See the {counted(counts[task], 'flipped sample')} of {plain(called)}"
     if st.button(
-        said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
+        label, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
     ):
         wanted = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
         explore(urlencode(wanted))
@@ -128,8 +128,8 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
     def choose() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
-            at = ticked[0][0]
-            st.session_state[TASK] = tasks[at] if at < len(run.tasks) else None  # the mean is of all
+            row = ticked[0][0]
+            st.session_state[TASK] = tasks[row] if row < len(run.tasks) else None  # the mean is of all
 
     with st.container(horizontal=True, vertical_alignment="center"):
         st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
@@ -169,9 +169,9 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
 
 def _origins(chosen: Selection) -> None:
     origins = {task: text for task, text in facts.origins(chosen.run).items() if task in chosen.tasks}
-    of = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
+    whose = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
     st.header(
-        plain(f"Where {of} final drift comes from"),
+        plain(f"Where {whose} final drift comes from"),
         anchor=False,
         help="Each layer's share of each task's final drift, by attribution; beside it the model as a column.",
     )
@@ -202,7 +202,7 @@ def _open_cell(chosen: Selection) -> None:
         data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
     )
     if clicked.cell:
-        row, layer = (int(at) for at in clicked.cell)
+        row, layer = (int(index) for index in clicked.cell)
         tasks = chosen.tasks
         if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
             query = address(task=tasks[row], layer=str(layer), layers=SECTIONS["contributions"].part)

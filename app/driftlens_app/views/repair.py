@@ -82,9 +82,9 @@ def show() -> None:
     blocked = is_at_work(run.path) or settings.read_only
     reason = "" if blocked else obstacle(run)
     with left, shown_errors():
-        known = calibration.methods()
-        choosing = known[DEFAULT_METHOD].choosing
-        efforts = {name: method.effort for name, method in known.items()}
+        calibrators = calibration.methods()
+        choosing = calibrators[DEFAULT_METHOD].choosing
+        efforts = {name: method.effort for name, method in calibrators.items()}
         wanted, pressed = calibration.calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
@@ -125,9 +125,9 @@ def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bo
         arguments = ("calibrate", str(run.path), *calibration.checked(wanted).words(), "--dry-run", "--json")
         with st.spinner("Checking weights and data"):
             st.session_state[_ESTIMATE] = (run.id, wanted, ask(arguments, run.path.parent))
-    known = st.session_state.get(_ESTIMATE)
-    if known is not None and known[:2] == (run.id, wanted):
-        show_findings(known[2])
+    stored = st.session_state.get(_ESTIMATE)
+    if stored is not None and stored[:2] == (run.id, wanted):
+        show_findings(stored[2])
     elif not blocked:
         caption(past_cost(run))
 
@@ -155,8 +155,8 @@ def _curve(run: DriftRun, view: View) -> None:
         st.rerun()  # it shows the first numbers beside the work that goes on
     if tried := running_scores(view.job):
         _tried(tried)
-    if found := running_drift(view.job):
-        drawn = running_curve(run, name, found, dark=selection().options().dark)
+    if drifts := running_drift(view.job):
+        drawn = running_curve(run, name, drifts, dark=selection().options().dark)
         show_drawn("running", run.id, drawn)
 
 
@@ -259,9 +259,9 @@ def _headline(run: DriftRun, found: Verdict) -> None:
         head = f"{found.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
         st.header(plain(head), anchor=False)
         models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
-        each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
+        levels = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
         change = change_in_words(found.measure, means[found.merged].value, gap.change)
-        said = f"{change}; {each}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."
+        said = f"{change}; {levels}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."
         st.markdown(unbroken(plain(said)))
     # Main sources are the merged model's and stand on Overview, as dots do; the chart below shows the drift.
     show_sheet(task_sheet(run, found), {"main source", "relative drift"})
@@ -287,12 +287,12 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
         with shown_errors():
             show_sheet(arena_sheet(run), {"cosine"})  # or it would be wider than a window
     with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
-        known = calibration.methods()
+        calibrators = calibration.methods()
         chosen = st.multiselect(
             "Repairs to compare",
-            [*known],
-            default=[name for name, method in known.items() if method.effort < _PATIENCE],
-            format_func=lambda name: known[name].title,
+            [*calibrators],
+            default=[name for name, method in calibrators.items() if method.effort < _PATIENCE],
+            format_func=lambda name: calibrators[name].title,
             key="arena-methods",
             width=760,
             help="Each with its published settings; those that are left out at first take minutes and more.",
@@ -302,8 +302,8 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
 
 
 def _downloads(run: DriftRun, name: str) -> None:
-    found = {"download": calibration_weights(name), "description": f"{calibration_folder(name)}/README.md"}
-    for icon, place in found.items():
+    places = {"download": calibration_weights(name), "description": f"{calibration_folder(name)}/README.md"}
+    for icon, place in places.items():
         file = run.path / place
         if not is_file_inside(file):
             continue

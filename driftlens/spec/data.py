@@ -67,15 +67,15 @@ class Views(Part):
 _VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9}))?")
 
 
-def _views_spelled_out(given: Any) -> Any:
+def _views_spelled_out(views: Any) -> Any:
     """`3`, `crop`, `crop:3` and `crop:3:1` by the names of their parts."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        return {"copies": given}
-    if not isinstance(given, str):
-        return given
-    match = _VIEWS.fullmatch(given.strip())
-    if match is None or not given.strip():
-        raise problem(f"{given!r} says neither kind nor copies", "For example crop:3, auto or none.")
+    if isinstance(views, int) and not isinstance(views, bool):
+        return {"copies": views}
+    if not isinstance(views, str):
+        return views
+    match = _VIEWS.fullmatch(views.strip())
+    if match is None or not views.strip():
+        raise problem(f"{views!r} says neither kind nor copies", "For example crop:3, auto or none.")
     return {
         name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
     }
@@ -126,25 +126,25 @@ _ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
 
 def fields_of(template: str) -> tuple[str, ...]:
     """The names that stand in braces in a template; between two braces each they are plain text."""
-    return tuple(found[2] for found in _ASKED.finditer(template) if found[2])
+    return tuple(match[2] for match in _ASKED.finditer(template) if match[2])
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """A template with its fields replaced; other braces, and those of the values, stay as they are."""
-    return _ASKED.sub(lambda found: found[1] or values[found[2]], template)
+    return _ASKED.sub(lambda match: match[1] or values[match[2]], template)
 
 
 def _word_by_label(given: Any) -> Any:
     if not isinstance(given, Mapping) or not given:
         raise problem(f"expected a mapping such as {{0: negative, 1: positive}}; got {given!r}")
-    found = {
+    words = {
         str(label).lower() if isinstance(label, bool) else str(label): word for label, word in given.items()
     }
-    if odd := [word for word in found.values() if not isinstance(word, str) or not word]:
+    if odd := [word for word in words.values() if not isinstance(word, str) or not word]:
         raise problem(
             f"the word {odd[0]!r} is not text", 'YAML takes a bare yes or no for true or false: write "yes".'
         )
-    return found
+    return words
 
 
 def _with_field(template: str) -> str:
@@ -283,12 +283,12 @@ class TextEntry(Entry):
         return self
 
     def _require_one_comparison(self, given: Collection[str]) -> None:
-        others: dict[str, tuple[str, ...]] = {
+        odd_by_key: dict[str, tuple[str, ...]] = {
             "pair": ("positive", "negative", "corpus", "classes", "words", "chat", "answer"),
             "positive": ("classes", "words", "chat", "answer", "target"),
             "negative": ("corpus",),
         }
-        for key, odd in others.items():
+        for key, odd in odd_by_key.items():
             if key in given and (both := [name for name in odd if name in given]):
                 raise problem(f"{both[0]} doesn't go together with {key}", "Take out one of the two.")
         for key in ("negative", "corpus"):
@@ -404,10 +404,10 @@ def _encoding(name: str) -> str:
     return name
 
 
-def _separator(given: str) -> str:
-    separator = {"tab": "\t", "\\t": "\t"}.get(given, given)
+def _separator(text: str) -> str:
+    separator = {"tab": "\t", "\\t": "\t"}.get(text, text)
     if len(separator) != 1 or separator in '\r\n"':
-        raise problem(f"the separator {given!r} is not one character", 'Such as ";", or tab.')
+        raise problem(f"the separator {text!r} is not one character", 'Such as ";", or tab.')
     return separator
 
 
@@ -463,17 +463,17 @@ data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.spec", "
 """What an entry of a kind that another distribution adds may hold; asked for kinds that are none of `KINDS`."""
 
 
-def _of_its_kind(given: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    kind = given.get("kind") if isinstance(given, Mapping) else None
-    if isinstance(given, Mapping) and kind is None:
+def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    if isinstance(entry, Mapping) and kind is None:
         raise problem(f"kind is missing; expected one of {', '.join(KINDS)}")
     if not isinstance(kind, str) or kind in KINDS:
-        return check(given)
+        return check(entry)
     try:
-        known = kind in data_kinds
+        is_filed = kind in data_kinds
     except SpecError as error:
         raise problem(error.message, error.hint) from None
-    return data_kinds[kind].model_validate(given, context=info.context) if known else check(given)
+    return data_kinds[kind].model_validate(entry, context=info.context) if is_filed else check(entry)
 
 
 TaskData = Annotated[

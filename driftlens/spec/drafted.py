@@ -29,7 +29,7 @@ def split_entry(place: Path, name: str) -> dict[str, str] | None:
         return None
     return {
         "kind": kind,
-        **{key: f"{name}/{at.name}" for key, at in zip(("calibration", "test"), splits, strict=True)},
+        **{key: f"{name}/{path.name}" for key, path in zip(("calibration", "test"), splits, strict=True)},
     }
 
 

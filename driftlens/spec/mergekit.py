@@ -57,17 +57,17 @@ class Parameter(NamedTuple):
         if value is None and self.default is None:
             return None
         try:
-            given = _reader(self.kind).validate_python(value)
+            number = _reader(self.kind).validate_python(value)
         except ValidationError:
-            given = None
-        if given is None or not abs(given) <= _LARGEST:
+            number = None
+        if number is None or not abs(number) <= _LARGEST:
             wanted = {bool: "true or false", int: "a whole number"}.get(self.kind, "a finite number")
             raise refused(f"{name} is {value!r}", f"It takes {wanted}.")
-        if name == "max_iter" and not 1 <= given <= _MOST_STEPS:
-            raise refused(f"{name} is {given}; expected a whole number at least 1 and at most {_MOST_STEPS}")
-        if name in ("tol", "eps") and given < 0:
-            raise refused(f"{name} is {given:g}; expected a finite number at least 0")
-        return given
+        if name == "max_iter" and not 1 <= number <= _MOST_STEPS:
+            raise refused(f"{name} is {number}; expected a whole number at least 1 and at most {_MOST_STEPS}")
+        if name in ("tol", "eps") and number < 0:
+            raise refused(f"{name} is {number:g}; expected a finite number at least 0")
+        return number
 
 
 class Method(NamedTuple):
@@ -222,7 +222,7 @@ class Recipe:
         """The slice that a tensor of a model with so many layers belongs to, and how far along it lies, 0 to 1."""
         number = layer_of(key)
         layer = number if number is not None else 0 if "embed" in key else layers - 1
-        part = next(each for each in self.slices if layer < (each.end or layers))
+        part = next(part for part in self.slices if layer < (part.end or layers))
         last = (part.end or layers) - part.first - 1
         along = (layer - part.first) / last if last else 1.0
         return part, 0.0 if number is None else along
@@ -327,11 +327,11 @@ def recipe_of(given: Settings) -> Recipe:
 
 def _without_modules(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """The recipe with what it says of its one module in its own place, and that module's parameters."""
-    given = [key for key in ("models", "slices", "modules") if raw.get(key)]
-    if len(given) != 1:
-        listed = " and ".join(given) or "none of them"
+    keys = [key for key in ("models", "slices", "modules") if raw.get(key)]
+    if len(keys) != 1:
+        listed = " and ".join(keys) or "none of them"
         raise refused(f"it has {listed}", "Write exactly one of `models`, `slices` and `modules`.")
-    if given != ["modules"]:
+    if keys != ["modules"]:
         return raw, []
     modules = raw.pop("modules")
     module = next(iter(modules.values())) if isinstance(modules, dict) and len(modules) == 1 else None
@@ -343,10 +343,10 @@ def _without_modules(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     return raw | inner, [module.get("parameters")]
 
 
-def _passed_over(given: Settings, method: str, known: Collection[str] = _KEYS, place: str = "") -> list[str]:
+def _passed_over(level: Settings, method: str, known: Collection[str] = _KEYS, place: str = "") -> list[str]:
     """What is said of keys that mergekit reads nothing of; a SpecError for what nobody wrote on purpose."""
     notices = []
-    for key in [key for key in given if key not in known]:
+    for key in [key for key in level if key not in known]:
         if (hint := _slip(key, known)) and key not in _IGNORED:
             raise refused(f"{key} can't be followed", hint)
         text = f"`{key}` {place or 'at the top of the recipe'} is passed over, as mergekit does"
@@ -386,7 +386,7 @@ def _slices(raw: Settings, method: str, base: str | None, notices: list[str]) ->
         if not isinstance(part, dict) or "sources" not in part:
             raise refused(f"a slice is {part!r}", "It has `sources`, and may have `parameters`.")
         notices += _passed_over(part, method, ("sources", "base_model", "parameters"), "of a slice")
-        own = base if part.get("base_model") is None else _model(part["base_model"])
+        part_base = base if part.get("base_model") is None else _model(part["base_model"])
         sources = _sources(part.get("sources"), method, notices)
         spans = [entry.get("layer_range") for entry in part["sources"]]
         read = [_span(span) for span in spans]
@@ -394,9 +394,9 @@ def _slices(raw: Settings, method: str, base: str | None, notices: list[str]) ->
             raise refused(
                 f"a slice takes the layers {spans}", "Write `layer_range: [FIRST, END]` for every source."
             )
-        if span[0] != first or any(each != span for each in read):
+        if span[0] != first or any(other != span for other in read):
             raise refused(f"a slice takes the layers {spans}, and layer {first} comes next", _STACKED)
-        yield Slice(first, span[1], sources, _settings(part.get("parameters"), method, notices), own)
+        yield Slice(first, span[1], sources, _settings(part.get("parameters"), method, notices), part_base)
         first = span[1]
 
 
@@ -439,21 +439,21 @@ def _require_models(method: str, slices: Sequence[Slice]) -> None:
             raise refused(f"{method} merges {wanted} models{counted}, and there are {count}")
 
 
-def _settings(given: Any, method: str, notices: list[str]) -> Settings:
+def _settings(level: Any, method: str, notices: list[str]) -> Settings:
     """The parameters of one place in the file, checked; names that only other methods have are passed over."""
-    if given is None:
+    if level is None:
         return {}
     known = METHODS[method].parameters
-    if not isinstance(given, dict):
-        raise refused(f"parameters is {given!r}", f"Write a mapping of {', '.join(known) or 'nothing'}.")
-    for name, value in given.items():
+    if not isinstance(level, dict):
+        raise refused(f"parameters is {level!r}", f"Write a mapping of {', '.join(known) or 'nothing'}.")
+    for name, value in level.items():
         if name in known:
             _require_setting(value, name, known[name])
         elif (hint := _slip(name, known)) and name not in _IGNORED:
             raise refused(f"{method} has no parameter {name!r}", hint)
         else:
             notices.append(f"`{name}` is no parameter of {method}, and is passed over, as mergekit does")
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in level.items() if name in known}
 
 
 def _slip(name: Any, known: Collection[str]) -> str:
@@ -522,7 +522,7 @@ def _tokenizer(raw: Settings) -> tuple[str | None, str | None, tuple[str, ...]]:
             raise refused(f"tokenizer is {block!r}", "It has `source`: base, union or a model.")
         tokens = block.get("tokens") or {}
         is_plain = isinstance(tokens, dict) and all(
-            isinstance(of, dict) and not of.get("force") for of in tokens.values()
+            isinstance(settings, dict) and not settings.get("force") for settings in tokens.values()
         )
         if not is_plain or block.get("pad_to_multiple_of"):
             raise refused(

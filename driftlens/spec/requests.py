@@ -66,8 +66,8 @@ class Option:
     @classmethod
     def of(cls, field: FieldInfo) -> Option:
         """The one that a field states, or the usual one."""
-        said: Any = field.json_schema_extra or {}
-        return cls(**said)
+        option: Any = field.json_schema_extra or {}
+        return cls(**option)
 
 
 def asked(text: str, default: Any = None, **option: Any) -> Any:
@@ -107,37 +107,37 @@ class Request(Part, title="calibrate"):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_up_short_names(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
+    def _take_up_short_names(cls, keywords: Any) -> Any:
+        if not isinstance(keywords, Mapping):
+            return keywords
         # Numbers of numpy and torch are no numbers of Python's, which records hold.
-        given = {
+        keywords = {
             name: value.item() if getattr(value, "ndim", None) == 0 else value
-            for name, value in given.items()
+            for name, value in keywords.items()
         }
-        if not given.keys() & cls.short.keys():
-            return given
-        own = {name: given[name] for name in cls.short if given.get(name) is not None}
-        rest = {name: value for name, value in given.items() if name not in cls.short}
-        return {**rest, "parameters": {**(rest.get("parameters") or {}), **own}}
+        if not keywords.keys() & cls.short.keys():
+            return keywords
+        short = {name: keywords[name] for name in cls.short if keywords.get(name) is not None}
+        rest = {name: value for name, value in keywords.items() if name not in cls.short}
+        return {**rest, "parameters": {**(rest.get("parameters") or {}), **short}}
 
     def words(self) -> list[str]:
         """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
-        said = []
+        options = []
         for name, field in type(self).model_fields.items():
             option, value = Option.of(field), getattr(self, name)
             if not option.is_given or value == field.get_default(call_default_factory=True):
                 continue
             spelled = option.name.partition("/")[0] or f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
-                said.append(spelled)
+                options.append(spelled)
             elif isinstance(value, dict):
-                said += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
+                options += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
             elif isinstance(value, tuple):
-                said.append(f"{spelled}={','.join(map(spelled_out, value))}")
+                options.append(f"{spelled}={','.join(map(spelled_out, value))}")
             else:
-                said.append(f"{spelled}={value}")
-        return said
+                options.append(f"{spelled}={value}")
+        return options
 
     def changed(self, **changes: Any) -> Self:
         """The same with some fields changed, checked like a new one."""
@@ -162,16 +162,16 @@ def _calibration_name(name: str) -> str:
     )
 
 
-def _plain_layers(given: Any) -> Any:
+def _plain_layers(layers: Any) -> Any:
     """Layers of Python's own kinds: a range and numpy's numbers are none that a record has."""
-    if given is None or isinstance(given, str | int):
-        return given
-    return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in given)
+    if layers is None or isinstance(layers, str | int):
+        return layers
+    return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
 
 
-def _plain_record(given: Any) -> Any:
+def _plain_record(record: Any) -> Any:
     """A dataclass as a mapping."""
-    return given if given is None or isinstance(given, Mapping) else dict(vars(given))
+    return record if record is None or isinstance(record, Mapping) else dict(vars(record))
 
 
 def _share(given: Any) -> Any:
@@ -185,17 +185,17 @@ def _share(given: Any) -> Any:
     return share
 
 
-def _jacobian(given: Any) -> Any:
+def _jacobian(settings: Any) -> Any:
     """What settings of Jacobians are given as, with a spec's words for the defaults and for none."""
-    if given is None or isinstance(given, bool):
-        return {} if given else None
-    if isinstance(given, Mapping) or hasattr(given, "nodes"):
-        return given
+    if settings is None or isinstance(settings, bool):
+        return {} if settings else None
+    if isinstance(settings, Mapping) or hasattr(settings, "nodes"):
+        return settings
     raise ValueError("expected dl.JacobianSettings(...), or False")
 
 
-def _pairs(given: Any) -> Any:
-    return given if given is None else [(each, {}) if isinstance(each, str) else each for each in given]
+def _pairs(pairs: Any) -> Any:
+    return pairs if pairs is None else [(each, {}) if isinstance(each, str) else each for each in pairs]
 
 
 def _several(given: Any) -> Any:

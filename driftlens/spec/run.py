@@ -34,7 +34,7 @@ MOST_EXPERTS = 1000
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
-PerName = Annotated[dict[Name, T], AfterValidator(lambda given: dict(sorted(given.items())))]
+PerName = Annotated[dict[Name, T], AfterValidator(lambda entries: dict(sorted(entries.items())))]
 
 
 class RunSpec(Part):
@@ -74,9 +74,9 @@ class RunSpec(Part):
     @model_validator(mode="after")
     def _one_merged_model(self) -> RunSpec:
         if (self.merged is None) == (self.merge is None):
-            given = "neither" if self.merged is None else "both"
+            which = "neither" if self.merged is None else "both"
             raise problem(
-                f"expected exactly one of merged and merge, got {given}",
+                f"expected exactly one of merged and merge, got {which}",
                 "Write `merged: {weights: FILE}`, or `merge: {method: task_arithmetic, scaling: 0.3}`.",
             )
         return self
@@ -90,9 +90,9 @@ class RunSpec(Part):
         for section, named in (("heads", self.heads), ("data", self.data.tasks)):
             for task in named:
                 if task not in self.experts:
-                    known = ", ".join(self.experts)
+                    experts = ", ".join(self.experts)
                     raise problem(
-                        f"{section}.{task}: no expert is called {task!r}; experts are {known}",
+                        f"{section}.{task}: no expert is called {task!r}; experts are {experts}",
                         did_you_mean(task, self.experts)
                         or f"Add experts.{task}, or take {section}.{task} out.",
                     )
@@ -108,8 +108,8 @@ class RunSpec(Part):
 
     def digest(self) -> str:
         """SHA-256 of the spec, the same in every process and whatever the order of keys in the file."""
-        told = self.model_dump(mode="json", exclude={"names", "task_id"})
-        canonical = json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        document = self.model_dump(mode="json", exclude={"names", "task_id"})
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 

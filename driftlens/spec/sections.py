@@ -130,11 +130,11 @@ class Calibration(_Method):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_left_out(cls, given: Any) -> Any:
+    def _null_is_left_out(cls, section: Any) -> Any:
         # Specs of older runs spell out every setting of FeatCal, most of them null.
-        if not isinstance(given, Mapping):
-            return given
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+        if not isinstance(section, Mapping):
+            return section
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
         return {key: value for key, value in plain.items() if value is not None}
 
 
@@ -195,15 +195,15 @@ class Metrics(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_diagnostics(cls, given: Any) -> Any:
-        own = list(cls.model_fields)
-        further = [key for key in given if key not in own] if isinstance(given, Mapping) else []
+    def _only_known_diagnostics(cls, section: Any) -> Any:
+        usual = list(cls.model_fields)
+        further = [key for key in section if key not in usual] if isinstance(section, Mapping) else []
         # Finding the diagnostics means importing them, which a spec without further keys can do without.
         options = {entry.option for entry in diagnostics.values()} if further else set()
         if unknown := [key for key in further if key not in options]:
-            allowed = [*own, *sorted(options - {"", *own})]
+            allowed = [*usual, *sorted(options - {"", *usual})]
             raise PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
-        return given
+        return section
 
     @property
     def options(self) -> frozenset[str]:
@@ -280,11 +280,11 @@ class TextHead(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _templates_of_the_suite(cls, given: Any) -> Any:
-        suite = given.get("suite") if isinstance(given, Mapping) else None
-        if not isinstance(suite, str) or "templates" in given:
-            return given
-        return {**given, "templates": published_task(_known_suite(suite)).templates}
+    def _templates_of_the_suite(cls, section: Any) -> Any:
+        suite = section.get("suite") if isinstance(section, Mapping) else None
+        if not isinstance(suite, str) or "templates" in section:
+            return section
+        return {**section, "templates": published_task(_known_suite(suite)).templates}
 
 
 class FileHead(Part):
@@ -311,12 +311,12 @@ class LinearHead(Part):
     classes: ClassNames = None
 
 
-def _head_kind(given: Any) -> str:
-    if isinstance(given, dict):
-        return "file head" if "file" in given else "linear head" if "linear" in given else "text head"
-    if isinstance(given, LinearHead):
+def _head_kind(head: Any) -> str:
+    if isinstance(head, dict):
+        return "file head" if "file" in head else "linear head" if "linear" in head else "text head"
+    if isinstance(head, LinearHead):
         return "linear head"
-    return "file head" if isinstance(given, FileHead) else "text head"
+    return "file head" if isinstance(head, FileHead) else "text head"
 
 
 Head = Annotated[

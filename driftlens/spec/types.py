@@ -153,8 +153,8 @@ def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
         or path.is_absolute()
         or _FILE_SUFFIX.fullmatch(path.suffix) is not None
     )
-    found = resolved(value, info)
-    return found if is_path or Path(found).exists() else value
+    place = resolved(value, info)
+    return place if is_path or Path(place).exists() else value
 
 
 LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved)]

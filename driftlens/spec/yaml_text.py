@@ -46,26 +46,26 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            found = super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise yaml.constructor.ConstructorError(
                 None, None, f"not a value of {node.tag}", node.start_mark
             ) from error
-        if type(found) is int and found.bit_length() > 64:
+        if type(value) is int and value.bit_length() > 64:
             raise yaml.constructor.ConstructorError(
                 None, None, "a whole number of more than 64 bits", node.start_mark
             )
-        return found
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key.value!r} occurs twice", key.start_mark
                     )
-                seen.add(key.value)
+                keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -134,17 +134,17 @@ def line_of(text: str, path: str) -> int | None:
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
     while node is not None:
-        found = []
+        matches = []
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 name = key.value if isinstance(key.value, str) else ""
                 if name and (end := re.match(rf"{re.escape(name)}(?:[.]|(?=[:\[])|$)", path)):
-                    found.append((end.end(), key, value))
+                    matches.append((end.end(), key, value))
         elif isinstance(node, yaml.SequenceNode) and (end := re.match(r"\[(\d{1,9})\][.]?", path)):
-            found = [(end.end(), entry, entry) for entry in node.value[int(end[1]) :][:1]]
-        if not found:
+            matches = [(end.end(), entry, entry) for entry in node.value[int(end[1]) :][:1]]
+        if not matches:
             break
-        length, at, node = max(found, key=lambda entry: entry[0])  # a task's name may hold dots
+        length, at, node = max(matches, key=lambda entry: entry[0])  # a task's name may hold dots
         line, path = at.start_mark.line + 1, path[length:]
     return line
 
@@ -165,8 +165,8 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
             f"{file}: the {what} can't be read: {error.strerror}", hint=f"Check the path. {start}"
         ) from error
     if not isinstance(raw, dict):
-        found = "nothing" if raw is None else f"a {type(raw).__name__}"
-        raise SpecError(f"{file}: expected a mapping, found {found}", hint=start)
+        kind = "nothing" if raw is None else f"a {type(raw).__name__}"
+        raise SpecError(f"{file}: expected a mapping, found {kind}", hint=start)
     return raw
 
 

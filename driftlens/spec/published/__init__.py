@@ -49,8 +49,8 @@ def published_names() -> list[str]:
 def find_published(name: str) -> str | None:
     """The name of the task that `name` means, whatever its case and punctuation; None where there is none."""
     plain = "".join(character for character in name.casefold() if character.isalnum())
-    known = {"".join(filter(str.isalnum, each)): each for each in published_names()}
-    return known.get(plain, _ALSO.get(plain))
+    tasks = {"".join(filter(str.isalnum, task)): task for task in published_names()}
+    return tasks.get(plain, _ALSO.get(plain))
 
 
 @functools.cache

@@ -195,9 +195,11 @@ def checks_text(report: CheckReport) -> str:
     columns: dict[str, tuple[Kind, str]] = {"": ("text", "status"), "check": ("text", "title")}
     columns |= {name: ("number", name) for name in ("value", "margin")}
     columns |= {"rows": ("count", "n"), "samples": ("count", "samples")}
-    rows = [{**vars(at), "title": at.title, "samples": at.samples or None} for at in report.results]
+    rows = [
+        {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
+    ]
     lines = aligned(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
-    lines += [f"{at.status}: {at.title}: {at.reason}" for at in report.results if at.reason]
+    lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
     if not report.executed:

@@ -78,17 +78,17 @@ def draw_curves(
     """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows, last = picking.named_layers(run, rows), panels.last_layer(run)
-    parts = [(kind, at) for kind in kinds for at in (_APART if apart and kind.is_norm else _WHOLE)]
+    parts = [(kind, part) for kind in kinds for part in (_APART if apart and kind.is_norm else _WHOLE)]
     names = iter(words.task_titles(tasks, [kind.name for kind in kinds]))
-    titles = ["head" if at == "head" else next(names) for _ in tasks for _, at in parts]
+    titles = ["head" if part == "head" else next(names) for _ in tasks for _, part in parts]
     placed: dict[str, Any] = {"titles": titles}
     if len(parts) > 1:
         placed |= {"columns": len(parts), "height": 150 if len(kinds) > 1 else 190}
-        placed["widths"] = [_HEAD if at == "head" else 1.0 for _, at in parts]
+        placed["widths"] = [_HEAD if part == "head" else 1.0 for _, part in parts]
     grid = panels.panel_grid(
         **{**placed, **settings},
         x_title=panels.layer_title(run),
-        y_titles=["" if at == "head" else kind.title for kind, at in parts],
+        y_titles=["" if part == "head" else kind.title for kind, part in parts],
         legend=[words.shown(variant) for variant in shown],
         dark=dark,
     )
@@ -96,8 +96,8 @@ def draw_curves(
     brush = theme.Brush(variants or run.variants, dark)
     grid.add(0, *below)
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
-        for column, (kind, at) in enumerate(parts):
-            points = line if at == "whole" else line[(line["layer"] == last) == (at == "head")]
+        for column, (kind, part) in enumerate(parts):
+            points = line if part == "whole" else line[(line["layer"] == last) == (part == "head")]
             grid.add(tasks.index(task) * len(parts) + column, *kind.traces(points, brush, opacity=opacity))
     grid.add_lines("x", *panels.borders(rows))
     for column, (kind, _) in enumerate(parts):
@@ -111,8 +111,10 @@ def draw_curves(
         "head": {"matches": None, "autorangeoptions": head, "tickvals": [last]},
     }
     shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
-    y = [{**kind.axis, **(shared if at == "head" and "matches" in kind.axis else {})} for kind, at in parts]
-    grid.set_axes(x=[axes[at] for _, at in parts], y=y)
+    y = [
+        {**kind.axis, **(shared if part == "head" and "matches" in kind.axis else {})} for kind, part in parts
+    ]
+    grid.set_axes(x=[axes[part] for _, part in parts], y=y)
     return grid.figure
 
 

@@ -77,14 +77,16 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         dark=options.dark,
     )
     brush = theme.Brush(run.variants, options.dark)
-    for (name, measure), of in rows.groupby(["calibration", "measure"], sort=False):
+    for (name, measure), curve in rows.groupby(["calibration", "measure"], sort=False):
         variant = calibrated(str(name))
         hover: dict[str, Any] = {
-            "text": theme.interval_texts(of, "low", "high", write=number),
+            "text": theme.interval_texts(curve, "low", "high", write=number),
             "hovertemplate": f"a = %{{x}}: %{{y:{theme.NUMBER}}}%{{text}}",
         }
-        panel, taken = measures.index(str(measure)), of[of["is chosen"]]
-        grid.add(panel, brush.line(variant, of["share"], of["mean"], (of["low"], of["high"]), **hover))
+        panel, taken = measures.index(str(measure)), curve[curve["is chosen"]]
+        grid.add(
+            panel, brush.line(variant, curve["share"], curve["mean"], (curve["low"], curve["high"]), **hover)
+        )
         ring = {"symbol": "circle-open", "size": 16, "line": {"width": 1.5}, "color": brush.palette.ink}
         ringed = brush.line(variant, taken["share"], taken["mean"], mode="markers", marker=ring)
         grid.add(panel, ringed.update(**brush.named("taken", "taken"), hoverinfo="skip"))

@@ -88,7 +88,9 @@ def gathered(
         )
     layers = [entry.index for entry in run.manifest.layers]
     if only_points:
-        stored = [at for at in layers if any(_is_stored(run, part.task, "expert", at) for part in shown)]
+        stored = [
+            layer for layer in layers if any(_is_stored(run, part.task, "expert", layer) for part in shown)
+        ]
         layers = (stored or layers)[-1:]
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
     # Threads that wait for one another at small products take five times the processor time of one.

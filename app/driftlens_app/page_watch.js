@@ -3,13 +3,17 @@
 
 // For a reader going to another page is one step. Streamlit first takes from the address of the page that is left what
 // was chosen, run and all, and empties that of the next one; the server fills either again, however long it takes.
+// Nor is it a step that a part of a page which is no longer open takes what only it asks for from the address.
 if (!window.stepsOfHistory) {
   const push = (window.stepsOfHistory = history.pushState);
+  const chosen = ({ search }) =>
+    ["run", "task", "variants", "layer", "measure"].map((name) => new URLSearchParams(search).getAll(name)).join(";");
   let isLeaving = false;
   history.pushState = (state, title, url) => {
     const to = new URL(url, location), isSame = to.pathname === location.pathname;
-    const isStep = !isLeaving && (!isSame || location.search);
-    isLeaving = isSame && (isLeaving || (isStep && !to.searchParams.has("run")));
+    const isEmptied = isSame && !to.searchParams.has("run");
+    const isStep = !isLeaving && (!isSame || (location.search && (isEmptied || chosen(to) !== chosen(location))));
+    isLeaving = isSame && (isLeaving || (isStep && isEmptied));
     (isStep ? push : history.replaceState).call(history, state, title, url);
   };
 }

@@ -126,6 +126,23 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     assert "repair=Compare" in page.url
 
 
+def test_opening_another_part_leaves_no_step_that_shows_the_same(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    """Its address loses the band, which the part that was open alone obeys."""
+    run = open_run(runs_folder / "merged")
+    page.goto(f"{app_url}/layers?run={run.id}&band=one+standard+deviation")
+    settled(page)
+    before = page.evaluate("history.length")
+    page.get_by_role("radiogroup", name="Part of the page").get_by_text("Sources").click()
+    page.wait_for_url(lambda url: "layers=Sources" in url and "band" not in url)
+    settled(page)
+    assert page.evaluate("history.length") == before
+    choose(page, "Task", "dtd")
+    page.wait_for_url("**task=dtd**")
+    assert page.evaluate("history.length") == before + 1, "what is chosen on every page is a step"
+
+
 def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any, app_url: str) -> None:
     said: list[str] = []
     asked: list[str] = []

@@ -83,7 +83,8 @@ def begin(request: Request) -> None:
 def offer_attribution(run: DriftRun) -> None:
     """Where variants were measured without tracing their drift back to layers, offer to do so now."""
     rows = run.layers()
-    traced = rows[rows["variant"].map(is_explained)].groupby(["variant", "task"])["jacobian_samples"].count()
+    is_asked = rows["variant"].map(is_explained).astype(bool)  # of a table without rows, too
+    traced = rows[is_asked].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
     if not lacking or not is_analyzed(run.manifest) or is_live(run.manifest):
         return

@@ -43,6 +43,16 @@ def run(root: Path) -> Path:
     return root / "full"
 
 
+@pytest.mark.parametrize("view", ("overview", "samples"))
+def test_a_run_that_was_stopped_before_its_first_layer_is_shown(
+    open_app: Open, root: Path, view: str
+) -> None:
+    file = root / "full" / "tables" / "layers.parquet"
+    pq.write_table(pq.read_table(file).slice(0, 0), file)
+    app = open_app(root, view)
+    assert "KeyError" not in str(errors(app)) and BUTTON not in [button.label for button in app.button]
+
+
 @pytest.mark.parametrize("view", few(VIEWS, quick=["layers"]))
 def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns_are_there(
     open_app: Open, root: Path, view: str

@@ -365,11 +365,14 @@ def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
     """By how much a candidate is better than the merged model."""
     if entry.get("advantage") is None:
         return "could not be solved for"
-    gap = entry["advantage"]
+    gap, low, high = entry["advantage"], entry["low"], entry["high"]
+    way = "lower"
+    if gap < 0:
+        way, gap = "higher", -gap
+        low, high = (None, None) if low is None else (-high, -low)
     unit = " nat" if what == "KL" else ""
-    ends = "" if entry["low"] is None else f" ({interval}: {brief(entry['low'])} to {brief(entry['high'])})"
-    way = "higher" if gap < 0 else "lower"
-    return f"has a held-out {what} {way} than the merged model's by {brief(abs(gap))}{unit}{ends}"
+    ends = "" if low is None else f" ({interval}: {brief(low)} to {brief(high)})"
+    return f"has a held-out {what} {way} than the merged model's by {brief(gap)}{unit}{ends}"
 
 
 def _scored(entry: Mapping[str, Any]) -> str:

@@ -55,6 +55,7 @@ def number(value: float, digits: int = 3) -> str:
 
 def brief(value: float, sign: str = "") -> str:
     """Three significant digits without zeros behind them, `sign` as in a format ("+" shows both); no exponent."""
+    value += 0.0  # takes the sign off a zero
     text = f"{value:{sign}.3g}"
     return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
 

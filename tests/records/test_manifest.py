@@ -136,6 +136,41 @@ def test_a_record_that_does_not_compare_is_referred_to(folder: Path, selection: 
     assert "calibrations/featcal/config.yaml says how" in sentence
 
 
+def test_a_gap_lies_in_the_interval_behind_it_also_where_all_are_worse(folder: Path) -> None:
+    tie = {
+        "name": "base",
+        "title": "the base",
+        "score": 0.2,
+        "advantage": -0.0,
+        "low": -0.0,
+        "high": -0.0,
+        "n": 8,
+    }
+    worse = {
+        **tie,
+        "name": "lower",
+        "title": "lower",
+        "score": 0.25,
+        "advantage": -0.05,
+        "low": -0.12,
+        "high": 0.02,
+    }
+    merged = {"name": "merged", "title": "the merged model", "score": 0.2, "n": 8}
+    selection = {
+        **{"compared": [merged, tie, worse], "choice": "merged", "best": "lower", "score": "relative drift"},
+        **{
+            "correction": "Bonferroni",
+            "num_calibrations": 1,
+            "seconds": 1.0,
+            "base_stands": False,
+            "kept": "merged",
+        },
+    }
+    first, numbers = selection_sentences(with_info(folder, automatic=True, selection=selection), NAME)
+    assert "higher than the merged model's by 0.05 (95 % interval, Bonferroni: -0.02 to 0.12)" in first
+    assert "the base 0.2 (+0, +0 to +0); lower 0.25 (+0.05, -0.02 to +0.12)" in numbers
+
+
 def test_given_settings_say_nothing_and_an_unknown_name_is_refused(folder: Path) -> None:
     run = with_info(folder)
     assert selection_sentences(run, NAME) == []

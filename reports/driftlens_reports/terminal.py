@@ -289,9 +289,10 @@ def _mean(rows: pd.DataFrame) -> list[str]:
     change = mean_score_change(rows)
     if len(rows) < 2 or not is_measured(change.low):
         return []
-    kind: Kind = "points" if metric_called(rows["metric"].iloc[0]).kind == "share" else "signed"
+    metric = metric_called(rows["metric"].iloc[0])
+    told = estimate(change, "points" if metric.kind == "share" else "signed")
     p = reading.p_value(p_of(change))
-    return [f"mean change over {counted(len(rows), 'task')}: {estimate(change, kind)}, p {p}"]
+    return [f"mean change of {metric.title} over {counted(len(rows), 'task')}: {told}, p {p}"]
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:

@@ -114,7 +114,9 @@ def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: Path
     said = run_cli("compare", written, written).out.strip().split("\n\n")
     assert len(said) == 2 and said[1].startswith("Equal to the last bit: ")
     other = run_cli("compare", written, written, "--before", "base", "--after", "merged").out.split("\n\n")
-    assert other[1] == said[1] and other[2].splitlines()[1].startswith("mean change over 2 tasks: ")
+    assert other[1] == said[1] and other[2].splitlines()[1].startswith(
+        "mean change of accuracy over 2 tasks: "
+    )
 
 
 def test_compared_runs_as_json_hold_every_layer(run_cli: Cli, written: Path, own: Path) -> None:

@@ -240,7 +240,7 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
     mean = mean_score_change(compare(run).tasks)
     assert mean == mean_over_tasks([Interval(e.value, e.low, e.high) for e in (paired, unpaired)])
     told = f"{points(mean.value)} ({points_interval(mean.low, mean.high)}), p {p_value(p_of(mean))}"
-    assert f"mean change over 2 tasks: {told}" in said
+    assert f"mean change of accuracy over 2 tasks: {told}" in said
 
 
 @pytest.mark.slow

@@ -79,8 +79,9 @@ def demo(
         )
     (page,) = Report(run).attach(["html"])
     show_run(run, everyone=True)
+    at = shlex.quote(str(out))
     say(
-        f"\nReport: {page}\nOne page of all samples: `driftlens view {out}`\nThe dashboard: `driftlens ui {out}`"
+        f"\nReport: {page}\nOne page of all samples: `driftlens view {at}`\nThe dashboard: `driftlens ui {at}`"
     )
 
 
@@ -144,7 +145,7 @@ def init(
         say(text.rstrip("\n"))
         return
     write_text_atomic(out, text)
-    say(f"wrote {out}; edit it, then: driftlens validate {out}")
+    say(f"wrote {out}; edit it, then: driftlens validate {shlex.quote(str(out))}")
 
 
 @app.command()
@@ -375,7 +376,8 @@ def convert(
 
     place = run_conversion(source, out, tell=note)
     spec = place / "run.yaml"
-    say(f"wrote {place}" + (f"; fill in the data, then: driftlens validate {spec}" if spec.exists() else ""))
+    then = f"; fill in the data, then: driftlens validate {shlex.quote(str(spec))}"
+    say(f"wrote {place}" + (then if spec.exists() else ""))
 
 
 @app.command()

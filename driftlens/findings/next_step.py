@@ -12,7 +12,7 @@ from driftlens.base.files import from_json
 from driftlens.findings.reading import brief
 from driftlens.runs.layout import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.standing import is_live
+from driftlens.runs.standing import command_to_resume, is_live
 
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,karcher"}
 """Merges of weights alone that are worth a comparison, with a base and without."""
@@ -32,7 +32,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     if is_live(run.manifest):
         return ""
     if not run.manifest.finished:
-        return f"driftlens analyze {path}/spec.yaml --out {path} --resume"
+        return command_to_resume(run.path)
     if bad:
         return f"driftlens validate {path}/spec.yaml --deep"
     if side >= 0:

@@ -319,9 +319,10 @@ def _text(path: pathlib.Path) -> bytes:
     try:
         return plain_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        is_there = path.parent.is_dir()
+        folder = path.parent
+        lacks = f"it has no {path.name}" if folder.is_dir() else "there is no such folder"
         raise RunError(
-            f"{path.parent} is not a run: {f'it has no {path.name}' if is_there else 'there is no such folder'}",
+            f"{folder} is not a run: {'it is a file' if folder.is_file() else lacks}",
             hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
         ) from None
     except OSError as error:

@@ -127,6 +127,12 @@ def is_live(manifest: Manifest) -> bool:
     return bool(manifest.architecture.get("loader") == "live")
 
 
+def command_to_resume(folder: pathlib.Path) -> str:
+    """The command that goes on with an analysis."""
+    at = shlex.quote(str(folder))
+    return f"driftlens analyze {at}/spec.yaml --out {at} --resume"
+
+
 def how_to_explain(folder: pathlib.Path) -> str:
     """What to do about variants whose drift is measured and not attributed."""
     return f"`driftlens explain {shlex.quote(str(folder))}` adds the attribution that is missing"

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -150,7 +151,7 @@ def _read(file: Path, where: str) -> dict[str, Any]:
     if is_recipe(raw):
         raise SpecError(
             f"{where} is a recipe of mergekit, and no spec",
-            hint=f"`driftlens merge {where} --out FOLDER` follows it; `driftlens init` writes a spec.",
+            hint=f"`driftlens merge {shlex.quote(where)} --out FOLDER` follows it; `driftlens init` writes a spec.",
         )
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
         for dotted in RETIRED:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from driftlens.base.errors import Cancelled
 from driftlens.cli import MADE_BETWEEN
 from driftlens.cli.app import interrupt
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.standing import command_to_resume
 from driftlens.spec import load_spec
 from driftlens.spec.templates import template_names
 from driftlens_reports.charts.chart import charts
@@ -231,6 +233,21 @@ def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
     assert refused.code == 2 and "--force" in refused.hint and spec_file.read_text() == "mine"
     assert run_cli("init", "--template", template, "--out", spec_file, "--force").code == 0
     assert spec_file.read_bytes() == written
+
+
+def test_commands_that_are_told_can_be_run_where_a_path_has_spaces(run_cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "my merges" / "a spec.yaml"
+    out.parent.mkdir()
+    told = run_cli("init", "--out", out).out
+    assert shlex.split(told.rpartition("then: ")[2]) == ["driftlens", "validate", str(out)]
+    recipe = out.with_name("a recipe.yml")
+    recipe.write_text("merge_method: linear\nmodels: [{model: a}, {model: b}]\n")
+    followed = shlex.split(run_cli("validate", recipe).hint.split("`")[1])
+    assert followed == ["driftlens", "merge", str(recipe), "--out", "FOLDER"]
+    analyzed = shlex.split(run_cli("why", out).hint.partition(": ")[2].partition(". Else")[0])
+    assert analyzed == ["driftlens", "analyze", str(out)]
+    run = tmp_path / "my runs"
+    assert shlex.split(command_to_resume(run))[-4:] == [f"{run}/spec.yaml", "--out", str(run), "--resume"]
 
 
 def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) -> None:

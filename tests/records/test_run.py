@@ -200,6 +200,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path)
     with pytest.raises(RunError, match=r"nowhere is not a run: there is no such folder"):
         open_run(tmp_path / "nowhere")
+    (tmp_path / "notes").touch()
+    with pytest.raises(RunError, match=r"notes is not a run: it is a file"):
+        open_run(tmp_path / "notes")
 
 
 def test_names_are_escaped_in_notebooks(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import is_live
+from driftlens.runs.standing import command_to_resume, is_live
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import AnalysisRequest, ExplainRequest
 
@@ -119,8 +119,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     if not is_same:
         raise SpecError(
             f"{folder} was begun with another spec",
-            hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, "
-            "or choose another --out.",
+            hint=f"Resume with `{command_to_resume(folder)}`, or choose another --out.",
         )
     reopening.require_same_models(manifest, study, reporter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def recipe_in(models: Sequence[str]) -> Recipe | None:
     if not is_recipe(given):
         raise SpecError(
             f"{models[0]} is no recipe of mergekit",
-            hint=f"If it is a spec: driftlens analyze {models[0]}. Else give BASE EXPERT... MERGED.",
+            hint=f"If it is a spec: driftlens analyze {shlex.quote(models[0])}. Else give BASE EXPERT... MERGED.",
         )
     return recipe_of(given)
 

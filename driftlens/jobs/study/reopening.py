@@ -43,7 +43,7 @@ from driftlens.jobs.study.study import Study
 from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
-from driftlens.runs.standing import is_live, unanalyzed
+from driftlens.runs.standing import command_to_resume, is_live, unanalyzed
 from driftlens.runs.status import RunLock, living_owner_of
 from driftlens.runs.writer import RunWriter, remove_tree
 
@@ -133,8 +133,7 @@ def require_analyzed(folder: pathlib.Path) -> None:
     manifest = read_manifest(folder)
     missing = unanalyzed(manifest)
     if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
-        command = f"driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume"
-        command = "dl.analyze(..., resume=True)" if is_live(manifest) else command
+        command = "dl.analyze(..., resume=True)" if is_live(manifest) else command_to_resume(folder)
         raise RunError(
             f"{folder} is unfinished; still to be done: {', '.join(missing)}",
             hint=f"`{command}` goes on, accuracy included.",

@@ -375,3 +375,10 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
 def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
     with refusing(SpecError, match="there are bert, clip-ta, flan-t5", hint="'clip-ta'"):
         template_text("clip-tb")
+
+
+def test_a_folder_with_a_spec_in_it_is_told_which_file_to_give(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("version: 1\n")
+    with pytest.raises(SpecError, match="the spec can't be read") as refused:
+        load_spec(tmp_path)
+    assert str(tmp_path / "spec.yaml") in refused.value.hint

@@ -161,9 +161,9 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
             f"{file}: not UTF-8 text ({error.reason})", hint="It should be a YAML file."
         ) from error
     except OSError as error:
-        raise SpecError(
-            f"{file}: the {what} can't be read: {error.strerror}", hint=f"Check the path. {start}"
-        ) from error
+        inside = file / "spec.yaml"
+        hint = f"Give {inside}." if inside.is_file() else f"Check the path. {start}"
+        raise SpecError(f"{file}: the {what} can't be read: {error.strerror}", hint=hint) from error
     if not isinstance(raw, dict):
         kind = "nothing" if raw is None else f"a {type(raw).__name__}"
         raise SpecError(f"{file}: expected a mapping, found {kind}", hint=start)

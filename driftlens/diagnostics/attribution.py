@@ -442,7 +442,7 @@ def _stacked(vectors: State, riders: list[State]) -> State:
 
 
 def _random_like(state: State, seed: int, view: LayerView) -> State:
-    """Normal drawn, drawn on the CPU so that they don't depend on the device; own to layer and batch.
+    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch.
 
     They are zero on padding, as every feature is.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,6 +100,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Weights that a test leaves to chance are the same whatever ran before it, and differ from fixture to fixture."""
+    torch.default_generator.manual_seed(zlib.crc32(fixturedef.argname.encode()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    torch.default_generator.manual_seed(0)
 
 
 def arithmetic() -> dict[str, object]:

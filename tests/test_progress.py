@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 
 import pytest
 
@@ -136,6 +137,19 @@ def test_a_terminal_that_is_gone_ends_no_work() -> None:
             sink(ProgressEvent(phase, 1, 2, "a", 0.2, {}))
         terminal.is_gone = False
     assert terminal.refused
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_bars_leave_room_for_the_words(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Phase, count and times are whole in a narrow window, too; what is over says how long it took."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = Terminal()
+    with sink_for("rich", stream) as sink:
+        sink(ProgressEvent("calibrate", 100, 100, "done", 61.0, {}))
+        sink(ProgressEvent("evaluate", 90, 100, "task sun397: " + "x" * width, 63.0, {}))
+    *_, over, under_way = filter(str.strip, re.sub(r"\x1b\[[0-9;?]*\w", "", stream.getvalue()).splitlines())
+    assert "100/100" in over and over.rstrip().endswith("done in 1 min 01 s")
+    assert " 90/100" in under_way and "1 min 03 s so far, about 7.0 s left" in under_way
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

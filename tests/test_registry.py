@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from driftlens.base.errors import SpecError
-from driftlens.base.registry import Registry
+from driftlens.base.registry import Registry, defect
 from tests.refusing import refusing
 
 ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\n"
@@ -117,3 +118,41 @@ def test_what_is_installed_and_does_not_register_itself_is_named_by_every_lookup
             hint="pip uninstall some-toys",
         ):
             lookup(found)
+
+
+def test_a_cell_that_runs_again_replaces_what_it_defined_and_nothing_else(package: str) -> None:
+    def cell(called: str) -> type:
+        return type(called, (), {"__module__": "__main__"})
+
+    found: Registry[Any] = registry_of(package)
+    # Before anything was looked up, a taken name is the cell's own fault, and no file's.
+    with pytest.raises(ValueError, match="toy 'alpha' is registered twice; the new one needs another name"):
+        found.register("alpha")(cell("Mine"))
+    found.register("mine")(cell("Mine"))
+    again = found.register("mine")(cell("Mine"))
+    assert list(found) == ["alpha", "mine", "zeta"] and found["mine"] is again
+    with pytest.raises(ValueError, match="toy 'mine' is registered twice"):
+        found.register("mine")(cell("Other"))
+
+
+CALLS = {
+    "its own error": ("def fail(ours):\n    raise ValueError('x')", "some-toys 1.2"),
+    "of a library that it calls": (
+        "import json\ndef fail(ours):\n    json.loads('{')",
+        "some-toys 1.2",
+    ),
+    "of what it is given": ("def fail(ours):\n    ours()", "DriftLens"),
+}
+
+
+@pytest.mark.parametrize(("source", "whose"), CALLS.values(), ids=CALLS)
+def test_an_error_that_nobody_expected_is_laid_at_the_door_of_who_acted_last(
+    package: str, source: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours: dict[str, Any] = {"__name__": "driftlens.somewhere"}
+    exec("def fall():\n    raise TypeError('y')\ndef call(fail):\n    fail(fall)", ours)
+    module = installed(tmp_path / "site", package, "beta", source)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    with pytest.raises(ValueError if "some" in whose else TypeError) as caught:
+        ours["call"](importlib.import_module(module).fail)
+    assert defect(caught.value) == f"This is a defect of {whose}"

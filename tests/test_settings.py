@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
@@ -174,9 +174,11 @@ def test_a_setting_without_default_must_be_given() -> None:
         resolve(owner, {}, "o")
 
 
-def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method() -> None:
-    def owner(*, table: dict[str, float] | int = 0) -> None: ...
+@pytest.mark.parametrize("kind", [dict[str, float] | int, int | float | None, Callable[[int], int]], ids=str)
+def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method(kind: Any) -> None:
+    def owner(*, table: Any = 0) -> None: ...
 
+    owner.__annotations__["table"] = kind
     with pytest.raises(TypeError, match="'table' can't be a setting"):
         settings_of(owner)
 

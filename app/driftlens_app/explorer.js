@@ -11,10 +11,10 @@ export default function ({ parentElement, data, setTriggerValue }) {
   box.open = (state) => setTriggerValue("open", state);
   const keep = (state) => {
     if (!box.isKept) return;
-    sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked, task: data.task }));
+    sessionStorage.setItem(key, JSON.stringify({ state, asked: data.asked }));
     box.state = state;
     const task = new URLSearchParams(state).get("task");
-    if (box.task && task && task !== box.task) setTriggerValue("task", task); // other pages show it, too
+    if (task && task !== (box.task ?? data.task ?? task)) setTriggerValue("task", task); // other pages show it, too
     box.task = task;
     if (location.pathname === box.at && location.hash.slice(1) !== state) history.replaceState(history.state, "", `#${state}`);
   };
@@ -23,7 +23,7 @@ export default function ({ parentElement, data, setTriggerValue }) {
     const said = box.isKept && !isNew && (box.run ?? data.run) === data.run && location.hash.slice(1);
     if (said) return said;
     const state = new URLSearchParams(isNew || !box.isKept ? data.state : kept.state ?? data.state);
-    if (data.task && !(isNew && state.has("task")) && (data.task !== kept.task || !state.has("task"))) state.set("task", data.task);
+    if (data.task && !(isNew && state.has("task"))) state.set("task", data.task);
     return String(state);
   };
   box.news = { dark: data.dark, ...(box.isKept ? {} : { task: data.task }) };

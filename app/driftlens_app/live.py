@@ -24,7 +24,7 @@ from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_requ
 from driftlens_app.outlook import STAGES, ahead
 from driftlens_app.pages import path_of
 from driftlens_app.runs import opened
-from driftlens_app.selection import RUN
+from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import coded, note, page_title, plain, show_error, shown_errors
 from driftlens_reports.charts.picking import addition
@@ -127,7 +127,7 @@ def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
             note(coded(lacking.replace(f"`{ANALYZE}`", "a new run")))
             if st.button("Edit its spec for a new run", icon=":material/edit_note:", key=f"spec-{chart}"):
                 begin_with((run.path / SPEC).read_text("utf-8"))
-                st.switch_page(path_of("new_run"))
+                lead("new_run")
         return ANALYZE in lacking and not settings.is_one_run
     is_walked = bool(names) and not {*names} & {*_TRACED}
     took = sum(
@@ -181,7 +181,7 @@ def state_of(run: Path) -> str:
     if view is None or event is None:
         return "" if view is None else view.state
     doing = STAGES.get(event.phase, event.phase).lower()
-    return f"{doing} {f'{event.done / event.total:.0%}' if event.total else event.done}"
+    return f"{doing} {f'{100 * event.done / event.total:.0f} %' if event.total else event.done}"
 
 
 def show_bad_end(view: View | None) -> bool:
@@ -335,7 +335,7 @@ def land(page: str) -> None:
     except RunError:
         return
     if waits:
-        st.switch_page(path_of("overview"), query_params={RUN: manifest.id})
+        lead("overview", run=manifest.id)
     # A switch would swallow what was clicked here, perhaps the start of another job.
     st.toast(f"The run {plain(manifest.name)} is finished.", icon=":material/check_circle:")
 

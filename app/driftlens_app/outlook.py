@@ -144,7 +144,7 @@ def obstacle(run: DriftRun) -> str:
         return f"{error.message}. {error.hint}"
     if is_live(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    missing = some_of(unanalyzed(run.manifest))
+    missing = some_of(unanalyzed(run.manifest, scored=True))
     return (
         f"the run is unfinished; still to be done: {missing}. Its analysis has to go on first"
         if missing

@@ -1,8 +1,8 @@
 // Charts are coloured and laid out by the server, which hears of another theme or width only when something makes it
 // run again: this does.
 
-// For a reader going to another page is one step. Streamlit first takes from the address of the page that is left what
-// was chosen, run and all, and empties that of the next one; the server fills either again, however long it takes.
+// For a reader going to another page is one step. Streamlit first takes what was chosen, run and all, from the address of
+// the page that is left, and from that of the next one; the server fills either again, however long it takes.
 // Nor is it a step that a part of a page which is no longer open takes what only it asks for from the address.
 if (!window.stepsOfHistory) {
   const push = (window.stepsOfHistory = history.pushState);
@@ -11,8 +11,8 @@ if (!window.stepsOfHistory) {
   let isLeaving = false;
   history.pushState = (state, title, url) => {
     const to = new URL(url, location), isSame = to.pathname === location.pathname;
-    const isEmptied = isSame && !to.searchParams.has("run");
-    const isStep = !isLeaving && (!isSame || (location.search && (isEmptied || chosen(to) !== chosen(location))));
+    const isFilled = new URLSearchParams(location.search).has("run"), isEmptied = isSame && !to.searchParams.has("run");
+    const isStep = !isLeaving && (!isSame || (isFilled && (isEmptied || chosen(to) !== chosen(location))));
     isLeaving = isSame && (isLeaving || (isStep && isEmptied));
     (isStep ? push : history.replaceState).call(history, state, title, url);
   };

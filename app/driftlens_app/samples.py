@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from typing import Literal
+from urllib.parse import parse_qsl
 
 import pandas as pd
 import streamlit as st
@@ -18,9 +19,8 @@ from driftlens.findings.outcomes import outcomes
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, remembered
-from driftlens_app.pages import path_of
 from driftlens_app.runs import key_of
-from driftlens_app.selection import TASK, address, selection
+from driftlens_app.selection import TASK, choose, lead, selection
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, is_dark, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
@@ -57,7 +57,8 @@ def _address(pixels: object) -> str:
 def explore(state: str) -> None:
     """Lead to the page Samples, whose explorer shows what its own address would say behind the #."""
     st.session_state[_ASKED] = (time.time_ns(), state)
-    st.switch_page(path_of("samples"), query_params=address())
+    task = dict(parse_qsl(state)).get(TASK)
+    lead("samples", **({TASK: task} if task else {}))
 
 
 def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
@@ -98,7 +99,7 @@ def _choose_task() -> None:
     """Let all pages show the task that was chosen in the whole explorer."""
     task = st.session_state["explorer-"].get("task")
     if task:
-        st.query_params[TASK] = str(task)  # as if it had been asked for in the address
+        choose(TASK, str(task))
 
 
 def offer_page(run: DriftRun) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
@@ -14,6 +15,7 @@ from driftlens.base.errors import DataError
 from driftlens.findings.listing import RunSummary
 from driftlens.runs.run import DriftRun
 from driftlens_app.jobs.processes import is_at_work
+from driftlens_app.pages import path_of
 from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark
@@ -65,10 +67,14 @@ def selection(*controls: str, with_base: bool = False) -> Selection:
     return chosen
 
 
-def address(**others: str) -> dict[str, str | list[str]]:
-    """The query of another page's address, with all that is chosen: else a step of the browser's history follows."""
-    names = (RUN, TASK, VARIANTS, LAYER, MEASURE)
-    return {name: st.query_params.get_all(name) for name in names if name in st.query_params} | others
+def lead(view: str, *, query: Mapping[str, str] | None = None, **others: str) -> NoReturn:
+    """Go to a page, which shows what is chosen here, or `others` in its place: `lead("layers", task="cars")`.
+
+    For the browser's history that is one step: an address that said what is chosen would be one before it.
+    """
+    for name, chosen in others.items():
+        _kept()[name] = [chosen]
+    st.switch_page(path_of(view), query_params=query)
 
 
 def choose_run(settings: Settings) -> DriftRun | None:
@@ -77,7 +83,8 @@ def choose_run(settings: Settings) -> DriftRun | None:
     if not ids:
         return None
     # Streamlit's own binding leaves a default out of the URL, and the newest run is another one tomorrow.
-    asked, shown = st.query_params.get(RUN), st.session_state.get(_IN_URL)
+    led = _kept().pop(RUN, [None])
+    asked, shown = st.query_params.get(RUN, led[0]), st.session_state.get(_IN_URL)
     if asked not in (None, shown):
         st.session_state[RUN] = st.session_state[_IN_URL] = asked
     elif st.session_state.get(RUN) not in ids:  # of a run that is gone another one may not take the place
@@ -126,8 +133,7 @@ def choose_view(run: DriftRun) -> None:
     offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
     asked = {name: _asked(name, values) for name, values in offered.items()}
     # All at once and without defaults: every change of the address is a step back in the browser's history.
-    defaults = {LAYER: [FINAL], MEASURE: [_MEASURES[0]]}
-    shown = {name: chosen for name, chosen in asked.items() if chosen and chosen != defaults.get(name)}
+    shown = {name: chosen for name, chosen in asked.items() if _is_in_address(name, chosen)}
     for name in {*offered} - {*shown}:
         st.query_params.pop(name, None)
     st.query_params.update({RUN: run.id, **shown})
@@ -141,15 +147,35 @@ def choose_view(run: DriftRun) -> None:
     )
 
 
+def _kept() -> dict[str, list[str]]:
+    """What is shown by name on a page whose address says nothing of it, as that of one which is gone to begins."""
+    kept: dict[str, list[str]] = st.session_state.setdefault(_KEPT, {})
+    return kept
+
+
+def choose(name: str, chosen: Any) -> None:
+    """Have this shown as `name`, as if it had been asked for in the address.
+
+    Called before the script runs: where the page is left at once it never ends.
+    """
+    _kept()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
+    if _is_in_address(name, listed):
+        st.query_params[name] = listed
+    else:
+        st.query_params.pop(name, None)
+
+
+def _is_in_address(name: str, chosen: list[str]) -> bool:
+    return bool(chosen) and (name, chosen) not in ((LAYER, [FINAL]), (MEASURE, [_MEASURES[0]]))
+
+
 def _asked(name: str, known: Sequence[str]) -> list[str]:
     """What is chosen as `name`; a page that does not draw the choice obeys it all the same, and so does its URL."""
     # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
-    kept = st.session_state.setdefault(_KEPT, {})
-    asked, drawn = st.query_params.get_all(name), st.session_state.get(name)
+    kept, asked = _kept(), st.query_params.get_all(name)
     # A step back in the browser's history is to an address as it was.
-    if not _is_step_in_history() and (not asked or asked == kept.get(name)):
-        chosen = [drawn] if isinstance(drawn, str) else [*(drawn or ())]
-        asked = chosen if name in st.session_state else kept.get(name, [])
+    if not asked and not _is_step_in_history():
+        asked = kept.get(name, [])
     chosen = [value for value in asked if value in known]
     kept[name] = chosen
     return chosen
@@ -167,21 +193,19 @@ def _draw(names: Sequence[str], everything: str) -> None:
     layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
     now[MEASURE] = _MEASURES[chosen.relative]
-    draw = {
-        TASK: lambda: st.selectbox("Task", run.tasks, placeholder="All tasks", key=TASK, width=200),
-        VARIANTS: lambda: st.multiselect(
-            "Variants", run.variants, placeholder=everything, key=VARIANTS, width=360
-        ),
-        LAYER: lambda: st.selectbox("Layer", [*layers], format_func=layers.__getitem__, key=LAYER, width=220),
-        MEASURE: lambda: st.radio(
+    draw: dict[str, Callable[..., Any]] = {
+        TASK: partial(st.selectbox, "Task", run.tasks, placeholder="All tasks", width=200),
+        VARIANTS: partial(st.multiselect, "Variants", run.variants, placeholder=everything, width=360),
+        LAYER: partial(st.selectbox, "Layer", [*layers], format_func=layers.__getitem__, width=220),
+        MEASURE: partial(
+            st.radio,
             "Drift",
             _MEASURES,
             horizontal=True,
-            key=MEASURE,
             help="L2: in the features' own unit. Relative: against the norm of the expert's features.",
         ),
     }
     with st.container(horizontal=True, vertical_alignment="bottom"):
         for name in names:
             st.session_state[name] = now[name]
-            draw[name]()
+            draw[name](key=name, on_change=lambda name=name: choose(name, st.session_state[name]))

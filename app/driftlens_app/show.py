@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +27,15 @@ from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.registry import defect
 from driftlens.base.variants import Part, title
 from driftlens.findings.headline import headline
 from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
 from driftlens.findings.table import INTERVAL, Table
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import ANALYZE
+from driftlens.runs.standing import command_to_resume
 from driftlens.runs.tables import csv_text
 from driftlens_app.runs import key_of
 from driftlens_reports import content
@@ -42,7 +46,6 @@ from driftlens_reports.charts.words import labels
 from driftlens_reports.formats.headline import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
-_DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28
 """Columns of names, and from how many letters on they are cut, or they would push numbers out of sight."""
 _LINE, _CLAUSE = 140, 100
@@ -136,7 +139,7 @@ def shown_errors() -> Iterator[None]:
         _LOG.exception("page failed")
         # The message may quote anything that the code had in its hands; the type is enough for a report.
         show_error(type(error).__name__, "", "")
-        st.caption(_DEFECT)
+        st.caption(coded(f"{defect(error)}; the traceback is in the log of `driftlens ui`."))
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
@@ -204,8 +207,15 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
         if without:
             caption(without)
         elif not offer_addition(run, name, lacking):
-            note(coded(lacking))
+            note(coded(of_folder(run, lacking)))
     return None
+
+
+def of_folder(run: DriftRun, lacking: str) -> str:
+    """What a run lacks, with its own folder in the command; an analysis that was stopped goes on."""
+    if not run.manifest.finished:
+        lacking = lacking.replace(ANALYZE, command_to_resume(run.path, run.manifest))
+    return lacking.replace(" RUN", f" {shlex.quote(str(run.path))}")
 
 
 def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:

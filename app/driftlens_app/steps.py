@@ -11,8 +11,7 @@ from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
 from driftlens_app.drafts import begin_merge
 from driftlens_app.jobs.processes import is_at_work
-from driftlens_app.pages import path_of
-from driftlens_app.selection import address
+from driftlens_app.selection import lead
 
 GO_ON = "Go on with the analysis"
 _STEPS = {
@@ -45,4 +44,4 @@ def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) 
         if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
             if page == "new_run":
                 begin_merge(run, command)
-            st.switch_page(path_of(page), query_params=address(run=run.id))
+            lead(page, run=run.id)

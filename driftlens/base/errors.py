@@ -100,8 +100,11 @@ class Cancelled(DriftLensError, InterruptedError, exit_code=130):
 
 
 def did_you_mean(name: object, known: Collection[object]) -> str:
-    """The hint `Did you mean 'x'?`, or nothing where no known name is near."""
-    near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1)
+    """The hint `Did you mean 'x'?`, or nothing where no known name is near; `x` is near `calibrated:x`."""
+    others = [str(other) for other in known]
+    near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
+        str(name), others
+    )
     return f"Did you mean {near[0]!r}?" if near else ""
 
 

@@ -96,8 +96,10 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
 
 
 def require_free(path: PathLike) -> None:
-    """Refuse a path at which something is, other than an empty folder."""
+    """Refuse a path at which something is, other than an empty folder where that is not to be a file."""
     target = pathlib.Path(path)
+    if target.is_dir() and target.suffix == ".safetensors":
+        raise RunError(f"{target} is a folder", hint="Give the path of a file, or one without the ending.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
 

@@ -39,7 +39,7 @@ def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
         raise LayerNotFoundError(
             f"no layer matches {pattern!r}; the nearest are {', '.join(near)}",
-            hint="Use `blocks`, a pattern such as `transformer.resblocks.*`, or layer numbers.",
+            hint=f"Use `blocks`, a pattern such as `{paths[count // 2][:-1]}*`, or layer numbers.",
             nearest=near,
         )
     return indices

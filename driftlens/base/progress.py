@@ -80,7 +80,7 @@ class CancelToken:
             self.is_heard = True
             raise Cancelled(
                 "cancelled",
-                hint="What was finished is kept; run the command again, with --resume where it has that option.",
+                hint="Run the command again; where it has --resume, that goes on with what was finished.",
             )
 
 
@@ -259,29 +259,38 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
     """One bar per phase, redrawn in place."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+    from rich.table import Column
 
+    console = Console(file=stream)
+    # Phase, count and times come first; what is left of a line is the bar's and the label's.
+    room = max(0, console.width - 64)
     columns = [
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=min(40, max(1, room // 2))),
         MofNCompleteColumn(),
         TextColumn("{task.fields[times]}", markup=False),
-        TextColumn("{task.fields[label]}", markup=False),
+        TextColumn(
+            "{task.fields[label]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=max(1, room // 2)),
+        ),
     ]
     bars: dict[str, TaskID] = {}
     # Standard output carries the result; only what goes to standard error has to make way for the bars.
-    with Progress(*columns, console=Console(file=stream), redirect_stdout=False) as progress:
+    with Progress(*columns, console=console, redirect_stdout=False) as progress:
 
         def draw(event: ProgressEvent) -> None:
             # A terminal that was closed can't be written to a moment before the signal that says so is heard.
             with suppress(OSError):
                 if event.phase not in bars:
                     bars[event.phase] = progress.add_task(event.phase, times="", label="")
+                is_complete = event.done == event.total
                 progress.update(
                     bars[event.phase],
                     completed=event.done,
                     total=event.total,
-                    times=_times(event),
-                    label=harmless(event.label),
+                    times=f"done in {duration(event.seconds)}" if is_complete else _times(event),
+                    label="" if is_complete else harmless(event.label),
                 )
 
         yield draw

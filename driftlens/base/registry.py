@@ -14,6 +14,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, distributions
@@ -54,6 +55,26 @@ def origin(entry: EntryPoint) -> tuple[str, str]:
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
 
 
+def defect(error: BaseException) -> str:
+    """Whose fault an error is that nobody expected, as a sentence's beginning: a plug-in's if it was the last to act.
+
+    What either of them called, a library for instance, counts as its own.
+    """
+    plugins = {entry.value.partition(":")[0].partition(".")[0]: entry for entry in installed()}
+    packages = (
+        str(frame.f_globals.get("__name__")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    acted = [name for name in packages if name in plugins or name.startswith("driftlens")]
+    plugin = plugins.get(acted[-1]) if acted else None
+    return f"This is a defect of {' '.join(origin(plugin)) if plugin else 'DriftLens'}"
+
+
+def _place(entry: object) -> tuple[str, str]:
+    """Module and name of what was defined, a class or a function."""
+    return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", "")
+
+
 class Registry(Mapping[str, T], Generic[T]):
     """Names to entries. Adding an entry means adding one file to `package`; no second file is edited.
 
@@ -70,11 +91,16 @@ class Registry(Mapping[str, T], Generic[T]):
         self._broken: tuple[str, str, BaseException] | None = None
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files an entry under `name` and returns it unchanged."""
+        """Decorator that files an entry under `name` and returns it unchanged.
+
+        In a notebook, whose cells run again, an entry takes the place of the one that it defines anew.
+        """
 
         def file(entry: T) -> T:
-            if name in self._entries:
-                raise ValueError(f"{self.kind} {name!r} is registered twice")
+            if is_by_hand := _place(entry)[0] == "__main__":
+                self._discover()  # else a name that is taken would be found out at the file that has it
+            if name in self._entries and not (is_by_hand and _place(entry) == _place(self._entries[name])):
+                raise ValueError(f"{self.kind} {name!r} is registered twice; the new one needs another name")
             self._entries[name] = entry
             return entry
 

@@ -57,14 +57,15 @@ def lost_words(change: Change, what: str, whose: str = "the base's") -> str:
     """What rounding loses of a change; empty where that is next to nothing."""
     if change.lost_share < SAID:
         return ""
-    return f"about {change.lost_share:.1%} of the entries that {what} changes equal {whose} again in {change.dtype}"
+    lost = f"{100 * change.lost_share:.1f} %"
+    return f"about {lost} of the entries that {what} changes equal {whose} again in {change.dtype}"
 
 
-def saved_words(change: Change, what: str, command: str, whose: str = "the base's") -> list[str]:
+def saved_words(change: Change, what: str, whose: str = "the base's") -> list[str]:
     """The same of what was computed in more digits than it is saved in, with what keeps them; empty elsewhere."""
     if not (text := lost_words(change, what, whose)):
         return []
-    return [f"{text}, in which it is saved; `driftlens {command} --out-dtype float32` keeps them"]
+    return [f"{text}, in which it is saved; with `--out-dtype float32` it keeps them"]
 
 
 def coarse_words(change: Change, what: str) -> str:
@@ -73,7 +74,7 @@ def coarse_words(change: Change, what: str) -> str:
         return ""
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries
     return (
-        f"about {steps:.1%} of the entries that {what} changes are one step of {change.dtype} from the base's, and "
-        f"{kept:.1%} of the same tensors' entries are the base's: what was smaller is lost already, and how much that "
-        "is, no file tells"
+        f"about {100 * steps:.1f} % of the entries that {what} changes are one step of {change.dtype} from the "
+        f"base's, and {100 * kept:.1f} % of the same tensors' entries are the base's: what was smaller is lost "
+        "already, and how much that is, no file tells"
     )

@@ -27,6 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PydanticInvalidForJsonSchema,
     PydanticSchemaGenerationError,
     TypeAdapter,
     ValidationError,
@@ -105,7 +106,7 @@ def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
     try:
         schema = TypeAdapter(annotation).json_schema()
         _type_of(schema)
-    except (KeyError, PydanticSchemaGenerationError):
+    except (KeyError, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         raise TypeError(
             f"the parameter {parameter.name!r} can't be a setting: {annotation!r} is none of float, int, bool, str, "
             "Literal, a Sequence of these, or one of them beside None"
@@ -145,8 +146,8 @@ def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
 def _type_of(schema: Schema) -> Any:
     """What pydantic holds values of a setting against; a KeyError where no setting can be so."""
     if "anyOf" in schema:
-        other, nothing = schema["anyOf"]
-        if nothing != {"type": "null"}:
+        other, nothing, *more = schema["anyOf"]
+        if nothing != {"type": "null"} or more:
             raise KeyError("anyOf")
         return _type_of(other) | None
     if schema.get("type") == "array":

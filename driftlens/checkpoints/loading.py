@@ -35,6 +35,8 @@ _REFUSED = {
     ".msgpack": ("a Flax checkpoint", "Load it with `from_flax=True` in transformers 4 and save it again."),
     ".h5": ("a Keras checkpoint", "Load it with `from_tf=True` in transformers 4 and save it again."),
 }
+NEVER_WRITTEN = (*_READABLE[1:], *_PICKLES, *_REFUSED)
+"""Endings of files of weights in other formats."""
 
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
 """Weight files to fetch, best form first: a repository often holds the same weights twice."""

@@ -86,7 +86,7 @@ class Family(NamedTuple):
         """What to do with it, where it stands beside models of another family or under another's loader."""
         way = route(self.loader)
         alike = "Base, experts and merge have to be of one architecture. "
-        return alike + way if way.startswith("Its loader") else way
+        return f"{alike}{way[:-1]} if the others are of it, too." if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:
@@ -130,6 +130,13 @@ def loader_of(config: Mapping[str, Any]) -> str:
     other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
     other = "hf-seq2seq" if is_seq2seq(config) else other
     return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has an image processor for models of the type that a `config.json` names."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    return config.get("model_type") in IMAGE_PROCESSOR_MAPPING_NAMES
 
 
 def answers(config: Mapping[str, Any]) -> bool:

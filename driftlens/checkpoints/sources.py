@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.base.errors import CheckpointError
-from driftlens.checkpoints.stated import not_finite, opened_safetensors
+from driftlens.checkpoints.stated import BROKEN, not_finite, opened_safetensors
 
 DTYPES = {
     "F64": torch.float64,
@@ -337,7 +337,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
-def check_finite(name: str, key: str, tensor: Tensor) -> None:
+def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
     """Refuse NaN and infinity; tensors of other than floating-point numbers pass."""
     if not tensor.is_floating_point():
         return
@@ -348,4 +348,4 @@ def check_finite(name: str, key: str, tensor: Tensor) -> None:
     finite = torch.isfinite(wide)
     bad = finite.numel() - int(finite.sum())
     if bad:
-        raise not_finite(name, key, bad, finite.numel())
+        raise not_finite(name, key, bad, finite.numel(), hint)

@@ -108,11 +108,15 @@ def opened_safetensors(path: pathlib.Path, framework: str = "pt") -> Iterator[An
         ) from error
 
 
-def not_finite(name: str, key: str, bad: int, count: int) -> NumericsError:
+BROKEN = "The checkpoint is broken, or overflowed when it was cast; save it again from the original."
+"""What to do about numbers of a file that are none."""
+
+
+def not_finite(name: str, key: str, bad: int, count: int, hint: str = BROKEN) -> NumericsError:
     """The refusal of a tensor with NaN or infinity in it."""
     return NumericsError(
         f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {count}",
-        hint="The checkpoint is broken, or overflowed when it was cast; save it again from the original.",
+        hint=hint,
         key=key,
     )
 

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -22,9 +23,10 @@ import typer
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 from driftlens.base.files import put_in_order
+from driftlens.base.registry import defect
 from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
+from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
 
 DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
@@ -45,6 +47,9 @@ def _take_in_order() -> None:
         assert command.callback is not None
         command.name = command.name or command.callback.__name__
         command.rich_help_panel = groups.get(command.name)
+        # Whatever the terminal's width, and not as wide as the docstring was.
+        parts = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(part.split()) for part in parts)
         command.callback = spelling_homes_out(command.callback)
     app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
 
@@ -106,7 +111,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except _ClickException as error:
-        return _misused(error)
+        return _misused(error, arguments)
     except (typer.Abort, KeyboardInterrupt):
         return _report("cancelled", "", Cancelled.exit_code)
     except DriftLensError as error:
@@ -125,7 +130,7 @@ def run(arguments: list[str]) -> int:
         hint = "Check the path, and that you may read and write there."
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
-        hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
+        hint = f"{defect(error)}. Run it again with --debug and report the traceback."
         return _report(f"{type(error).__name__}: {error}", hint, 1)
     except BaseException as error:
         # What libraries in Rust raise where a file makes them break down.
@@ -162,12 +167,15 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
                 raise
 
 
-def _misused(error: Any) -> int:
+def _misused(error: Any, arguments: Sequence[str]) -> int:
     """A command line that can't be understood."""
     message = error.format_message().replace("Value error, ", "")  # pydantic's word before ours
     if not message:  # no command at all: the help has been shown
         return SpecError.exit_code
-    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "driftlens"
+    context = getattr(error, "ctx", None)  # which some errors lack
+    known = getattr(typer.main.get_command(app), "commands", {})
+    words = ["driftlens", *(word for word in arguments if word in known)]
+    command = " ".join(words[:2]) if context is None else context.command_path
     return _report(message.rstrip("."), f"`{command} --help` says what there is.", SpecError.exit_code)
 
 
@@ -175,12 +183,16 @@ def _report(message: str, hint: str, code: int) -> int:
     if manner.silent:
         return code
     message, hint = _shortened(message), _shortened(hint)
-    text = message if code == Cancelled.exit_code else f"error: {message}"
-    typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
-    if hint:
-        typer.echo(f"hint: {hint}", err=True)
-    if manner.debug:
-        traceback.print_exc()
+    if manner.log_json:
+        raised = {"traceback": traceback.format_exc()} if manner.debug else {}
+        say_event("error", message=message, hint=hint, code=code, **raised)
+    else:
+        text = message if code == Cancelled.exit_code else f"error: {message}"
+        typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
+        if hint:
+            typer.echo(f"hint: {hint}", err=True)
+        if manner.debug:
+            traceback.print_exc()
     manner.team.told()
     return code
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import stat
@@ -68,7 +69,9 @@ def _tell_version(wanted: bool) -> None:
 def set_manner(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notices.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what happens.")] = False,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines and progress as JSON.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log lines, progress and errors as JSON.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         # A variable DRIFTLENS_VERSION is somebody's note of a version, not a question.
@@ -99,7 +102,12 @@ class _PlainLines(logging.Formatter):
 
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps({"event": "log", "level": record.levelname.lower(), "message": record.getMessage()})
+        return _event("log", level=record.levelname.lower(), message=record.getMessage())
+
+
+def _event(event: str, **about: object) -> str:
+    """A line that a program reads, as those of progress."""
+    return json.dumps({"event": event, **about})
 
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -110,13 +118,6 @@ Offline = Annotated[
 Trust = Annotated[
     # Trust is given on the command line or not at all; no variable may give it.
     bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code that the spec names.")
-]
-NoAttribution = Annotated[
-    bool,
-    typer.Option(
-        "--no-attribution",
-        help="Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later.",
-    ),
 ]
 Device = Annotated[
     str | None,
@@ -251,7 +252,7 @@ def _field_flag(name: str, field: FieldInfo, option: Option) -> inspect.Paramete
     value = words if option.read is not None else _value_of(field.annotation)
     if value is bool:
         # Named, it gets no second flag that switches it off; one that is on is switched off by its flag.
-        spelled, default = spelled or f"--{name.replace('_', '-')}", False
+        spelled, default = spelled or option.spelled(name), False
     if value in (int, float):
         bounds = [*_bounds(field.annotation, field.metadata)]
         about["min"] = next((each.ge for each in bounds if isinstance(each, annotated_types.Ge)), None)
@@ -326,14 +327,24 @@ def say_saved(place: Path) -> None:
     """Where a model was written to; of a folder also how to publish it, which is left to the user."""
     say(f"wrote {place}")
     if place.is_dir():
-        note(f"To publish it with its model card: hf upload YOUR_NAME/{place.name} {shlex.quote(str(place))}")
+        # The Hub's names have no spaces and Latin letters alone; `.` has no name.
+        name = place.name if re.fullmatch(r"[\w.-]+", place.name, re.ASCII) else "YOUR_MODEL"
+        note(f"To publish it with its model card: hf upload YOUR_NAME/{name} {shlex.quote(str(place))}")
 
 
 def note(text: str) -> None:
     """A remark for a person, on stderr; silent with `--quiet`."""
     if not manner.quiet:
         with suppress(OSError):  # of a terminal that was closed a moment before its signal is heard
-            typer.echo(harmless(text), err=True)
+            if manner.log_json:
+                say_event("note", message=harmless(text))
+            else:
+                typer.echo(harmless(text), err=True)
+
+
+def say_event(event: str, **about: object) -> None:
+    """What `--log-json` makes of a line on stderr."""
+    typer.echo(_event(event, **about), err=True)
 
 
 def say_json(value: object) -> None:

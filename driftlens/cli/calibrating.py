@@ -126,10 +126,11 @@ def arena(run: RunFolder, request: ArenaRequest, job: Job, as_json: JsonFlag = F
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 
-    wanted = entrants(request.methods)
+    wanted, against = entrants(request.methods), request.against
+    samples, attribution = request.samples, request.attribution
     with job.context() as context:
-        failed = compete(run, wanted, context, samples=request.samples, attribution=request.attribution)
-    finished, against = open_run(run), request.against
+        failed = compete(run, wanted, context, samples=samples, attribution=attribution, against=against)
+    finished = open_run(run)
     made = [each.name for each in wanted if each.name not in failed]
     if as_json:
         say_json({"run": finished.id, "rows": arena_rows(finished, made, against=against), "failed": failed})

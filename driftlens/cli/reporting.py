@@ -185,9 +185,11 @@ def project(
     from driftlens.findings.projection import project as lay_out
     from driftlens.findings.reading import printable
     from driftlens.runs.run import open_run
+    from driftlens.runs.standing import require_analyzed
     from driftlens_reports.terminal import projections_text
 
     opened = open_run(run)
+    require_analyzed(run)
     methods = dict.fromkeys(part.strip() for part in request.method.split(","))
     found = []
     with job.context() as context:

@@ -204,60 +204,28 @@ def merge(
     Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
     spec's own merge is made; RUN.YAML may be a recipe of mergekit for decoder-only language models, too.
     """
+    from driftlens.jobs.study.one_merge import save_one
     from driftlens.spec import load_spec
-    from driftlens.spec.mergekit import is_recipe, recipe_of
-    from driftlens.spec.yaml_text import read_mapping
 
-    method, out = request.method, request.out
-    if out is not None and not (method or comparison.merges or request.parameters or comparison.keep):
-        given = read_mapping(
-            spec, "spec or recipe", "`driftlens init` writes a spec; mergekit's recipes are read, too."
-        )
-        if is_recipe(given):
-            recipe = recipe_of(given)
-            if request.out_dtype is not None:
-                recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype)
-            from driftlens.jobs.study.foreseen import require_foreseeable
-
-            require_foreseeable(recipe, out, job.access)  # before torch is imported, which takes a second
-            from driftlens.jobs.study.recipe import merge_recipe
-
-            for text in merge_recipe(recipe, out, job.access):
-                note(f"notice: {text}")
-            say_json({"out": out, "method": recipe.method}) if as_json else say_saved(out)
-            return
-        own = load_spec(spec).merge
-        if own is None:
-            raise SpecError(
-                f"{spec} names a merged model, and no merge to make",
-                hint="Say which with --method, or add `merge:`.",
-            )
-        method, request = own.method, request.model_copy(update={"parameters": own.parameters})
-    if (method is None) == (comparison.merges is None):
+    method, out, merges = request.method, request.out, comparison.merges
+    is_alone = out is not None and not (request.parameters or comparison.keep)
+    if (merges is not None and method is not None) or not (merges or method or is_alone):
         raise SpecError(
             "expected exactly one of --method and --compare, or --out alone",
             hint="`driftlens methods` lists them; --out alone makes the spec's own merge, or a recipe's.",
         )
-    if comparison.merges is not None:
+    if merges is not None:
         if request.parameters:
             raise SpecError(
                 "--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4."
             )
         _compare_merges(load_spec(spec), comparison, job, as_json=as_json)
         return
-    if out is None:
-        raise SpecError(
-            "--method merges to a file or folder", hint="Give --out merged.safetensors or --out FOLDER."
-        )
-    from driftlens.jobs.study.merging import merge_experts
-
-    assert method is not None
-    resolved = load_spec(spec)
-    with job.context() as context:
-        notices = merge_experts(resolved, method, request.parameters, out, context, request.out_dtype)
+    method, notices = save_one(spec, request, job.access, job.context)
     for text in notices:
         note(f"notice: {text}")
     _note_memory()
+    assert out is not None
     say_json({"out": out, "method": method}) if as_json else say_saved(out)
 
 
@@ -296,9 +264,12 @@ def advise(
 ) -> None:
     """Say which layers the merged model's drift comes from, where task vectors conflict, and what scaling gives."""
     from driftlens.runs.run import open_run
+    from driftlens.runs.standing import require_analyzed
     from driftlens_reports.facts import advice, advice_text
 
     opened = open_run(run)
+    if not as_json:  # a program is told what there is
+        require_analyzed(run)
     found = advice(opened)
     if search:
         from driftlens.jobs.contest.merges import scaled_layers
@@ -409,11 +380,11 @@ def why(
     refuse_occupied(out, force=force)
     recipe = recipe_in(models)
     if recipe is not None and len(models) == 1:
-        from driftlens.jobs.study.recipe import merge_recipe
+        from driftlens.jobs.study.one_merge import save_recipe
 
         made = out.with_name(f"{out.name}-merged")
         refuse_occupied(made, force=force)
-        merge_recipe(recipe, made, job.access)
+        save_recipe(recipe, made, job.access)
         models = [*models, str(made)]
     drafted = draft(
         asked_about(models, recipe),
@@ -435,4 +406,4 @@ def why(
         context = dataclasses.replace(context, on_progress=all_of(tell_what_was_chosen, context.on_progress))
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     show_run(run, as_json=as_json)
-    note(f"The spec that was made: {out / 'spec.yaml'}")
+    note(f"The spec that was made, with {models[-1]} as the merged model: {out / 'spec.yaml'}")

@@ -33,9 +33,9 @@ _SIDE = 224
 """Pixels of a picture of ImageNet-C, to which its lengths belong."""
 
 
-def parse(given: str) -> tuple[str, int]:
+def parse(word: str) -> tuple[str, int]:
     """Kind and severity of `fog` (severity 3), `fog:5` or `none` (0)."""
-    kind, colon, severity = str(given).partition(":")
+    kind, colon, severity = str(word).partition(":")
     if kind == CLEAN and not colon:
         return CLEAN, 0
     if kind not in CORRUPTIONS:
@@ -44,13 +44,13 @@ def parse(given: str) -> tuple[str, int]:
             hint=did_you_mean(kind, CORRUPTIONS) or "Name one of these, with a severity: fog:5.",
         )
     if colon and severity not in set("12345"):
-        raise SpecError(f"corruption {given!r}: the severity is {severity!r}, expected a number from 1 to 5")
+        raise SpecError(f"corruption {word!r}: the severity is {severity!r}, expected a number from 1 to 5")
     return kind, int(severity or SEVERITY)
 
 
-def written(given: str) -> str:
+def written(word: str) -> str:
     """A corruption as tables have it: `none`, or the kind with its severity. Errors as for `parse`."""
-    kind, severity = parse(given)
+    kind, severity = parse(word)
     return f"{kind}:{severity}" if severity else CLEAN
 
 

@@ -29,20 +29,20 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
     """
     if not place.exists():
         raise SpecError(f"--data: there is no file or folder {place}", hint="Check the path.")
-    given = str(place.resolve())
-    found = split_entry(place, given)
-    if found is None and place.is_file() and place.suffix.lower() in ROWS:
-        found = {"kind": ROWS[place.suffix.lower()], "calibration": given, "test": given}
-    if found is None and place.is_dir() and _holds_images(place):
-        found = {"kind": "imagefolder", "calibration": given, "test": given}
-    if found is None:
+    path = str(place.resolve())
+    entry = split_entry(place, path)
+    if entry is None and place.is_file() and place.suffix.lower() in ROWS:
+        entry = {"kind": ROWS[place.suffix.lower()], "calibration": path, "test": path}
+    if entry is None and place.is_dir() and _holds_images(place):
+        entry = {"kind": "imagefolder", "calibration": path, "test": path}
+    if entry is None:
         raise SpecError(
             f"--data: {place} is no data of a kind that is told by its name",
             hint=f"Give a file ({', '.join(ROWS)}), a folder of images (a sub-folder a class, or none), or a folder "
             "with train and test inside; for other kinds write a spec: `driftlens init`, then docs/data.md.",
         )
-    is_rows = found["kind"] in ("jsonl", "table", "hf")
-    return {**found, **_columns(place, found)} if reads == "text" and is_rows else found
+    is_rows = entry["kind"] in ("jsonl", "table", "hf")
+    return {**entry, **_columns(place, entry)} if reads == "text" and is_rows else entry
 
 
 def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:

@@ -68,13 +68,13 @@ def _pictures(
     )
     folders = _folders(entry)
 
-    def read(row: int, at: int) -> Picture:
+    def read(row: int, position: int) -> Picture:
         cell = images[row][column]
-        return _picture(cell[at] if are_lists else cell, mode, folders, f"{where}, row {row}")
+        return _picture(cell[position] if are_lists else cell, mode, folders, f"{where}, row {row}")
 
     def of_row(row: int) -> Sequence[Callable[[], Picture]]:
         count = len(images[row][column] or ()) if are_lists else 1
-        return [partial(read, row, at) for at in range(count)]
+        return [partial(read, row, position) for position in range(count)]
 
     return of_row
 
@@ -253,9 +253,9 @@ def _labels(rows: Any, column: str, where: str) -> tuple[list[str | None], tuple
     require_column(column, rows.column_names, "label", where)
     values = list(rows[column])
     feature = rows.features[column]
-    known = tuple(feature.names) if isinstance(feature, ClassLabel) else None
+    names_in_file = tuple(feature.names) if isinstance(feature, ClassLabel) else None
     for row, value in enumerate(values):
-        if value is None or (known is not None and not 0 <= value < len(known)):
+        if value is None or (names_in_file is not None and not 0 <= value < len(names_in_file)):
             raise DataError(
                 f"{where}: row {row} has no label in the column {column!r} ({value})",
                 hint="Filter such rows out, or set `label: null` for a split without labels.",
@@ -265,4 +265,4 @@ def _labels(rows: Any, column: str, where: str) -> tuple[list[str | None], tuple
                 f"{where}: the column {column!r} holds {type(value).__name__}, expected class labels or text",
                 hint="Name the column of class labels as `label: COLUMN`.",
             )
-    return named(values, known, where)
+    return named(values, names_in_file, where)

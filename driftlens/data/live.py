@@ -156,13 +156,13 @@ def live_texts(
             values = [
                 row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs
             ]
-        known = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
+        class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
         columns, ids = (
             dict.fromkeys(itertools.chain(*values)),
             [str(position) for position in range(len(values))],
         )
         view = text_view(
-            entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=known
+            entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=class_names
         )
         drawn = draw(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
         sample_texts = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
@@ -219,7 +219,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
         if type(source.sampler) is SequentialSampler:
             return _from_dataset(source, where)
     if isinstance(source, list | tuple):
-        return _in_memory(source, where)
+        return _in_memory([source] if _is_labelled_batch(source) else source, where)
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
             f"{where}: expected a tensor, a Dataset or an iterable of batches, got {type(source).__name__}",
@@ -231,6 +231,15 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
             hint="Give list(batches) or a DataLoader.",
         )
     return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
+
+
+def _is_labelled_batch(source: Sequence[Any]) -> bool:
+    """Whether a pair is inputs and their labels, rather than two batches."""
+    if not isinstance(source, tuple) or len(source) != 2:
+        return False
+    inputs, labels = source
+    is_line = getattr(inputs, "ndim", 0) == 1
+    return not is_line and getattr(labels, "ndim", 1) == 1 and bool(_class_labels(labels))
 
 
 def _is_hugging_face(value: Any, file: str, name: str) -> bool:
@@ -374,13 +383,13 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
 
 
-def _labels_beside(given: Any, where: str) -> tuple[int | str, ...] | None:
+def _labels_beside(second: Any, where: str) -> tuple[int | str, ...] | None:
     """The second entry of a batch, which has to be labels, or None."""
     from torch import Tensor
 
-    labels = _class_labels(given)
-    if given is not None and labels is None:
-        form = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    labels = _class_labels(second)
+    if second is not None and labels is None:
+        form = f"{second.dtype} {list(second.shape)}" if isinstance(second, Tensor) else type(second).__name__
         raise DataError(
             f"{where}: the second entry of a batch is {form}, expected labels: whole numbers [n]",
             hint="Several inputs go into a dict of tensors.",

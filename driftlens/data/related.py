@@ -44,15 +44,15 @@ class Passages:
         keys = {key: tuple(place for place in places if place < count) for key, places in self.keys.items()}
         return replace(self, texts=self.texts[:count], keys=keys)
 
-    def candidates(self, of: Related) -> list[int]:
+    def candidates(self, row: Related) -> list[int]:
         """The places of the passages that a query looks among; of its own, positives last, so that ties are wrong."""
         if self.is_whole:
             return list(range(len(self.texts)))
-        return [place for name in (*of.negative, *of.positive) for place in self.keys.get(name, ())]
+        return [place for name in (*row.negative, *row.positive) for place in self.keys.get(name, ())]
 
-    def answers(self, of: Related) -> frozenset[int]:
+    def answers(self, row: Related) -> frozenset[int]:
         """The places of the passages that answer a query."""
-        return frozenset(place for name in of.positive for place in self.keys.get(name, ()))
+        return frozenset(place for name in row.positive for place in self.keys.get(name, ()))
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ def related_in(
 
     def read(position: int) -> Related:
         values, place = row(position), where(position)
-        told = {key: _several(values.get(column), column, place) for key, column in wanted.items()}
-        if "pair" in told and len(told["pair"]) != 1:
-            raise DataError(f"{place}: {entry.pair!r} is {len(told['pair'])} texts, expected one")
-        if not told.get("positive", ("",)):
+        shown = {key: _several(values.get(column), column, place) for key, column in wanted.items()}
+        if "pair" in shown and len(shown["pair"]) != 1:
+            raise DataError(f"{place}: {entry.pair!r} is {len(shown['pair'])} texts, expected one")
+        if not shown.get("positive", ("",)):
             raise DataError(
                 f"{place}: {entry.positive!r} is empty, so nothing answers the query",
                 hint="Name what does, or leave the row out.",
             )
-        pair = "".join(told.get("pair", ()))
+        pair = "".join(shown.get("pair", ()))
         if pair and entry.prompt is not None:
             pair = _as_asked(entry, pair, values)
-        return Related(pair, told.get("positive", ()), told.get("negative", ()))
+        return Related(pair, shown.get("positive", ()), shown.get("negative", ()))
 
     return read
 
@@ -200,7 +200,7 @@ def paired(
         )
     texts, rows = [view.read(position) for position in drawn], [view.related(position) for position in drawn]
     if entry.pair is not None:
-        return [Paired(text.input, text.target, of.pair) for text, of in zip(texts, rows, strict=True)]
+        return [Paired(text.input, text.target, row.pair) for text, row in zip(texts, rows, strict=True)]
     passages = _answering(f"task {task}: {split}", entry, view, drawn, rows, access)
 
     def second(turn: int) -> str:
@@ -224,11 +224,11 @@ def _answering(
 ) -> Passages:
     """The corpus of an entry, in which every drawn query has something that answers it."""
     passages = _passages(entry, rows, access)
-    known = [bool(passages.answers(row)) for row in rows]
-    if not all(known):
-        lost = known.index(False)
+    is_answerable = [bool(passages.answers(row)) for row in rows]
+    if not all(is_answerable):
+        lost = is_answerable.index(False)
         raise DataError(
-            f"{what}: of {len(rows)} queries {known.count(False)} have no positive in the corpus; the first is "
+            f"{what}: of {len(rows)} queries {is_answerable.count(False)} have no positive in the corpus; the first is "
             f"sample {view.ids[drawn[lost]]}, whose {entry.positive!r} is {', '.join(rows[lost].positive)[:80]!r}",
             hint="Positives are texts of the corpus, or what its column `key` holds, letter by letter; add them there, "
             "or leave such queries out.",
@@ -255,7 +255,7 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Pass
     if corpus is None:
         named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))
         return Passages(
-            tuple(named), {name: (at,) for at, name in enumerate(named)}, is_whole=entry.negative is None
+            tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
         )
     asked = {
         "input": corpus.text,
@@ -264,8 +264,8 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Pass
         "test": corpus.split or corpus.file,
     }
     asked |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
-    known = {name: value for name, value in asked.items() if name in type(entry).model_fields}
-    view = data_sources[entry.kind](entry.model_copy(update=known), "test", access)
+    own_fields = {name: value for name, value in asked.items() if name in type(entry).model_fields}
+    view = data_sources[entry.kind](entry.model_copy(update=own_fields), "test", access)
     texts: dict[str, int] = {}
     keys: dict[str, dict[int, None]] = {}
     for position in range(len(view)):

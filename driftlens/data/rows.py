@@ -76,15 +76,15 @@ def text_view(
         require_column(column, columns, key, where)
     if split == "test" and entry.target is not None:
         require_column(entry.target, columns, "target", where)
-    known = listed_classes(entry.classes)
+    classes = listed_classes(entry.classes)
     if entry.words is not None:
-        known = tuple(dict.fromkeys(entry.words.values()))
-    elif known is None and entry.classes is True and names is not None:
-        known = tuple(names)
+        classes = tuple(dict.fromkeys(entry.words.values()))
+    elif classes is None and entry.classes is True and names is not None:
+        classes = tuple(names)
 
     def target(position: int) -> str:
         return _target(
-            entry, row(position).get(entry.answers), names, known, f"{where}, {unit} {ids[position]}"
+            entry, row(position).get(entry.answers), names, classes, f"{where}, {unit} {ids[position]}"
         )
 
     def read(position: int) -> Text | Pictured | Heard:
@@ -113,7 +113,7 @@ def text_view(
         return (target(position) or None) if are_classes else None
 
     related = related_in(entry, columns, row, place, split) if ids else None
-    return SplitView(origin, tuple(ids), known, label, read, holds="text", related=related)
+    return SplitView(origin, tuple(ids), classes, label, read, holds="text", related=related)
 
 
 def as_texts(
@@ -149,16 +149,16 @@ def as_texts(
     shown = _shown(task, entry, form, any(have)) if shows else "none"
     texts = Texts(rows.__getitem__, reader, answer, shown, compared)
     rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
-    given = [row if shown == "target" else row._replace(target="") for row in rows]
+    shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
     on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
     read = reader or preprocess
     return replace(
         samples,
-        load=lambda positions: read([given[position] for position in positions]),
+        load=lambda positions: read([shown_rows[position] for position in positions]),
         preprocess=read,
         notices=samples.notices
         + on_answers
-        + (() if reader is None else _too_long(samples, given, entry, reader)),
+        + (() if reader is None else _too_long(samples, shown_rows, entry, reader)),
         texts=replace(texts, read=rows.__getitem__),
     )
 
@@ -170,7 +170,7 @@ _READ: dict[Any, str] = {Pictured: "images and texts", Heard: "sounds", Text: "t
 def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
     """Refuse rows that have images or sounds where the reader wants none, and the other way round."""
     of_kind: dict[Any, type] = {Pictured: PictureReader, Heard: SoundReader}
-    wanted: Any = next((kind for kind, known in of_kind.items() if isinstance(reader, known)), Text)
+    wanted: Any = next((kind for kind, readers in of_kind.items() if isinstance(reader, readers)), Text)
     odd = {type(row) if type(row) in of_kind else Text for row in rows} - {wanted}
     if reader is None or not odd:
         return
@@ -247,7 +247,7 @@ def _text(values: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _target(
-    entry: TextEntry, value: Any, names: Sequence[str] | None, known: Sequence[str] | None, where: str
+    entry: TextEntry, value: Any, names: Sequence[str] | None, classes: Sequence[str] | None, where: str
 ) -> str:
     """The answer that a row's target means; empty where it has none."""
     if value is None or value == "" or (names is not None and value == -1):
@@ -264,7 +264,7 @@ def _target(
         allowed: Sequence[str] = tuple(entry.words)
         answer = next((entry.words[text] for text in spelled if text in entry.words), None)
     else:
-        allowed = spelled[-1:] if known is None else known
+        allowed = spelled[-1:] if classes is None else classes
         answer = spelled[-1] if spelled[-1] in allowed else None
     if answer is not None:
         return answer

@@ -220,8 +220,8 @@ class SampleSet:
             last = min(first + size, end)
             copied = (
                 ()
-                if (of := self.original) is None
-                else tuple(of.digests[at % len(of)] for at in range(first, last))
+                if (original := self.original) is None
+                else tuple(original.digests[position % len(original)] for position in range(first, last))
             )
             yield Batch(first, last, self.load(range(first, last)), copied)
 
@@ -245,12 +245,12 @@ class SampleSet:
 
     def answering(self, answers: Sequence[str]) -> SampleSet:
         """The same questions of a model's with these answers, which `load` shows it; an empty one shows none."""
-        given = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
-        texts = replace(cast("Texts", self.texts), read=given.__getitem__, shown="target")
+        answered = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
+        texts = replace(cast("Texts", self.texts), read=answered.__getitem__, shown="target")
         reader = cast("TextReader", texts.reader)
 
         def load(positions: Sequence[int]) -> Any:
-            return reader([given[position] for position in positions])
+            return reader([answered[position] for position in positions])
 
         return replace(self, load=load, texts=texts)
 
@@ -428,7 +428,7 @@ def drawing(seed: int, name: str) -> np.random.Generator:
 def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, split: Split) -> DataError:
     taken = len(view) - left
     also = f", {taken} of which serve calibration" if taken else ""
-    hint = f"Set data.{task}.{COUNT_KEYS[split]}: {left}, or bring more samples."
+    hint = f"Ask for no more than that (data.{task}.{COUNT_KEYS[split]}: {left}), or bring more samples."
     if not left:
         hint = "Give calibration a folder, file or split of its own."
     return DataError(

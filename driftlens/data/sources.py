@@ -80,7 +80,8 @@ def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         words = (getattr(error, name, None) for name in ("strerror", "reason", "msg"))
         reason = next(filter(None, words), error) if kinds else repr(error)
-        raise DataError(f"{what}: {reason}", hint=hint) from error
+        is_folder = isinstance(error, IsADirectoryError)
+        raise DataError(f"{what}: {reason}", hint="Name a file." if is_folder else hint) from error
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
@@ -122,22 +123,22 @@ def as_picture(value: Any, where: str) -> Picture:
     )
 
 
-def class_name(label: int | str, known: Sequence[str] | None, where: str) -> str:
+def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> str:
     """The name of a class that is given by its name, or by its place among the known names, if there are any."""
     if isinstance(label, str):
         return label
-    if known is None:
+    if classes is None:
         return str(label)
-    if not 0 <= label < len(known):
+    if not 0 <= label < len(classes):
         raise DataError(
-            f"{where}: label {label} is outside 0 to {len(known) - 1}",
+            f"{where}: label {label} is outside 0 to {len(classes) - 1}",
             hint="Labels index the class names and count from 0.",
         )
-    return known[label]
+    return classes[label]
 
 
 def named(
-    labels: Sequence[int | str | None], known: tuple[str, ...] | None, where: str
+    labels: Sequence[int | str | None], classes: tuple[str, ...] | None, where: str
 ) -> tuple[list[str | None], tuple[str, ...] | None]:
     """Class name per sample, and all class names: the known ones, or else those that occur, in order.
 
@@ -151,21 +152,21 @@ def named(
         )
     present = {label for label in labels if label is not None}
     are_numbers = all(isinstance(label, int) or label.isdecimal() for label in present)
-    if known is not None and are_numbers and not present <= set(known):
+    if classes is not None and are_numbers and not present <= set(classes):
         labels = [None if label is None else int(label) for label in labels]
     names = [
-        None if label is None else class_name(label, known, f"{where}, sample {row}")
+        None if label is None else class_name(label, classes, f"{where}, sample {row}")
         for row, label in enumerate(labels)
     ]
     in_order = sorted(present, key=lambda label: (int(label) if are_numbers else 0, str(label)))
-    return names, known or tuple(map(str, in_order)) or None
+    return names, classes or tuple(map(str, in_order)) or None
 
 
-def listed_classes(given: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
+def listed_classes(stated: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
     """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out."""
     from driftlens.models.heads import class_names
 
-    return None if given is None or isinstance(given, bool) else class_names(given)
+    return None if stated is None or isinstance(stated, bool) else class_names(stated)
 
 
 def names_of(samples: Any) -> Any:

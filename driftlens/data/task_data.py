@@ -199,10 +199,10 @@ def sample_set(
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:
     """Class name per drawn sample, or None where the split has no labels."""
-    given = [view.label(position) for position in drawn]
-    labels = tuple(label for label in given if label is not None)
-    if 0 < len(labels) < len(given):
-        bare = view.ids[drawn[given.index(None)]]
+    drawn_labels = [view.label(position) for position in drawn]
+    labels = tuple(label for label in drawn_labels if label is not None)
+    if 0 < len(labels) < len(drawn_labels):
+        bare = view.ids[drawn[drawn_labels.index(None)]]
         raise DataError(
             f"{where}: sample {bare} has no label, others have", hint="Label all samples or none."
         )

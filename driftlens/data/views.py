@@ -78,7 +78,7 @@ def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
     """What `change` makes of the tensors in raw inputs of one form, the rest as it is."""
     first = inputs[0]
     if isinstance(first, Mapping):
-        return {name: _changed(change, *(each[name] for each in inputs)) for name in first}
+        return {name: _changed(change, *(batch[name] for batch in inputs)) for name in first}
     if isinstance(first, list | tuple):
         return tuple(_changed(change, *parts) for parts in zip(*inputs, strict=True))
     return change(*inputs) if hasattr(first, "is_floating_point") else first
@@ -99,12 +99,12 @@ def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callabl
                 return value
             are_images = True
             rows = [
-                row if at < count else _moved(row, random(at))
-                for at, row in zip(positions, value, strict=True)
+                row if row_index < count else _moved(row, random(row_index))
+                for row_index, row in zip(positions, value, strict=True)
             ]
             return torch.stack(rows)
 
-        inputs = _changed(images, original.load([at % count for at in positions]))
+        inputs = _changed(images, original.load([view % count for view in positions]))
         _require(are_images, original, "crop", "images [n, c, h, w]")
         return inputs
 
@@ -157,7 +157,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
             share = torch.tensor(shares, dtype=value.dtype).reshape(side_by_side)
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
-        inputs = _changed(mixture, original.load([at % count for at in positions]), original.load(others))
+        inputs = _changed(mixture, original.load([view % count for view in positions]), original.load(others))
         _require(are_floats, original, "mix", "numbers that can be mixed")
         return inputs
 
@@ -167,7 +167,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
 def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
     if not holds:
         raise DataError(
-            f"task {samples.task}: views of kind {kind} are of {wanted}, and its samples are none",
+            f"task {samples.task}: views of kind {kind} are of {wanted}, which its samples are not",
             hint="Take another kind of views, or none.",
         )
 
@@ -189,7 +189,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     assert original is not None
     if texts is None or read is None:
         raise DataError(
-            f"task {every.task}: views of kind words are of texts, and its samples are none",
+            f"task {every.task}: views of kind words are of texts, which its samples are not",
             hint="Take another kind of views, or none.",
         )
     rows = [texts.read(position) for position in range(len(original))]
@@ -201,9 +201,9 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in asked]
     words, ends = list[str](), dict[int, tuple[int, int]]()
     for position in sorted(range(len(asked)), key=original.identities.__getitem__):
-        own = [match[1] for match in kept.finditer(asked[position][middles[position]]) if match[1]]
-        ends[position] = len(words), len(words) + len(own)
-        words += own
+        between = [match[1] for match in kept.finditer(asked[position][middles[position]]) if match[1]]
+        ends[position] = len(words), len(words) + len(between)
+        words += between
 
     def copy(place: int) -> Any:
         position, drawn = place % len(asked), random(place)
@@ -233,6 +233,6 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
 
     return replace(
         every,
-        load=lambda positions: read([given()[at] for at in positions]),
+        load=lambda positions: read([given()[position] for position in positions]),
         texts=replace(texts, read=rows.__getitem__),
     )

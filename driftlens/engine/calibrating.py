@@ -170,9 +170,9 @@ class Ground:
     def shares(self) -> tuple[dict[str, Sequence[Part]], dict[str, list[int]]]:
         """This process's samples by task, and the ranks of those that share a task, where several do."""
         sizes = {task: _batch_size(self.parts[task][0]) for task in self.tasks}
-        known = {task: len(self.parts[task][0].ids) for task, size in sizes.items() if size}
+        counts = {task: len(self.parts[task][0].ids) for task, size in sizes.items() if size}
         is_whole = all(len(parts) == 1 for parts in self.parts.values())
-        if self.team.size == 1 or not is_whole or len(known) < len(sizes) or not all(known.values()):
+        if self.team.size == 1 or not is_whole or len(counts) < len(sizes) or not all(counts.values()):
             weights = {
                 task: float(sum(len(part.ids) for part in parts)) for task, parts in self.parts.items()
             }
@@ -181,7 +181,7 @@ class Ground:
         here: dict[str, Sequence[Part]] = {}
         ranks: dict[str, list[int]] = {}
         for task, runs in self.team.shares(
-            {task: -(-known[task] // sizes[task]) for task in self.tasks}
+            {task: -(-counts[task] // sizes[task]) for task in self.tasks}
         ).items():
             for rank, first, behind in runs:
                 if rank == self.team.rank:
@@ -502,20 +502,46 @@ def _solved(
 ) -> list[SiteUpdate]:
     """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
     try:
-        kept = []
-        for update in solve(problem):
+        solved, rounded_updates = solve(problem), []
+        if fault := _fault(problem, solved):
+            raise SpecError(
+                f"layer {layer.index}, {_named(layer, problem)}: the solution {fault}",
+                hint="A calibrator's `solve` returns `SiteUpdate`s, whose parameters have names and shapes of "
+                "`problem.merged`.",
+            )
+        for update in solved:
             rounded = {name: stored(name, value) for name, value in update.parameters.items()}
             change = sum((change for _, change in rounded.values()), Change(""))
             parameters = {name: value for name, (value, _) in rounded.items()}
-            kept.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
-        return kept
+            rounded_updates.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
+        return rounded_updates
     except NumericsError as error:
-        named = ", ".join(site_path(layer, site) for site in _sites(problem))
+        named = _named(layer, problem)
         raise type(error)(
             f"layer {layer.index}, {named}: {error.message}",
             hint=error.hint,
             **{**error.context, "layer": layer.index, "sites": named},
         ) from error
+
+
+def _named(layer: Layer, problem: Problem | StepProblem | WeightProblem | RouterProblem) -> str:
+    return ", ".join(site_path(layer, site) for site in _sites(problem))
+
+
+def _fault(problem: Problem | StepProblem | WeightProblem | RouterProblem, solved: object) -> str:
+    """Why what a calibrator returned, which anybody may have written, is no solution; "" where it is one."""
+    if not isinstance(solved, Sequence) or not solved:
+        return f"is {'empty' if solved == [] else type(solved).__name__}"
+    merged: object = getattr(problem, "merged", None)
+    shapes = {name: [*value.shape] for name, value in merged.items()} if isinstance(merged, Mapping) else {}
+    known = f"one of {', '.join(shapes)}"
+    for update in solved:
+        if not isinstance(update, SiteUpdate):
+            return f"holds {type(update).__name__}, expected SiteUpdate"
+        for name, value in update.parameters.items() if shapes else ():
+            if shapes.get(name) != [*value.shape]:
+                return f"has {name} {[*value.shape]}, expected {shapes.get(name, known)}"
+    return ""
 
 
 def _solved_or_kept(

@@ -199,11 +199,11 @@ class LinearSums:
                 energies=self.objectives,
             )
             key = task, self.sites[0].stream, self.wanted
-            known = self.kept.get(key) if self.kept is not None else None
-            inputs = known or self._inputs(rows)
+            shared = self.kept.get(key) if self.kept is not None else None
+            inputs = shared or self._inputs(rows)
             if self.kept is not None:
                 self.kept[key] = inputs
-            self._task = TaskMoments(inputs, cross, weight.shape, is_known=known is not None)
+            self._task = TaskMoments(inputs, cross, weight.shape, is_known=shared is not None)
         self._task.add(rows, expert_rows, expert_outputs, weights)
 
     def _inputs(self, rows: Tensor) -> InputSums:
@@ -340,7 +340,7 @@ class NormSums:
         if team.size == 1:
             return
         # Moments of a task below each other: averages by coordinate, and the weight.
-        weight, names = merged[f"{self.site.name}.weight"], [each.name for each in fields(NormMoments)]
+        weight, names = merged[f"{self.site.name}.weight"], [entry.name for entry in fields(NormMoments)]
         shape, device = (num_tasks, len(names), len(weight)), place_of_sums(self.dtype, weight.device)
         table = torch.zeros(shape, dtype=self.dtype, device=device)
         for place, moments in zip(places, self._tasks, strict=True):

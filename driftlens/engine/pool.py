@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +49,7 @@ class ReadAhead:
         self._coming: dict[Hashable, Future[dict[str, Tensor]]] = {}
 
     def expect(self, key: Hashable, read: Callable[[], dict[str, Tensor]]) -> None:
-        """Begin to read, unless that has begun; what `read` raises is raised by `take`."""
+        """Begin to read, unless that has begun; what `read` raises is raised by `take`, unless it had no room."""
         if key not in self._coming:
             self._coming[key] = self._thread.submit(read)
 
@@ -57,6 +57,9 @@ class ReadAhead:
         """What was read for the key, ready for work that is given to the GPU from now on; None where nothing was."""
         coming = self._coming.pop(key, None)
         if coming is None:
+            return None
+        # There may be room now, beside less than then. Not raised here: its frames would hold what they read.
+        if isinstance(coming.exception(), torch.OutOfMemoryError):
             return None
         read, current = coming.result(), current_stream(self._device)
         current.wait_stream(self._stream)
@@ -67,7 +70,10 @@ class ReadAhead:
         return read
 
     def forget(self) -> None:
-        """Let go of all that nobody asked for."""
+        """Let go of all that nobody asked for, and wait until none of it is there."""
+        for coming in self._coming.values():
+            coming.cancel()
+        wait(self._coming.values())
         self._coming.clear()
 
 
@@ -244,11 +250,15 @@ class ModelPool:
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
         """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
         require_same_parameters(self._skeleton, self.chain, source)
-        if self._ahead is not None:
-            self._ahead.forget()  # it may be of the one whose place this takes
+        self.begin_anew()  # what was read may be of the one whose place this takes
         self._models[model] = Variant(model, source, dict(attachments or {}))
         if (task := task_of(model)) is not None:
             self._experts[task] = model
+
+    def begin_anew(self) -> None:
+        """Let go of what was expected and is not asked for: work that asks from the first layer on begins."""
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def discard(self, model: str) -> None:
         """Take a model away that was added."""
@@ -367,15 +377,15 @@ class ModelPool:
 
     def apart(self, layer: Layer) -> list[str]:
         """Linear sites of a block that the library runs as modules of their own, each once and for this place alone."""
-        tied, known, names = tied_sites(self.chain), dict(self._skeleton.named_modules()), []
+        tied, modules, names = tied_sites(self.chain), dict(self._skeleton.named_modules()), []
         for site in layer.sites if layer.role == "block" else ():
             path = f"{layer.path}.{site.name}"
             is_one = site.kind == "linear" and site.runs == 1 and site.expert is None and path not in tied
             # An attention of torch's uses the weights of its projection without calling it.
             if (
                 is_one
-                and path in known
-                and not isinstance(known[path.rpartition(".")[0]], nn.MultiheadAttention)
+                and path in modules
+                and not isinstance(modules[path.rpartition(".")[0]], nn.MultiheadAttention)
             ):
                 names.append(site.name)
         return names
@@ -599,8 +609,8 @@ def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any
     owners = [
         (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
     ]
-    kept = [(owner, leaf, leaf not in owner._parameters) for owner, leaf in owners]
+    owned = [(owner, leaf, leaf not in owner._parameters) for owner, leaf in owners]
     return [
         (owner._buffers if is_buffer else owner._parameters, leaf, is_buffer)
-        for owner, leaf, is_buffer in kept
+        for owner, leaf, is_buffer in owned
     ]

@@ -18,6 +18,7 @@ from torch import Tensor
 from driftlens.base.devices import on_host
 from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
 from driftlens.base.layers import select_layers
+from driftlens.base.words import listed
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF
@@ -58,8 +59,8 @@ def site_groups(layer: Layer) -> dict[str, str]:
 
 def parameter_groups(layer: Layer) -> dict[str, str]:
     """The layer's own name of every parameter -> one of `GROUPS`; what is of no site goes by the layer's role."""
-    known, usual = site_groups(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
-    return {name: known.get(name.rpartition(".")[0], usual) for name in layer.parameters}
+    group_of, usual = site_groups(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
+    return {name: group_of.get(name.rpartition(".")[0], usual) for name in layer.parameters}
 
 
 def _letter(name: str) -> str:
@@ -120,11 +121,15 @@ def select_sites(
     if "router" in update:
         _require_router(chain, chosen)
     if not chosen:
+        asked = {"layers": layers, "sites": sites, "update": update}
+        given = {
+            name: [at] if isinstance(at, str | int) else at for name, at in asked.items() if at is not None
+        }
+        matching = listed(f"{name} {' '.join(map(str, at))}" for name, at in given.items())
+        shared = f"; {len(tied)} of them share their weights with other places" if tied else ""
         raise LayerNotFoundError(
-            f"nothing to calibrate: {chain.architecture} has no site that matches "
-            f"layers {layers!r}, sites {sites!r} and update {list(update)}",
-            hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}; "
-            f"{len(tied)} of them share their weights with other places.",
+            f"nothing to calibrate: {chain.architecture} has no site that matches {matching}",
+            hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}{shared}.",
         )
     return chosen
 
@@ -163,9 +168,9 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
         for site in layer.sites:
             slots = (layer.parameters.get(f"{site.name}.{part}") for part in ("weight", "bias"))
             keys = [slot.key for slot in slots if slot is not None]
-            others = tuple(other for key in keys for other in chain.tied.get(key, ()) if other not in keys)
-            if others:
-                by_path[site_path(layer, site)] = others
+            elsewhere = tuple(other for key in keys for other in chain.tied.get(key, ()) if other not in keys)
+            if elsewhere:
+                by_path[site_path(layer, site)] = elsewhere
     return by_path
 
 
@@ -181,14 +186,14 @@ def coverage(
     modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
-        known, in_block = {site.name: site for site in _with_router(layer, update)}, layer.role == "block"
+        by_name, in_block = {site.name: site for site in _with_router(layer, update)}, layer.role == "block"
         for name, slot in chain.owned(layer).items():
             place = chain.tied.get(slot.key, (slot.key,))[0], slot.rows
             if place in counted:
                 continue
             counted.add(place)
             owner, _, part = name.rpartition(".")
-            site, is_chosen = known.get(owner), owner in sites.get(layer.index, ())
+            site, is_chosen = by_name.get(owner), owner in sites.get(layer.index, ())
             kinds = {"linear": _KINDS.get(part), "router": "router"}
             kind = kinds.get("linear" if site is None else site.kind, "norm")
             is_solved = is_chosen and kind in update
@@ -253,9 +258,9 @@ def updated_sites(
     """Those of the sites at which a calibrator that updates other kinds of parameters changes anything."""
     updated = {}
     for index, names in sites.items():
-        known = {site.name: site for site in chain.layers[index - 1].all_sites}
-        if kept := tuple(name for name in names if _is_updated(known[name], update)):
-            updated[index] = kept
+        by_name = {site.name: site for site in chain.layers[index - 1].all_sites}
+        if solved := tuple(name for name in names if _is_updated(by_name[name], update)):
+            updated[index] = solved
     return updated
 
 
@@ -315,24 +320,24 @@ def rows_and_output(
     experts = {site.name for site in layer.sites if site.expert is not None}
     if not experts.isdisjoint({*inputs, *outputs}) and side.routes is None:
         side = side.along(Routes())
-    seen = SiteRows(side)
+    rows_seen = SiteRows(side)
 
     def stop_after_all() -> None:
-        if stops and len(seen.inputs) == len(inputs) and len(seen.outputs) == len(outputs):
+        if stops and len(rows_seen.inputs) == len(inputs) and len(rows_seen.outputs) == len(outputs):
             raise _SeenAll
 
     def hear(site: str, y: Tensor) -> None:
-        seen.outputs[site] = y
+        rows_seen.outputs[site] = y
         stop_after_all()
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-        if site in seen.inputs or site in seen.outputs:
+        if site in rows_seen.inputs or site in rows_seen.outputs:
             raise IncompatibleModelsError(
                 f"{layer.path} runs its module {site!r} twice, so it has no one input to calibrate on",
                 hint="Leave it out with a pattern of sites.",
             )
         if site in inputs:
-            seen.inputs[site] = x
+            rows_seen.inputs[site] = x
             stop_after_all()
         return partial(hear, site) if site in outputs else None
 
@@ -340,17 +345,17 @@ def rows_and_output(
     with contextlib.suppress(_SeenAll):
         stop_after_all()
         out = layer.call(parameters, state, side, tap if inputs or outputs else None)
-    for rows, names, axis in ((seen.inputs, inputs, 1), (seen.outputs, outputs, 0)):
+    for rows, names, axis in ((rows_seen.inputs, inputs, 1), (rows_seen.outputs, outputs, 0)):
         for name in experts.intersection(names).difference(rows):
             weight = parameters[f"{name}.weight"]
             rows[name] = weight.new_zeros(0, weight.shape[axis])
-    missing = (set(inputs) - set(seen.inputs)) | (set(outputs) - set(seen.outputs))
+    missing = (set(inputs) - set(rows_seen.inputs)) | (set(outputs) - set(rows_seen.outputs))
     if missing:
         raise IncompatibleModelsError(
             f"{layer.path} never runs {', '.join(sorted(missing))}",
             hint="Leave it out with a pattern of sites.",
         )
-    return seen, out
+    return rows_seen, out
 
 
 def row_weights(
@@ -443,8 +448,8 @@ def added_to(
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
     # The first sample says it. It is compared on the host, as a device would be waited for at every pair.
     tensors = [*entered.values(), *sums, *(y for y, _ in outputs.values())]
-    first = on_host([of[: 1 if of.dim() > 2 else _ROWS] for of in tensors])
-    few = {id(of): rows for of, rows in zip(tensors, first, strict=True)}
+    first = on_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
+    few = {id(tensor): rows for tensor, rows in zip(tensors, first, strict=True)}
     streams = {}
     for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():

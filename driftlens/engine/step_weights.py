@@ -81,8 +81,8 @@ class Weighable:
         counted = [count.sum() for count in self.counts]
         if self.energies is None:
             return counted, [], []
-        seen = [count @ e for count, e in zip(self.counts, self.energies, strict=True)]
-        return counted, seen, self.traces
+        summed = [count @ e for count, e in zip(self.counts, self.energies, strict=True)]
+        return counted, summed, self.traces
 
     def raw(self, energy: float) -> tuple[list[Tensor], list[Tensor]]:
         """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
@@ -162,10 +162,10 @@ def _read(
 def require_finite(seen: Mapping[str, Mapping[Key, Weighable]]) -> None:
     """Refuse gradients that are NaN or infinite; a device is asked to wait once for those of all tasks."""
     is_finite = {
-        (task, layer): torch.isfinite(torch.cat(of.energies)).all()
+        (task, layer): torch.isfinite(torch.cat(entry.energies)).all()
         for task, groups in seen.items()
-        for (layer, _), of in groups.items()
-        if of.energies
+        for (layer, _), entry in groups.items()
+        if entry.energies
     }
     if is_finite and not bool(torch.stack([*is_finite.values()]).all()):
         task, layer = next(key for key, finite in is_finite.items() if not bool(finite))
@@ -248,10 +248,10 @@ class ExpertGradients:
                 if entered != start:
                     batch.drop(entered)
             for at, summed in enumerate(moments):
-                of = weighable[layer.index, at] = Weighable(_together(counts[at]), _together(energies[at]))
+                entry = weighable[layer.index, at] = Weighable(_together(counts[at]), _together(energies[at]))
                 if summed is not None:
                     full = summed.full()
-                    of.traces.append(wide(full).trace())
+                    entry.traces.append(wide(full).trace())
                     self.passage.waiting[task, 0][0].put(moment_of((layer.index, at)), {"moment": full})
         for batch in self.passage.waiting[task, 0]:
             for number in range(self.num_passes):
@@ -316,7 +316,7 @@ class ExpertGradients:
             pairs = [
                 pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
             ]
-            given = torch.autograd.grad(
+            slopes = torch.autograd.grad(
                 [value for value, _ in pairs],
                 [*leaves, *sites],
                 [gradient for _, gradient in pairs],
@@ -325,7 +325,7 @@ class ExpertGradients:
             )
             full = [
                 torch.zeros_like(value) if g is None else g
-                for value, g in zip([*leaves, *sites], given, strict=True)
+                for value, g in zip([*leaves, *sites], slopes, strict=True)
             ]
             batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
             gradients.append(full[len(leaves) :])

@@ -460,8 +460,8 @@ class StepWalk(CalibrationWalk):
         product, task_gram = lend(), lend()
         key = layer.index, at
         weights = {task: by_key[key] for task, by_key in self.weighted.items() if key in by_key}
-        known = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
-        energy = sum(known) / max(1, len(known))
+        energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
+        energy = sum(energies) / max(1, len(energies))
         sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
         pending: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
@@ -565,10 +565,10 @@ class StepWalk(CalibrationWalk):
 
         Of an expert of a mixture also how many tokens there are in all, and on the host which of them are these rows.
         """
-        state, given = batch.get(TRUNK), batch.get(_WANTED)
+        state, goals = batch.get(TRUNK), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
-            routes = Routes(given[_CHOSEN], given[_GATES], is_given=True)
+            routes = Routes(goals[_CHOSEN], goals[_GATES], is_given=True)
             side = side.along(routes)
         added = {name: streams[name] for name in group.names if name in streams}
         tapped = {group.names[0], *added.values()} - {ENTERED}
@@ -576,9 +576,9 @@ class StepWalk(CalibrationWalk):
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
         if expert is not None:
-            tokens = len(given[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
+            tokens = len(goals[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
         wanted = [
-            given[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else given[name]
+            goals[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else goals[name]
             for name in group.names
         ]
         if group.has_bias:

@@ -263,10 +263,10 @@ def gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> Bounda
     if states[0][0].dim() == 3:
         longest = max(merged.shape[1] for merged, _ in states)
         is_padded = any(merged.shape[1] < longest for merged, _ in states)
-        if is_padded or any(given is not None for given in masks):
+        if is_padded or any(side_mask is not None for side_mask in masks):
             tokens = (
-                merged.new_ones(merged.shape[:2]) if given is None else given
-                for (merged, _), given in zip(states, masks, strict=True)
+                merged.new_ones(merged.shape[:2]) if side_mask is None else side_mask
+                for (merged, _), side_mask in zip(states, masks, strict=True)
             )
             mask = torch.cat([_padded(counts, longest) for counts in tokens]).bool()
         states = [(_padded(merged, longest), _padded(expert, longest)) for merged, expert in states]

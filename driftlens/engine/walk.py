@@ -139,8 +139,8 @@ class Passage:
 
         `waits` says whether they will be asked for again at this boundary; it matters for the raw inputs alone.
         """
-        known = self.waiting.get((task, part))
-        for batch in self._read(task, part, waits=waits) if known is None else known:
+        waiting = self.waiting.get((task, part))
+        for batch in self._read(task, part, waits=waits) if waiting is None else waiting:
             if tell is None:
                 self.on_step(layer.index, task)
             else:
@@ -421,9 +421,9 @@ class LayerView:
         """
         if self.variant_along is None:
             return {}
-        given = self.routes[by].given(beside=self.routes["merged"])
-        is_same = self.routes["merged"].is_as(given)
-        other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=given)
+        routes = self.routes[by].given(beside=self.routes["merged"])
+        is_same = self.routes["merged"].is_as(routes)
+        other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=routes)
         return subtract(self.merged_out, other)
 
 
@@ -598,7 +598,7 @@ def walk(
                     crossed_out=crossed,
                     side=batch.side,
                     crossed_layer=crossed_layer,
-                    routes={name: of for name, of in passes.items() if of is not None},
+                    routes={name: route for name, route in passes.items() if route is not None},
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -56,8 +56,8 @@ class Comparison:
     before: DriftRun
     after: DriftRun
     pairs: tuple[tuple[str, str], ...]
-    layers: pd.DataFrame
-    tasks: pd.DataFrame
+    layers: pd.DataFrame = field(repr=False)
+    tasks: pd.DataFrame = field(repr=False)
     mismatches: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
@@ -96,7 +96,7 @@ def compare(
     if differences and not allow_mismatch:
         raise DataError(
             f"the runs differ in {'; '.join(differences)}",
-            hint="Such numbers are no before and after. --allow-mismatch compares what both have.",
+            hint="Such numbers are no before and after. --allow-mismatch (allow_mismatch=True) compares the rest.",
             mismatches=differences,
         )
     pairs = _pairs(first, second, before, after, within=b is None)
@@ -163,7 +163,7 @@ def _pairs(
         shared = [variant for variant in first.variants if variant in second.variants]
         if not shared:
             raise DataError(
-                "the runs have no variant in common", hint="Name one of each: --before and --after."
+                "the runs have no variant in common", hint="Name one of each: `before` and `after`."
             )
         return tuple((variant, variant) for variant in shared)
     pair = (before or after or "", after or before or "")
@@ -177,7 +177,7 @@ def _last_calibration(run: DriftRun) -> str:
     if not calibrations:
         raise DataError(
             f"the run {run.name!r} has no calibrated variant to compare with",
-            hint="`driftlens calibrate` adds one; or name two variants: --before and --after.",
+            hint="`driftlens calibrate` adds one; or name two variants: `before` and `after`.",
         )
     return calibrations[-1]
 

@@ -101,6 +101,8 @@ def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, Tone]:
     if not repair.side:
         return f"The repair closes no clear part of the {target}" + (f": {share}" if share else ""), "mixed"
     if not is_measured(closed.value):
+        if behind is not None and behind.side < 0:
+            return "Repair helps; which part of the gap to the experts it closes, can't be told", "good"
         return "Repair helps, where merging had left no clear gap to the experts", "good"
     verb = "takes away" if of_drift else "closes"
     gain = "" if over_base is None or over_base.side else ", yet shows no clear gain over the base"

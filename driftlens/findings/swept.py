@@ -122,7 +122,7 @@ def rho_control(run: DriftRun, name: str) -> list[Finding]:
     With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
     keeps no samples: drifts and cosines have no interval.
     """
-    info, rows = run.manifest.calibrations[name], run.sweeps()
+    info, rows = run.calibration_info(name), run.sweeps()
     if info.settings.get("rho", 1) == 1 or rows.empty:
         return []
     wanted = {**info.settings, "rho": 1.0}

@@ -155,7 +155,7 @@ def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
     records = {"the merge": of_merge, "the calibration": of_calibration}
     changes = {what: Change(**change) for what, change in records.items() if change}
     return [
-        f"{change.dtype} loses about {change.lost_share:.0%} of the entries that {what} changes."
+        f"{change.dtype} loses about {100 * change.lost_share:.0f} % of the entries that {what} changes."
         for what, change in changes.items()
         if change.lost_share >= COARSE
     ]

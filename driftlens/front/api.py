@@ -6,6 +6,7 @@ device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from driftlens_reports.explorer.page import Explorer
 
     SpecLike = Path | str | Mapping[str, Any] | RunSpec
+
+log = logging.getLogger("driftlens")
 
 
 class Run(DriftRun):
@@ -330,17 +333,15 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
+    Without a method the spec's own merge is made; a recipe of mergekit's is followed in a spec's place. What one should
+    know of the merge, such as what its number type has lost, is logged as a warning.
     Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
     """
-    from driftlens.jobs.study.merging import merge_experts
-    from driftlens.spec import load_spec
+    from driftlens.jobs.study.one_merge import save_one
 
-    if request.method is None or request.out is None:
-        raise SpecError("a merge needs method= and out=", hint="`driftlens methods` lists the methods.")
-    with around.context() as context:
-        merge_experts(
-            load_spec(spec), request.method, request.parameters, request.out, context, request.out_dtype
-        )
+    for notice in save_one(spec, request, around.access, around.context)[1]:
+        log.warning(notice)
+    assert request.out is not None
     return request.out
 
 
@@ -408,18 +409,27 @@ def sweep(
 
 
 @keywords(request=ArenaRequest)
-def arena(run: PathLike | DriftRun, request: ArenaRequest, around: Around) -> Table:
+def arena(
+    run: PathLike | DriftRun,
+    request: ArenaRequest,
+    around: Around,
+    *,
+    modules: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> Table:
     """Repair a run with several methods on the same samples, as `driftlens arena` does.
 
         dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
 
-    Keywords are the fields of `ArenaRequest` and of `Around`; what each gains and costs shows itself as a table.
+    Keywords are the fields of `ArenaRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`; what each
+    gains and costs shows itself as a table.
     """
     from driftlens.findings.before_after import arena_sheet
     from driftlens.jobs.contest.arena import compete, entrants
 
     wanted, folder = entrants(request.methods), _folder(run)
-    with around.context() as context:
-        failed = compete(folder, wanted, context, samples=request.samples, attribution=request.attribution)
+    samples, attribution, against = request.samples, request.attribution, request.against
+    with around.context(_live_study(run, modules, data, around.device)) as context:
+        failed = compete(folder, wanted, context, samples=samples, attribution=attribution, against=against)
     made = [entrant.name for entrant in wanted if entrant.name not in failed]
-    return arena_sheet(open_run(folder), made, failed, against=request.against)
+    return arena_sheet(open_run(folder), made, failed, against=against)

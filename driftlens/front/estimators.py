@@ -36,6 +36,7 @@ class Fitting(Calibrator):
     """
 
     @keywords(request=FitRequest, around=Quietly)
+    @torch.inference_mode(False)  # a caller's, in which no gradient can be taken
     @torch.no_grad()
     @exact_products()
     def fit(

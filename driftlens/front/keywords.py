@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from driftlens.base.access import Access, Context
+from driftlens.base.errors import DriftLensError
 from driftlens.base.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
 from driftlens.spec.requests import Request, refuse_unknown
 
 T = TypeVar("T")
+
+_OPTION = re.compile(
+    r"`driftlens [^`]*`|(?<![\w-])(?P<option>--[a-z][a-z-]*)(?: (?P<key>[\w.]+)=(?P<value>[\w.,-]*\w)| (?=\S+`))?"
+)
+"""A whole command, or an option: with a pair, such as `--set lam=0.1`, or the space before a value that is quoted."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class Around:
     offline: bool = False
     trust: bool = False
 
+    @staticmethod
+    def in_python() -> dict[str, str]:
+        """See `Request.in_python`."""
+        return {"--device": "device=", "--offline": "offline=True", "--trust-code": "trust=True"}
+
     @property
     def access(self) -> Access:
         """Device, network and trust, as jobs take them."""
@@ -50,7 +64,8 @@ class Around:
     @contextmanager
     def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
         """What a job is given; progress is shown for the length of the block."""
-        with sink_for(self.progress) as shown:
+        torch = sys.modules.get("torch")  # not there, or not imported: nobody is in its inference mode
+        with sink_for(self.progress) as shown, torch.inference_mode(False) if torch else nullcontext():
             yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
 
 
@@ -88,16 +103,36 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
         def call(*given: Any, **named: Any) -> T:
             refuse_unknown(function.__name__, named, there)
             said = signature.bind(*given, **named).arguments
-            parts = {
-                name: kind(**{key: said[key] for key in fields[name] if key in said})
-                for name, kind in taken.items()
-            }
-            return function(**{name: said[name] for name in own if name in said}, **parts)
+            try:
+                parts = {
+                    name: kind(**{key: said[key] for key in fields[name] if key in said})
+                    for name, kind in taken.items()
+                }
+                return function(**{name: said[name] for name in own if name in said}, **parts)
+            except DriftLensError as error:
+                known: list[dict[str, str]] = [getattr(kind, "in_python", dict)() for kind in taken.values()]
+                _say_in_python(error, ChainMap(*known))
+                raise
 
         vars(call)["__signature__"] = signature
         return call
 
     return decorate
+
+
+def _say_in_python(error: DriftLensError, known: Mapping[str, str]) -> None:
+    """Have an error name keywords where it names options of the command line, but for whole commands, which stay."""
+
+    def said(found: re.Match[str]) -> str:
+        option, key, value = found.group("option", "key", "value")
+        if option not in known or key is None:
+            return known.get(option, found[0])
+        listed = f"[{value.replace(',', ', ')}]" if "," in value else value
+        pair = f'["{key}={value}"]' if "." in key else f'{{"{key}": {listed}}}'
+        return known[option] + pair
+
+    error.message, error.hint = (_OPTION.sub(said, text) for text in (error.message, error.hint))
+    error.args = (error.message,)
 
 
 def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Literal
 
@@ -47,18 +47,32 @@ def regmean(
     the mean, as is everything else. In RegMean++ every expert's layer reads what the layers merged before it make of
     the task's samples.
     """
-    merged = average(base, experts)
-    mean = torch.stack([expert["weight"].double() for expert in experts.values()]).mean(dim=0)
-    total, missing = torch.zeros_like(next(iter(moments.values()))), torch.zeros_like(mean)
+    merged = average({name: value for name, value in base.items() if name != MATRIX}, experts)
+    weights = {task: experts[task][MATRIX].double() for task in moments}
+    mean = _sum(weights.values()) / len(weights)
+    # Deviations from the mean sum to zero, so that the last expert's product, a large one, needn't be taken.
+    *others, last = moments
+    total, missing = moments[last].clone(), torch.zeros_like(mean)
+    difference = torch.empty_like(total)
     # The shrunk matrices are never formed: each would be as large as a Gram matrix in float64.
-    for task, gram in moments.items():
-        total += gram
-        moved = experts[task]["weight"].double() - mean
-        missing.addmm_(moved, gram, alpha=off_diagonal)
-        missing.addcmul_(moved, gram.diagonal(), value=1 - off_diagonal)
+    for task in others:
+        total += moments[task]
+        torch.sub(moments[task], moments[last], out=difference)
+        deviation = weights[task] - mean
+        missing.addmm_(deviation, difference, alpha=off_diagonal)
+        missing.addcmul_(deviation, difference.diagonal(), value=1 - off_diagonal)
     diagonal = total.diagonal().clone()
     total.mul_(off_diagonal).diagonal().copy_(diagonal)
-    return {**merged, "weight": mean + solve_in_range(total, missing)}
+    return {**merged, MATRIX: mean + solve_in_range(total, missing)}
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """Of tensors of one shape; they needn't be there at the same time, as for a stack."""
+    rest = iter(parts)
+    total = next(rest).clone()
+    for part in rest:
+        total += part
+    return total
 
 
 @merge_methods.method(
@@ -89,9 +103,9 @@ def lot(
     merged = stepped(base, experts, scaling)
     if MATRIX in base and moments:
         vectors = {task: (experts[task][MATRIX] - base[MATRIX]).double() for task in moments}
-        total = torch.stack(list(moments.values())).sum(dim=0)
+        total = _sum(moments.values())
         if total.dim() == 2:
-            wanted = torch.stack([vectors[task] @ gram for task, gram in moments.items()]).sum(dim=0)
+            wanted = _sum(vectors[task] @ gram for task, gram in moments.items())
             step = solve_in_range(total, wanted)
         else:
             shares = [gram / total for gram in moments.values()]
@@ -158,7 +172,7 @@ def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1
         # The larger eps keeps what is rounding alone, where no expert has a say, from being taken for a slope.
         return size * _descended([vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6)
     curvature, wanted = _curvature(vectors)
-    step = torch.stack(vectors).sum(dim=0).requires_grad_()
+    step = _sum(vectors).requires_grad_()
     adam = torch.optim.Adam([step], lr=rate, eps=eps)
     for _ in range(steps):
         step.grad = 2 * (step.detach() @ curvature - wanted)
@@ -169,7 +183,7 @@ def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1
 def _solved(vectors: list[Tensor], *, ridge: float) -> Tensor:
     vectors = [vector.double() for vector in vectors]
     curvature, wanted = _curvature(vectors)
-    start = torch.stack(vectors).sum(dim=0)
+    start = _sum(vectors)
     missing = wanted - start @ curvature
     curvature.diagonal().add_(ridge * curvature.trace() / len(curvature))
     return start + solve_in_range(curvature, missing)
@@ -220,20 +234,21 @@ def _adaptive(vectors: list[Tensor], *, ridge: float, unlike: float, refined: fl
     spread = logs.var() / logs.mean().square().clamp_min(1e-12) if len(moved) > 1 else logs.new_zeros(())
     is_unlike = bool(spread > unlike)
     centred = [vector - vector.mean(dim=0) for vector in moved]
-    raw = [vector.mT @ vector for vector in centred]
-    scales = [matrix.trace().clamp_min(1e-12) if is_unlike else 1.0 for matrix in raw]
-    covariances = [matrix / scale for matrix, scale in zip(raw, scales, strict=True)]
-    eye = torch.eye(len(raw[0])).to(raw[0])
-    lifted = [matrix + ridge / scale * eye for matrix, scale in zip(covariances, scales, strict=True)]
-    total = torch.stack(lifted).sum(dim=0)
-    common = torch.stack(covariances).sum(dim=0).mean(dim=0)
+    covariances = [vector.mT @ vector for vector in centred]
+    scales = [float(matrix.trace().clamp_min(1e-12)) if is_unlike else 1.0 for matrix in covariances]
+    covariances = [matrix.div_(scale) for matrix, scale in zip(covariances, scales, strict=True)]
+    ridges = [ridge / scale for scale in scales]
+    total = _sum(covariances)
+    common = total.mean(dim=0)
     common = common / sizes.mean() if is_unlike else common
-    wanted = torch.stack([vector @ matrix for vector, matrix in zip(centred, lifted, strict=True)]).sum(dim=0)
+    total.diagonal().add_(sum(ridges))
+    terms = zip(centred, covariances, ridges, strict=True)
+    wanted = _sum(vector @ matrix + lift * vector for vector, matrix, lift in terms)
     step = torch.linalg.solve(total + common, wanted, left=False)
     if is_unlike:
         mean = total / len(moved)
-        left = [vector @ (matrix - mean) for vector, matrix in zip(centred, covariances, strict=True)]
-        basis, values, directions = singular_parts(step + torch.stack(left).sum(dim=0))
+        left = (vector @ (matrix - mean) for vector, matrix in zip(centred, covariances, strict=True))
+        basis, values, directions = singular_parts(step + _sum(left))
         if count := min(int(min(step.shape) * refined), len(values)):
             step = step + values[:count].mean() * basis[:, :count] @ directions[:count]
     return step

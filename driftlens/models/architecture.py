@@ -170,9 +170,9 @@ class Architecture:
         Of a linear one this is the weight, of another those of `own_head`, in its order.
         """
         linear = (f"{self.classifier}.weight",) if self.classifier else ()
-        wanted = linear if self.own_head is None else tuple(self.own_head.names.values())
+        names = linear if self.own_head is None else tuple(self.own_head.names.values())
         keys = []
-        for name in wanted:
+        for name in names:
             # A pooler lies where the base has it, which may be a core alone.
             core = getattr(self.skeleton, "base_model_prefix", "")
             spelled = (name, name.removeprefix(f"{core}."))
@@ -190,8 +190,8 @@ class Architecture:
         if self.own_head is not None:
             return renamed(stored, dict(zip(self.own_head.names, keys, strict=True)))
         places = {"weight": keys[0], "bias": f"{keys[0].removesuffix('weight')}bias"}
-        held = {part: key for part, key in places.items() if key in stored.headers}
-        return renamed(stored, {f"{self.classifier}.{part}": key for part, key in held.items()})
+        present = {part: key for part, key in places.items() if key in stored.headers}
+        return renamed(stored, {f"{self.classifier}.{part}": key for part, key in present.items()})
 
     def text_tower(self, base: StateSource) -> TextTower:
         """The text tower of a base, which is given under its own key names."""
@@ -256,59 +256,56 @@ def load_architecture(
     return _opened(loader, request)
 
 
-def _opened(loader: str, request: ArchitectureRequest, asked: tuple[str, ...] = ()) -> Architecture:
-    """See `load_architecture`; the loaders in `asked` have sent here."""
+def _opened(loader: str, request: ArchitectureRequest, tried: tuple[str, ...] = ()) -> Architecture:
+    """See `load_architecture`; the loaders in `tried` have sent here."""
     try:
         with running(request.source):  # a configuration may hold anything
             return _as_sentences(loaders[loader](request))
     except IncompatibleModelsError as error:
-        _follow_sign(error, request, (*asked, loader))
+        _follow_sign(error, request, (*tried, loader))
         raise
 
 
 def _follow_sign(
-    error: IncompatibleModelsError, request: ArchitectureRequest, asked: tuple[str, ...] = ()
+    error: IncompatibleModelsError, request: ArchitectureRequest, tried: tuple[str, ...] = ()
 ) -> None:
     """See to it that a refusal names another loader only where that one takes the source.
 
     Where it doesn't, its own reason and remedy stand in the hint.
     """
     loader = str(error.context.get("loader"))
-    if loader in asked:  # which has refused it
+    if loader in tried:  # which has refused it
         error.hint = LIVE
     elif loader in loaders:
         try:
-            _opened(loader, replace(request, blocks=None), asked)
+            _opened(loader, replace(request, blocks=None), tried)
         except IncompatibleModelsError as refusal:
             error.hint = f"Nor does the loader {loader} take it: {refusal.message}. {refusal.hint}"
         except DriftLensError:  # what is missing beside the model, which that refusal tells how to give
             pass
 
 
-def _as_sentences(known: Architecture) -> Architecture:
+def _as_sentences(architecture: Architecture) -> Architecture:
     """The architecture with the embedding as its final feature, if its folder is one of sentence-transformers."""
-    is_asked = known.chain.modality.name == "text" and known.lm is None
-    root = sentence_folder(library_folder(known.source)) if is_asked else None
-    if root is None or known.preprocess is None or known.preprocess.texts is None:
-        return known
+    is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
+    preprocess = architecture.preprocess
+    root = sentence_folder(library_folder(architecture.source)) if is_asked else None
+    if root is None or preprocess is None or preprocess.texts is None:
+        return architecture
     if is_cross_encoder(root):
-        reader = replace(known.preprocess.texts, lead=prompts_of(root).default)
-        return replace(known, preprocess=replace(known.preprocess, transform=reader, texts=reader))
+        reader = replace(preprocess.texts, lead=prompts_of(root).default)
+        return replace(architecture, preprocess=replace(preprocess, transform=reader, texts=reader))
     require_followed(root)
-    configs: list[Any] = [part.config for part in known.skeleton.modules() if hasattr(part, "config")]
+    configs: list[Any] = [part.config for part in architecture.skeleton.modules() if hasattr(part, "config")]
     readout, stated = readout_of(root, configs[0].get_text_config().hidden_size), prompts_of(root)
-    notices = filter(None, (known.preprocess.notice, *reading_notices(root)))
-    reader = replace(
-        known.preprocess.texts,
-        prompts=stated,
-        lead=stated.default,
-        pools_lead=readout.pooling.includes_prompt,
-    )
+    notices = filter(None, (preprocess.notice, *reading_notices(root)))
+    pools_lead = readout.pooling.includes_prompt
+    reader = replace(preprocess.texts, prompts=stated, lead=stated.default, pools_lead=pools_lead)
     return replace(
-        known,
-        chain=with_embedding(known.chain, readout),
+        architecture,
+        chain=with_embedding(architecture.chain, readout),
         own_head=None,  # classifiers of experts read something else than the embedding
-        preprocess=replace(known.preprocess, transform=reader, texts=reader, notice="; ".join(notices)),
+        preprocess=replace(preprocess, transform=reader, texts=reader, notice="; ".join(notices)),
     )
 
 
@@ -363,10 +360,10 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     return Architecture("live", type(module).__name__, module, chain, layout)
 
 
-def no_text_tower(what: str) -> SpecError:
+def no_text_tower(source: str) -> SpecError:
     """The error for heads that can't be made from prompts, with both remedies."""
     return SpecError(
-        f"{what} has no text tower to read class names and templates with",
+        f"{source} has no text tower to read class names and templates with",
         hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
     )
 
@@ -374,10 +371,10 @@ def no_text_tower(what: str) -> SpecError:
 def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
     """Give all of a whole CLIP but its image tower the base's weights, in float32."""
     before = layout.wrapper(base.headers, base.name)
-    wanted = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
-    if not all(before + key in base.headers for key in wanted):
+    keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
+    if not all(before + key in base.headers for key in keys):
         raise no_text_tower(base.name)
-    model.load_state_dict({key: base.read(before + key).float() for key in wanted}, strict=False, assign=True)
+    model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
 
 MOST_FILLED = 1 << 27
@@ -406,9 +403,9 @@ class _WithinReason(TorchFunctionMode):
         ):
             return drawn
         if func in _FILLING:
-            asked = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
-            if asked > MOST_FILLED:
-                raise ValueError(f"a tensor of {asked:,} values; at most {MOST_FILLED:,} are filled in")
+            size = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
+            if size > MOST_FILLED:
+                raise ValueError(f"a tensor of {size:,} values; at most {MOST_FILLED:,} are filled in")
         return func(*args, **(kwargs or {}))
 
 

@@ -124,8 +124,8 @@ class Routes:
         """Tokens that go to every expert, and the sum of their gates, [2, experts]; padding counts nothing."""
         assert self.chosen is not None and self.gates is not None
         real = self.gates.new_ones(len(self.gates)) if mask is None else mask.reshape(-1).to(self.gates)
-        goes = torch.nn.functional.one_hot(self.chosen, num_experts).to(self.gates) * real[:, None, None]
-        return torch.stack([goes.sum(dim=(0, 1)), (goes * self.gates[..., None]).sum(dim=(0, 1))])
+        sent = torch.nn.functional.one_hot(self.chosen, num_experts).to(self.gates) * real[:, None, None]
+        return torch.stack([sent.sum(dim=(0, 1)), (sent * self.gates[..., None]).sum(dim=(0, 1))])
 
     def changed(self, other: Routes) -> Tensor:
         """Which tokens the other sends to other experts, [T]; their order doesn't matter."""
@@ -147,8 +147,8 @@ class Routes:
         """
         if self.beside is None or self.beside.rows is None or self.beside.rows[0].shape != features.shape:
             return None
-        others = (features != self.beside.rows[0]).any(dim=-1)
-        return (self.beside.changed(self) | others).nonzero()[:, 0]
+        differing = (features != self.beside.rows[0]).any(dim=-1)
+        return (self.beside.changed(self) | differing).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,9 +30,9 @@ _known: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_
 
 
 @contextmanager
-def known_on_host(inputs: object, there: object) -> Iterator[None]:
+def known_on_host(inputs: object, copies: object) -> Iterator[None]:
     """While this is open, `on_host` knows raw inputs' copies on a device, of the same structure."""
-    pairs = zip(_named_leaves(inputs), _named_leaves(there), strict=True)
+    pairs = zip(_named_leaves(inputs), _named_leaves(copies), strict=True)
     token = _known.set({id(copy): (copy, tensor) for (_, tensor), (_, copy) in pairs})
     try:
         yield
@@ -47,10 +47,10 @@ def on_host(value: Any) -> Any:
 
 def made_of(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A change of the tensor; the host makes it too of its own, and so knows both."""
-    made, here, known = change(tensor), on_host(tensor), _known.get()
-    if known is not None and here is not tensor:
-        known[id(made)] = made, change(here)
-    return made
+    changed, own, pairs = change(tensor), on_host(tensor), _known.get()
+    if pairs is not None and own is not tensor:
+        pairs[id(changed)] = changed, change(own)
+    return changed
 
 
 Mask = str | Callable[[Any], Tensor] | Literal[False] | None
@@ -239,7 +239,7 @@ def tensors_given(frame: Frame) -> dict[str, Tensor]:
     return dict(_named_leaves({**dict(enumerate(frame.args)), **frame.kwargs}))
 
 
-def with_tensors(frame: Frame, given: Mapping[str, Tensor]) -> Frame:
+def with_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
     """The frame with these in the place of tensors that `tensors_given` names so."""
 
     def put(value: Any, name: str) -> Any:
@@ -247,7 +247,7 @@ def with_tensors(frame: Frame, given: Mapping[str, Tensor]) -> Frame:
             return {key: put(entry, f"{name}.{key}") for key, entry in value.items()}
         if type(value) in (tuple, list):
             return type(value)(put(entry, f"{name}.{place}") for place, entry in enumerate(value))
-        return given.get(name, value) if isinstance(value, Tensor) else value
+        return tensors.get(name, value) if isinstance(value, Tensor) else value
 
     args = tuple(put(value, str(place)) for place, value in enumerate(frame.args))
     return replace(frame, args=args, kwargs={key: put(value, key) for key, value in frame.kwargs.items()})
@@ -270,9 +270,9 @@ class _Reference:
 def _stowed(value: Any, name: str, tensors: dict[str, Tensor], *, stateless: bool = True) -> Any:
     """`value` with its tensors moved to `tensors`; the same tensor is filed once."""
     if isinstance(value, Tensor):
-        known = next((key for key, tensor in tensors.items() if tensor is value), name)
-        tensors[known] = value
-        return _Reference(known)
+        place = next((key for key, tensor in tensors.items() if tensor is value), name)
+        tensors[place] = value
+        return _Reference(place)
     if isinstance(value, Mapping):
         return {
             key: _stowed(entry, f"{name}.{key}", tensors, stateless=stateless) for key, entry in value.items()
@@ -289,8 +289,8 @@ def _stowed(value: Any, name: str, tensors: dict[str, Tensor], *, stateless: boo
 
 def _require_stateless(name: str, value: object) -> None:
     """Refuse what can carry something from call to call: modules, and objects that are updated or hold tensors."""
-    held = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
-    if held or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
+    tensors = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
+    if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
             f"{name!r} is a {type(value).__name__}, which carries state that no other model may read; "
             "expected tensors and plain values beside the features",
@@ -327,13 +327,13 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name, mask = "what mask= returns", chosen(mapped(inputs.batch(), on_host))
     if mask is None and chosen is None:
         return None
-    seen, is_mask, is_whole = on_host(mask), False, False
-    if isinstance(seen, Tensor) and seen.dim() == 2:  # both at once, as the host may wait for them
-        is_mask, is_whole = torch.stack([((seen == 0) | (seen == 1)).all(), (seen != 0).all()]).tolist()
+    own, is_mask, is_whole = on_host(mask), False, False
+    if isinstance(own, Tensor) and own.dim() == 2:  # both at once, as the host may wait for them
+        is_mask, is_whole = torch.stack([((own == 0) | (own == 1)).all(), (own != 0).all()]).tolist()
     if not is_mask:
-        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        described = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError(
-            f"{name} is {given}; expected ones and zeros [n, t], one where a token counts",
+            f"{name} is {described}; expected ones and zeros [n, t], one where a token counts",
             hint=f"{_REMEDY} The batch holds {', '.join(inputs.values)}.",
         )
     if is_whole:
@@ -343,9 +343,8 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
             "the batch has tokens for an encoder and for a decoder; its attention_mask may be of either's",
             hint=_REMEDY,
         )
-    there = next((value.device for value in inputs.values.values() if isinstance(value, Tensor)), mask.device)
-    mask = mask.bool()
-    return moved(mask, there)
+    tensors = (value for value in inputs.values.values() if isinstance(value, Tensor))
+    return moved(mask.bool(), next(tensors, mask).device)
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:

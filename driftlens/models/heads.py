@@ -37,11 +37,11 @@ class TextTower:
     logit_scale: float
 
 
-def class_names(given: ClassNames) -> tuple[str, ...]:
+def class_names(classes: ClassNames) -> tuple[str, ...]:
     """Class names from a list, or from a JSON file that holds a list."""
-    if isinstance(given, str | os.PathLike):
-        given = _names_in(pathlib.Path(given))
-    names = tuple(given)
+    if isinstance(classes, str | os.PathLike):
+        classes = _names_in(pathlib.Path(classes))
+    names = tuple(classes)
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(
@@ -96,8 +96,8 @@ def linear_head(
         check_finite(source.name, beside, shift)
     where = f"{key!r} in {source.name}"
     if rows.dim() != 2 or (shift is not None and shift.shape != rows.shape[:1]):
-        rest = "" if shift is None else f", its bias {list(shift.shape)}"
-        raise ShapeError(f"{where} has shape {list(rows.shape)}{rest}; expected [classes, d] and [classes]")
+        bias = "" if shift is None else f", its bias {list(shift.shape)}"
+        raise ShapeError(f"{where} has shape {list(rows.shape)}{bias}; expected [classes, d] and [classes]")
     return LinearHead(_names_of(rows, classes, where), rows, shift, normalize)
 
 
@@ -193,10 +193,10 @@ def _names_in(path: pathlib.Path) -> list[str]:
 
 def _require_unit_norm(embeddings: Tensor, names: Sequence[str], where: str) -> None:
     norms = torch.linalg.vector_norm(embeddings, dim=1)
-    off = (norms - 1).abs()
+    deviation = (norms - 1).abs()
     # Written so that NaN is refused too.
-    if not bool((off <= _NORM_TOLERANCE).all()):
-        worst = int(off.nan_to_num(nan=torch.inf).argmax())
+    if not bool((deviation <= _NORM_TOLERANCE).all()):
+        worst = int(deviation.nan_to_num(nan=torch.inf).argmax())
         raise DataError(
             f"{where}: the row of {names[worst]!r} has norm {norms[worst].item():.4g}; expected 1",
             hint="Divide every row by its norm, and give the scale as `logit_scale`.",

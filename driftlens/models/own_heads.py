@@ -43,7 +43,7 @@ class Tokens(nn.Module):
         return features if self.pool is None else pooled(features, self.pool, kwargs.get("attention_mask"))
 
 
-class _Given(nn.Module):
+class _CoreStandIn(nn.Module):
     """Stands in the place of a core: what it is given are the features, which its pooler, if it has one, reads."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
@@ -54,8 +54,8 @@ class _Given(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         features: Any = find_features("core", args, kwargs)[1]
-        read = None if self.pooler is None else self.pooler(features)
-        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=read)
+        pooler_output = None if self.pooler is None else self.pooler(features)
+        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=pooler_output)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     """The most that what `run` returns moves for one step of `start`; not-a-number where a part of it isn't known."""
     with torch.no_grad(), _Follow(start) as path:
         end = run(start)
-    return path.gain if end is path.at else path.gain * torch.nan
+    return path.gain if end is path.current else path.gain * torch.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFo
     prefix = whole.base_model_prefix
     core = getattr(whole, prefix)
     pooler = getattr(core, "pooler", None)
-    setattr(whole, prefix, _Given(pooler))
+    setattr(whole, prefix, _CoreStandIn(pooler))
     try:
         names_in_file = {key: names[key] for key in whole.state_dict()}
         form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
@@ -186,15 +186,15 @@ class _Follow(TorchFunctionMode):
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
-        self.at, self.gain = start, start.new_ones(())
+        self.current, self.gain = start, start.new_ones(())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if args and args[0] is self.at and isinstance(output, Tensor):
+        if args and args[0] is self.current and isinstance(output, Tensor):
             name, slope = func.__name__, _SLOPES.get(func.__name__, torch.nan)
             if name == "linear":
                 slope = torch.linalg.matrix_norm(args[1], ord=2)
             elif name in ("mul", "div") and isinstance(args[1], int | float):
                 slope = abs(args[1]) if name == "mul" else 1 / abs(args[1])
-            self.at, self.gain = output, self.gain * slope
+            self.current, self.gain = output, self.gain * slope
         return output

@@ -106,9 +106,9 @@ def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> P
     """Preprocessing by an image processor of transformers."""
 
     def transform(images: Sequence[Any]) -> Any:
-        made = processor(images=[_rgb(image) for image in images], return_tensors="pt")
+        output = processor(images=[_rgb(image) for image in images], return_tensors="pt")
         # What gives images of different sizes as rows of patches says which count, and how they lay.
-        return dict(made) if PATCHES in made else made["pixel_values"]
+        return dict(output) if PATCHES in output else output["pixel_values"]
 
     return Preprocess(f"transformers {type(processor).__name__}", transform, settings, notice)
 
@@ -178,7 +178,7 @@ def open_clip_preprocess(
     stated = merge_preprocess_dict(PreprocessCfg(), dict(config or {}))
     stated["size"] = image_size
     try:
-        one = image_transform_v2(PreprocessCfg(**stated), is_train=False)
+        transform = image_transform_v2(PreprocessCfg(**stated), is_train=False)
     except (AssertionError, TypeError) as error:
         raise IncompatibleModelsError(
             f"{source}: open_clip can't preprocess by {dict(config or {})}",
@@ -186,7 +186,7 @@ def open_clip_preprocess(
         ) from error
 
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
-    *shape, to_tensor, normalise = one.transforms
+    *shape, to_tensor, normalise = transform.transforms
     assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
 
     def batch(images: Sequence[Any]) -> Tensor:
@@ -220,9 +220,9 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     if tokenizer is not None and stated.get("max_seq_length"):  # which sentence-transformers puts over it
         tokenizer.model_max_length = stated["max_seq_length"]
     with running(source):
-        made = text_preprocess(tokenizer, config, generation, form, source, code=code)
-    reader = replace(cast("TextReader", made.texts), lowers=bool(stated.get("do_lower_case")))
-    return replace(made, transform=reader, texts=reader)
+        preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
+    reader = replace(cast("TextReader", preprocess.texts), lowers=bool(stated.get("do_lower_case")))
+    return replace(preprocess, transform=reader, texts=reader)
 
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
@@ -251,7 +251,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
 
 def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """How sounds become the inputs of a model that writes what is said, by the extractor beside its configuration."""
-    made = hf_text_preprocess(source, config, offline, "encoder-decoder")
+    texts = hf_text_preprocess(source, config, offline, "encoder-decoder")
     extractor = _processor("AutoFeatureExtractor", source, offline)
     if not all(hasattr(extractor, name) for name in ("feature_size", "nb_max_frames", "n_samples")):
         raise IncompatibleModelsError(
@@ -259,10 +259,10 @@ def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
             "as many frames, such as Whisper's",
             hint=LIVE,
         )
-    assert made.texts is not None
+    assert texts.texts is not None
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     reader = SoundReader(
-        **made.texts.parts,
+        **texts.texts.parts,
         suppressed=tuple(generation.get("suppress_tokens") or ()),
         suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
         extractor=extractor,
@@ -270,7 +270,7 @@ def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     stated = {
         name: value for name, value in extractor.to_dict().items() if isinstance(value, int | float | str)
     }
-    settings = {**made.settings, "sounds": stated}
+    settings = {**texts.settings, "sounds": stated}
     return Preprocess(f"transformers {type(extractor).__name__}", reader, settings, texts=reader)
 
 
@@ -375,12 +375,12 @@ def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -
     bare, whole = (
         tokenizer(text_target="a", add_special_tokens=special)["input_ids"] for special in (False, True)
     )
-    count = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    count = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare), 0)
     return tuple(token for token in whole[:count] if token != start)
 
 
-def _default_notice(source: str, what: str) -> str:
-    return f"{source} has no {what}: images are resized, cropped and normalised as CLIP's were."
+def _default_notice(source: str, part: str) -> str:
+    return f"{source} has no {part}: images are resized, cropped and normalised as CLIP's were."
 
 
 def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
@@ -401,9 +401,9 @@ def _checked(preprocess: Preprocess, image_size: tuple[int, int], source: str) -
     """`preprocess`, tried on one image: a wrong size would otherwise show up in the middle of a run."""
     height, width = preprocess([np.zeros((48, 64, 3), dtype=np.uint8)]).shape[-2:]
     if (height, width) != image_size:
-        wanted = "x".join(map(str, image_size))
+        size = "x".join(map(str, image_size))
         raise IncompatibleModelsError(
-            f"{source}: preprocessing gives {height}x{width} pixels, the tower takes {wanted}",
+            f"{source}: preprocessing gives {height}x{width} pixels, the tower takes {size}",
             hint="The preprocessor file belongs to another model; use the one that came with the tower.",
         )
     return preprocess

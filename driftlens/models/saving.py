@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
 from driftlens.base.files import (
     atomic_folder,
     atomic_path,
@@ -27,7 +27,7 @@ from driftlens.base.files import (
     write_text_atomic,
 )
 from driftlens.checkpoints.alignment import Stored
-from driftlens.checkpoints.loading import companion_files, library_folder, read_json
+from driftlens.checkpoints.loading import NEVER_WRITTEN, companion_files, library_folder, read_json
 from driftlens.checkpoints.sentences import MODULES, flat
 from driftlens.checkpoints.sources import (
     DTYPES,
@@ -108,7 +108,9 @@ class Patched:
                 f"{self.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
             )
         value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
-        check_finite(f"the update of {self.name}", key, value)
+        kept = str(header.dtype).removeprefix("torch.")
+        hint = f"It was computed so, or is too large for {kept}: try other settings, or another --out-dtype."
+        check_finite(f"the update of {self.name}", key, value, hint)
         return value
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +140,7 @@ def save_state_dict(
     spans = _spans(headers)
     head = _head(headers, spans, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
-    with atomic_path(path, need=total) as written, written.open("wb") as file:
+    with atomic_path(path, need=total) as target, target.open("wb") as file:
         file.write(head)
         for key, tensor in pairs:
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
@@ -266,7 +268,7 @@ def library_prefix(architecture: Architecture, base: StateSource, key: str) -> s
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _library_names(architecture, base, architecture.folder)
-    library = next(name for name, held in names.items() if held == stored)
+    library = next(name for name, base_key in names.items() if base_key == stored)
     if not library.endswith(key):
         raise IncompatibleModelsError(
             f"the library calls {key!r} {library!r}, so maps can't be attached to its own modules by their names",
@@ -278,11 +280,12 @@ def library_prefix(architecture: Architecture, base: StateSource, key: str) -> s
 def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
     """Refuse a place that a model could not be written to, before anything is computed for it."""
     place = pathlib.Path(path)
-    if place.suffix == ".safetensors":
-        if place.is_dir():
-            raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
-        return
-    if architecture.folder is None:
+    if place.suffix in NEVER_WRITTEN:
+        raise SpecError(
+            f"{place}: a model is saved as a folder or as safetensors, not as {place.suffix}",
+            hint=f"Give {place.with_suffix('.safetensors')}, or a name without an ending for a folder.",
+        )
+    if architecture.folder is None and place.suffix != ".safetensors":
         raise SpecError(
             f"a {architecture.source} can only be saved as a state dict",
             hint="Give a path ending in .safetensors.",
@@ -351,8 +354,8 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
         if layout is None
         else layout.key_map(base.headers, architecture.keys, base.name)
     )
-    for source, held in ((base, stored), (model, model.headers)):
-        missing = next((key for key in keys if key not in held), None)
+    for source, present in ((base, stored), (model, model.headers)):
+        missing = next((key for key in keys if key not in present), None)
         if missing is not None:
             raise IncompatibleModelsError(
                 f"{source.name} lacks {missing!r}, so the model can't be saved in the form of the base",
@@ -360,8 +363,8 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
                 key=missing,
             )
     # What makes scores of features belongs to no layer, and is merged all the same.
-    others = [key for key in architecture.keys if key in stored and key in model.headers]
-    canonical = {stored[key]: key for key in (*others, *keys)}
+    outer = [key for key in architecture.keys if key in stored and key in model.headers]
+    canonical = {stored[key]: key for key in (*outer, *keys)}
     wrapper = layout.wrapper(base.headers, base.name) if layout is not None and chain.tied else ""
     for name, places in chain.tied.items():
         if wrapper + name in base.headers:

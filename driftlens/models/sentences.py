@@ -140,9 +140,9 @@ def _weights(place: pathlib.Path, names: Mapping[str, tuple[int, ...]]) -> dict[
     for name, value in weights.items():
         check_finite(source.name, name, value)
         if names.get(name) != tuple(value.shape):
-            wanted = f"{list(names[name])}" if name in names else f"only {', '.join(names)}"
+            expected = f"{list(names[name])}" if name in names else f"only {', '.join(names)}"
             raise IncompatibleModelsError(
-                f"{source.name}: {name!r} has shape {list(value.shape)}; expected {wanted}",
+                f"{source.name}: {name!r} has shape {list(value.shape)}; expected {expected}",
                 hint="Restore the folder from the original; its settings and weights don't go together.",
             )
     if missing := [name for name in names if name not in weights and not name.endswith("bias")]:
@@ -166,10 +166,10 @@ def _dense(place: pathlib.Path, stated: Mapping[str, Any], size: int) -> tuple[S
     weights, act = _weights(place, shapes), _activation(place, stated)
 
     def step(x: Tensor) -> Tensor:
-        linear, *others = (weights[name].to(x) for name in weights if name.endswith("weight"))
+        linear, *projections = (weights[name].to(x) for name in weights if name.endswith("weight"))
         bias = weights["linear.bias"].to(x) if "linear.bias" in weights else None
-        made: Tensor = act(F.linear(x, linear, bias))
-        return made + (F.linear(x, others[0]) if others else x) if is_residual else made
+        output: Tensor = act(F.linear(x, linear, bias))
+        return output + (F.linear(x, projections[0]) if projections else x) if is_residual else output
 
     weights = {name: weights[name] for name in shapes if name in weights}  # the map first
     return step, width
@@ -190,11 +190,11 @@ def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
     """One of torch's own without settings, by its name; nothing else of that name is imported."""
     path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rpartition(".")[2]
-    known = [*activation.__all__, "Identity"]
+    names = [*activation.__all__, "Identity"]
     try:
-        if path.startswith("torch.nn.") and name in known:
-            made: nn.Module = getattr(nn, name)()
-            return made.eval()
+        if path.startswith("torch.nn.") and name in names:
+            module: nn.Module = getattr(nn, name)()
+            return module.eval()
     except TypeError:  # one that wants settings
         pass
     raise IncompatibleModelsError(
@@ -208,10 +208,10 @@ def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
     head, pool = chain.layers[-1], inner_pool(readout.pooling)
 
     def start(inputs: Any) -> tuple[State, SideInputs]:
-        rest, mask = _apart(inputs)
-        state, side = chain.start(rest)
-        given = {} if mask is None else {f"{POOLED}_mask": mask}
-        return state, replace(side, tensors={**side.tensors, **given})
+        batch, mask = _apart(inputs)
+        state, side = chain.start(batch)
+        masks = {} if mask is None else {f"{POOLED}_mask": mask}
+        return state, replace(side, tensors={**side.tensors, **masks})
 
     def call(parameters: Any, state: State, side: SideInputs, tap: Any = None) -> State:
         tokens = head.call(parameters, state, side, tap)[head.stream]
@@ -219,9 +219,9 @@ def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
         return {head.stream: readout(tokens, side.mask(head.stream) if counts is None else counts)}
 
     def library_states(module: nn.Module, inputs: Any) -> list[State]:
-        rest, mask = _apart(inputs)
-        *inner, last = chain.library_states(module, rest)
-        tokens, counts = last[head.stream], rest.get("attention_mask") if mask is None else mask
+        batch, mask = _apart(inputs)
+        *inner, last = chain.library_states(module, batch)
+        tokens, counts = last[head.stream], batch.get("attention_mask") if mask is None else mask
         return [*inner, {head.stream: readout(tokens, None if counts is None else counts.to(tokens.device))}]
 
     shared = chain.require_shared
@@ -239,5 +239,5 @@ def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
 
 def _apart(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     """What the transformer reads, and which tokens the pooling sees, where these aren't all that count."""
-    rest = dict(inputs)
-    return rest, rest.pop(f"{POOLED}_mask", None)
+    batch = dict(inputs)
+    return batch, batch.pop(f"{POOLED}_mask", None)

@@ -22,7 +22,7 @@ from driftlens.base.variants import expert_of
 from driftlens.base.words import some_of
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import is_analyzed
+from driftlens.runs.standing import command_to_resume, is_analyzed
 from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 
@@ -77,14 +77,16 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)
-    known = [*manifest.variants, *map(expert_of, manifest.tasks)]
-    if variant not in known:
+    models = [*manifest.variants, *map(expert_of, manifest.tasks)]
+    if variant not in models:
         raise DataError(
-            f"the run has no variant {variant!r}; it has {', '.join(known) or 'none'}",
-            hint=did_you_mean(variant, known),
+            f"the run has no variant {variant!r}; it has {', '.join(models) or 'none'}",
+            hint=did_you_mean(variant, models),
         )
     if not is_analyzed(manifest):
-        raise RunError(f"{folder} is unfinished", hint="`driftlens analyze ... --resume` goes on with it.")
+        raise RunError(
+            f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` goes on with it."
+        )
     content = _content(file)
     measured = _measured(content, file)
     rows = [{"variant": variant, **row} for row in _rows(measured, file)]
@@ -113,7 +115,7 @@ def attached_shares(run: DriftRun) -> pd.DataFrame:
     """One share for each variant and task that other tools measured, more being better; groups for their subtasks."""
     rows = run.accuracy()
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    shares = [name for name, of in metrics.items() if of.is_attached and of.is_averaged]
+    shares = [name for name, metric in metrics.items() if metric.is_attached and metric.is_averaged]
     rows = rows[rows["value"].notna() & rows["metric"].isin(shares)].drop_duplicates(["variant", "task"])
     return rows[rows["task"].isin(ungrouped(run, rows["task"], leaves=False))]
 
@@ -131,9 +133,9 @@ def ungrouped(run: DriftRun, tasks: Iterable[str], *, leaves: bool = True) -> li
         for group, members in about["groups"].items():
             subtasks.setdefault(group, set()).update(members)
 
-    def below(group: str, seen: frozenset[str]) -> set[str]:
-        members = subtasks.get(group, set()) - seen
-        return members.union(*(below(member, seen | members) for member in members))
+    def below(group: str, passed: frozenset[str]) -> set[str]:
+        members = subtasks.get(group, set()) - passed
+        return members.union(*(below(member, passed | members) for member in members))
 
     inside = {name: below(name, frozenset({name})) & {*names} for name in names}
     if leaves:
@@ -177,13 +179,13 @@ def _measured(content: bytes, file: pathlib.Path) -> _Results:
 def _of_harness(document: Mapping[str, Any]) -> _Results:
     """Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples."""
     scores: dict[str, dict[str, tuple[float, float]]] = {}
-    for task, of in document["results"].items():
+    for task, by_metric in document["results"].items():
         scores[task] = {}
-        for key, value in of.items():
+        for key, value in by_metric.items():
             name, comma, part = key.partition(",")
             if name.endswith(_ERROR) or name in _COUNTS or not _is_number(value):
                 continue
-            error = of.get(f"{name}{_ERROR}{comma}{part}")
+            error = by_metric.get(f"{name}{_ERROR}{comma}{part}")
             shown = name if part in ("", "none") else key
             scores[task][shown] = (float(value), float(error) if _is_number(error) else math.nan)
     stated = {task: _part(_part(document, "n-samples"), task).get("effective") for task in scores}

@@ -81,11 +81,11 @@ class Chosen:
         share = self.shrink.get("share", 1)
         way = "" if share == 1 else f", at {share:g} of its way from the base"
         none = "no repair was clearly better" if not way else "no repair was nearer to the experts"
-        made = self.selection.get("merge", {}).get("title", "")
+        merge_title = self.selection.get("merge", {}).get("title", "")
         return {
             "base": "the base, unchanged: don't use the merge",
             "merged": f"the merged model, {way.strip(', ') or 'unchanged'}: {none}",
-            "merge": f"another merge of the same experts, by {made}{way}: no repair was nearer to the experts",
+            "merge": f"another merge of the same experts, by {merge_title}{way}: no repair was nearer to the experts",
         }.get(self.kept, "")
 
     @property
@@ -237,9 +237,9 @@ _VARIABLES = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that compute, write or add to DriftLens; nothing is imported."""
-    found = {package: version for package in _PACKAGES if (version := version_of(package))}
+    packages = {package: version for package in _PACKAGES if (version := version_of(package))}
     own = {"driftlens": driftlens.__version__}
-    return {"python": platform.python_version(), **own, **found, **dict(map(origin, installed()))}
+    return {"python": platform.python_version(), **own, **packages, **dict(map(origin, installed()))}
 
 
 @functools.cache  # a package's metadata are read whole for it

@@ -38,8 +38,8 @@ def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concaten
         key = (work, args, *kwargs.items())
         if key not in run._answers:
             run._answers[key] = work(run, *args, **kwargs)
-        found: T = run._answers[key]
-        return found
+        cached: T = run._answers[key]
+        return cached
 
     return answer
 
@@ -236,14 +236,14 @@ class DriftRun:
             return {}
         try:
             with np.load(path, allow_pickle=False) as stored:
-                found: dict[str, NDArray[np.uint8]] = {name: stored[name] for name in stored.files}
+                pictures: dict[str, NDArray[np.uint8]] = {name: stored[name] for name in stored.files}
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             hint = "Remove the file: pictures are only shown."
             raise RunError(f"{path} can't be read: {error}", hint=hint) from error
         side = layout.THUMB_SIDE
-        if any(of.dtype != np.uint8 or of.shape[-3:] != (side, side, 3) for of in found.values()):
+        if any(of.dtype != np.uint8 or of.shape[-3:] != (side, side, 3) for of in pictures.values()):
             raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
-        return found
+        return pictures
 
     def texts(self, task: str) -> dict[str, str]:
         """What a task's first diagnosis samples ask, by sample id; empty where they are no texts."""
@@ -251,8 +251,8 @@ class DriftRun:
         if not path.is_file():
             return {}
         try:
-            found = from_json(path.read_text(encoding="utf-8"))
-            return {str(name): str(text) for name, text in found.items()}
+            content = from_json(path.read_text(encoding="utf-8"))
+            return {str(name): str(text) for name, text in content.items()}
         except (OSError, ValueError, AttributeError) as error:
             raise RunError(
                 f"{path} can't be read: {error}", hint="Remove the file: texts are only shown."

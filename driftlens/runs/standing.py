@@ -10,7 +10,7 @@ from driftlens.base.errors import RunError
 from driftlens.base.files import from_json
 from driftlens.base.variants import calibrated, calibration_of
 from driftlens.runs.layout import STATUS, begun_calibration
-from driftlens.runs.manifest import LATER, Manifest, is_phase_of
+from driftlens.runs.manifest import LATER, Manifest, is_phase_of, read_manifest
 from driftlens.runs.status import Status, living_owner_of
 
 if TYPE_CHECKING:
@@ -59,10 +59,14 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return tuple(f"{end}; {how_to_resume(run.path, name, run.manifest)}" for name, end in ends.items())
     failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
-    is_open = not is_live(run.manifest) and any(
-        _EXPLAIN in f":{name}" and at.state != "done" for name, at in run.manifest.phases.items()
-    )
-    more = f"; {how_to_explain(run.path)}" if is_open else ""
+    lacking = [
+        f":{name}".partition(_EXPLAIN)[2]
+        for name, phase in run.manifest.phases.items()
+        if _EXPLAIN in f":{name}" and phase.state != "done"
+    ]
+    # Of an optional diagnostic, or several of one walk, the phase tells before its task.
+    add = dict.fromkeys(name for of in lacking for group in of.split(":")[:-1] for name in group.split("+"))
+    more = f"; {how_to_explain(run.path, *add)}" if lacking and not is_live(run.manifest) else ""
     return (f"the last work on it ended early ({state}{reason}); what the run held before stands{more}",)
 
 
@@ -71,14 +75,29 @@ def is_analyzed(manifest: Manifest) -> bool:
 
     The attribution, which may be left out or done later, does not count.
     """
-    own = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
-    return bool(manifest.finished) and all(phase.state == "done" for phase in own)
+    phases = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
+    return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
-def unanalyzed(manifest: Manifest) -> list[str]:
-    """The phases in which a task is analyzed that are still to be done; until then nothing can be added to the run."""
-    phases = [f"analyze:{task}" for task in manifest.tasks]
+def unanalyzed(manifest: Manifest, *, scored: bool = False) -> list[str]:
+    """The phases in which a task is analyzed that are still to be done; until then nothing can be added to the run.
+
+    Those in which it is `scored` count where the run was never finished: who goes on calls it done.
+    """
+    kinds = ("analyze", "evaluate") if scored and not manifest.finished else ("analyze",)
+    phases = [f"{kind}:{task}" for kind in kinds for task in manifest.tasks]
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
+
+
+def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
+    """Refuse a run whose analysis was interrupted: to finish here would call it done. See `unanalyzed`."""
+    manifest = read_manifest(folder)
+    missing = unanalyzed(manifest, scored=scored)
+    if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
+        raise RunError(
+            f"{folder} is unfinished; still to be done: {', '.join(missing)}",
+            hint=f"`{command_to_resume(folder, manifest)}` goes on, accuracy included.",
+        )
 
 
 def _begun(run: DriftRun) -> list[str]:
@@ -127,15 +146,18 @@ def is_live(manifest: Manifest) -> bool:
     return bool(manifest.architecture.get("loader") == "live")
 
 
-def command_to_resume(folder: pathlib.Path) -> str:
-    """The command that goes on with an analysis."""
-    at = shlex.quote(str(folder))
-    return f"driftlens analyze {at}/spec.yaml --out {at} --resume"
+def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) -> str:
+    """The command that goes on with an analysis; of live modules, which `manifest` tells, the call."""
+    if manifest is not None and is_live(manifest):
+        return "dl.analyze(..., resume=True)"
+    folder_name = shlex.quote(str(folder))
+    return f"driftlens analyze {folder_name}/spec.yaml --out {folder_name} --resume"
 
 
-def how_to_explain(folder: pathlib.Path) -> str:
-    """What to do about variants whose drift is measured and not attributed."""
-    return f"`driftlens explain {shlex.quote(str(folder))}` adds the attribution that is missing"
+def how_to_explain(folder: pathlib.Path, *add: str) -> str:
+    """What to do about variants whose drift is measured and not attributed, or lacks the diagnostics `add`."""
+    command = shlex.join(["driftlens", "explain", str(folder), *(["--add", ",".join(add)] if add else ())])
+    return f"`{command}` adds {'what' if add else 'the attribution that'} is missing"
 
 
 def _standing(run: DriftRun) -> tuple[Status | None, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import psutil
+import pydantic_core
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
@@ -97,6 +99,14 @@ class RunLock:
             if not (self._folder / GUARD).exists():
                 self.require_own()
             raise _locked(self._folder, owner_of(self._folder)) from None
+        except OSError as error:
+            forget_undo(self)
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise RunError(
+                f"can't write to {self._folder}: {error.strerror}",
+                hint="Give another place with --out, or work on a copy of the run in a folder that you may write to.",
+            ) from error
         try:
             self._held = (self._folder / GUARD).stat()
             previous = owner_of(self._folder)
@@ -137,10 +147,10 @@ class RunLock:
         The guard's file is open while it is held, so that a file which takes its place can't have its identity.
         """
         try:
-            found = (self._folder / GUARD).stat()
+            guard = (self._folder / GUARD).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return self._held is not None and os.path.samestat(found, self._held)
+        return self._held is not None and os.path.samestat(guard, self._held)
 
     def require_own(self) -> None:
         """Refuse to go on in a folder that was removed, moved or replaced since it was locked: it would come back."""
@@ -375,8 +385,10 @@ def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
 def as_declared(kind: type[T], text: bytes) -> T:
     """The dataclass that JSON spells; keys that it doesn't have are passed over. True is no number, and 1 no text.
 
-    Else a ValueError says what is missing or of another kind, what came and what was expected.
+    Else a ValueError says what is missing or of another kind, what came and what was expected; NaN is no JSON.
     """
+    # Else fields of any form take numbers that can't be written again.
+    pydantic_core.from_json(text, allow_inf_nan=False)
     try:
         declared: T = _adapter_of(kind).validate_json(text, strict=True)
     except ValidationError as error:

@@ -129,9 +129,9 @@ def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
         raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows that are to be filled")
     there = pa.array(places, mask=places < 0)
     for name in (name for name in frame.columns if name not in table.key):
-        at = earlier.schema.get_field_index(name)
+        position = earlier.schema.get_field_index(name)
         values = pc.coalesce(rows[name].combine_chunks().take(there), earlier[name].combine_chunks())
-        earlier = earlier.set_column(at, earlier.schema.field(at), values)
+        earlier = earlier.set_column(position, earlier.schema.field(position), values)
     return earlier
 
 
@@ -140,8 +140,8 @@ def without(path: pathlib.Path, table: Table, column: str, values: Collection[st
     if not path.exists():
         return None
     rows = _read(path, table)
-    kept = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
-    return kept if kept.num_rows < rows.num_rows else None
+    left = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
+    return left if left.num_rows < rows.num_rows else None
 
 
 def write_rows(rows: pa.Table, path: pathlib.Path) -> None:
@@ -185,13 +185,13 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
 
 
 def _file_schema(table: Table) -> pa.Schema:
-    known = TABLES.get(table.name, table).names
+    declared = TABLES.get(table.name, table).names
     fields = [
         pa.field(
             column.name,
             _FILE_TYPES[column.dtype],
             metadata={"unit": column.unit, "meaning": column.meaning}
-            | ({} if column.name in known else {_ADDED: json.dumps(_told(column))}),
+            | ({} if column.name in declared else {_ADDED: json.dumps(_told(column))}),
         )
         for column in table.columns
     ]
@@ -209,8 +209,8 @@ def _told(column: Column) -> dict[str, Any]:
 
 def _added(schema: pa.Schema) -> list[Column]:
     """The columns of a file that a diagnostic added beyond the schema, in their order."""
-    told = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
-    return [Column(**{**column, "range": tuple(column["range"])}) for column in told]
+    notes = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
+    return [Column(**{**column, "range": tuple(column["range"])}) for column in notes]
 
 
 def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
@@ -227,9 +227,9 @@ def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
 
 def _read(path: pathlib.Path, table: Table) -> pa.Table:
     def look(file: pq.ParquetFile) -> pa.Table:
-        found = file.read()
-        found.validate(full=True)  # reading looks at no text: whether it is any would show later, anywhere
-        return found
+        content = file.read()
+        content.validate(full=True)  # reading looks at no text: whether it is any would show later, anywhere
+        return content
 
     stored = _opened(path, look)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")

@@ -206,9 +206,9 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
     return found
 
 
-def _compare(found: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
-    """Add to `found` how equal one column is, in rows of the same keys."""
-    found.num_values += len(a)
+def _compare(equality: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
+    """Add to `equality` how equal one column is, in rows of the same keys."""
+    equality.num_values += len(a)
     unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     both = (a.notna() & b.notna()).to_numpy(dtype=bool)
     if column.dtype != "float":
@@ -217,21 +217,21 @@ def _compare(found: Equality, label: str, column: Column, a: pd.Series[Any], b: 
         place = _row(a.index[int(unequal.argmax())])
         num_unequal = int(unequal.sum())
         verb = "differs" if num_unequal == 1 else "differ"
-        found.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
+        equality.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
     if column.dtype != "float":
         return
     first, second = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)
     differing = first != second
     if not differing.any():
         return
-    found.bit_equal = False
+    equality.bit_equal = False
     magnitudes = np.abs(np.concatenate([first, second]))
     scale = magnitudes[np.isfinite(magnitudes)].max(initial=1.0 if column.unit in _AROUND_ONE else 0.0)
     with np.errstate(invalid="ignore"):  # nothing finite in the column: any difference is infinite
         distance = np.where(differing, np.abs(first - second) / scale if scale else math.inf, 0.0)
-    at = int(distance.argmax())
-    if distance[at] > found.largest:
-        found.largest, found.where = float(distance[at]), f"{label}, {_row(a.index[both][at])}"
+    worst = int(distance.argmax())
+    if distance[worst] > equality.largest:
+        equality.largest, equality.where = float(distance[worst]), f"{label}, {_row(a.index[both][worst])}"
 
 
 def _row(key: object) -> str:

@@ -149,6 +149,7 @@ class RunWriter:
         try:
             yield used
         except BaseException as error:
+            error.add_note(f"while {name} was done for {self.folder}")
             with suppress(OSError):  # the disk may be what failed; the error at hand is the one to report
                 self._set_phase(name, PhaseInfo(final_state(error), self._board.clock() - clock, started))
             raise
@@ -245,9 +246,9 @@ class RunWriter:
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
         """Take out the rows of a table whose text `column` holds one of `values`."""
-        kept = without(self.folder / layout.table_file(table), TABLES[table], column, values)
-        if kept is not None:
-            self._write(table, kept)
+        rows = without(self.folder / layout.table_file(table), TABLES[table], column, values)
+        if rows is not None:
+            self._write(table, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
@@ -329,8 +330,8 @@ class RunWriter:
             notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
         )
         by_variant = [(name, "variant", gone) for name, table in TABLES.items() if "variant" in table.names]
-        others = [("calibration", "name", [name]), ("resources", "phase", phases)]
-        for table, column, values in (*by_variant, *others):
+        belonging = [("calibration", "name", [name]), ("resources", "phase", phases)]
+        for table, column, values in (*by_variant, *belonging):
             self.drop(table, column, values)
         folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
         folders.append(layout.calibration_folder(name))
@@ -419,14 +420,14 @@ def peak_rss_bytes() -> int | None:
 def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
     """What the processors' own counters say they have used, all programs together, in Wh; None where nobody may ask."""
     try:
-        found = [
+        readings = [
             int(file.read_text())
             for file in counters.glob("intel-rapl:[0-9]*/energy_uj")
             if ":" not in file.parent.name[11:]
         ]
     except (OSError, ValueError):
         return None
-    return sum(found) / 3.6e9 if found else None
+    return sum(readings) / 3.6e9 if readings else None
 
 
 def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
@@ -439,10 +440,12 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
     if not there:
         return
     if not force:
-        held = ": it holds a run" if layout.MANIFEST in there else ""
-        raise SpecError(
-            f"{folder} is not empty{held}", hint="Give another folder, or --force to replace the run in it."
+        held, way = (
+            (": it holds a run", "replace the run in it")
+            if layout.MANIFEST in there
+            else ("", "write the run beside what is there")
         )
+        raise SpecError(f"{folder} is not empty{held}", hint=f"Give another folder, or --force to {way}.")
     in_the_way = sorted(there.intersection(layout.ENTRIES))
     # Where a run was ever written, one without a manifest is one whose removal or beginning was cut short.
     if not in_the_way or ((folder / layout.GUARD).exists() and layout.MANIFEST not in there):

@@ -69,6 +69,10 @@ class Option:
         option: Any = field.json_schema_extra or {}
         return cls(**option)
 
+    def spelled(self, field: str) -> str:
+        """The option of the field of this name, as it is given: the first name, and that of what is on."""
+        return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
+
 
 def asked(text: str, default: Any = None, **option: Any) -> Any:
     """A field with what it does, what it is if nobody says, and the attributes of its `Option`."""
@@ -121,6 +125,17 @@ class Request(Part, title="calibrate"):
         rest = {name: value for name, value in keywords.items() if name not in cls.short}
         return {**rest, "parameters": {**(rest.get("parameters") or {}), **short}}
 
+    @classmethod
+    def in_python(cls) -> dict[str, str]:
+        """How a keyword is given that stands for an option of the command line: `--force` is `force=True`."""
+        said = {}
+        for name, field in cls.model_fields.items():
+            option = Option.of(field)
+            if option.is_given:
+                value = not field.default if isinstance(field.default, bool) else ""
+                said[option.spelled(name)] = f"{name}={value}"
+        return {**said, **{f"--{name}": f"{name}=" for name in cls.short}}
+
     def words(self) -> list[str]:
         """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
         options = []
@@ -128,7 +143,7 @@ class Request(Part, title="calibrate"):
             option, value = Option.of(field), getattr(self, name)
             if not option.is_given or value == field.get_default(call_default_factory=True):
                 continue
-            spelled = option.name.partition("/")[0] or f"--{name.replace('_', '-')}"
+            spelled = option.spelled(name)
             if isinstance(value, bool):
                 options.append(spelled)
             elif isinstance(value, dict):
@@ -379,6 +394,12 @@ class AnalysisRequest(Request, title="analyze"):
     synthetic: Flag = unspoken(False)
     weights: Flag = unspoken(True)
 
+    @model_validator(mode="after")
+    def _one_fate_of_what_is_there(self) -> Self:
+        if self.resume and self.force:
+            raise problem("resume goes on with the run that is there, force replaces it", "Give one of them.")
+        return self
+
     @property
     def over_spec(self) -> tuple[str, ...]:
         """All that goes over the spec, `a.b=value` each."""
@@ -534,7 +555,7 @@ class LiveInputs(Request):
     texts: dict[str, Any] | None = None
 
 
-class LiveSettings(LiveInputs):
+class LiveSettings(LiveInputs, title="analyze"):
     """How live modules are analyzed; what a record holds of it says how to do so again.
 
     Attributes:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,11 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
         raw = source.as_dict()
     elif isinstance(source, Mapping):
         raw = copy.deepcopy(dict(source))
+    elif not isinstance(source, str | os.PathLike):
+        raise SpecError(
+            f"expected a spec, a YAML file or its values, got {type(source).__name__}",
+            hint="Modules are for dl.analyze, by keyword: merged=, experts=, data=.",
+        )
     else:
         file, where = Path(source).absolute(), str(source)
         folder, raw = file.parent, _read(file, where)

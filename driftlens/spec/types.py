@@ -59,6 +59,8 @@ class Part(BaseModel):
 
 
 def _checked_name(name: str) -> str:
+    if not isinstance(name, str):  # a key of somebody's dict
+        raise problem(f"the name {name!r} is no text", f"Call it {str(name)!r}.")
     if not name.strip():
         raise problem("a name is empty", "Give it at least one visible character.")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):

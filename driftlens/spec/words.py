@@ -34,7 +34,9 @@ def assignments(given: Sequence[str] | None) -> dict[str, Any]:
     for text in given or ():
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
+            raise SpecError(
+                f"--set {text}: expected name=value", hint=f"For example --set {name or 'scaling'}=0.4."
+            )
         values[name] = from_yaml(value, f"--set {name}")
     return values
 

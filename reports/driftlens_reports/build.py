@@ -86,7 +86,7 @@ class Report:
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
         """The report's files by path relative to its folder, the same bytes at every call."""
-        chosen = list(formats)
+        chosen = [formats] if isinstance(formats, str) else list(formats)
         check_known("format", chosen, _FORMATS)
         return {
             file: data for name in chosen for file, data in _FORMATS[name](self.run, *self._composed).items()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, SpecError
 from driftlens.base.files import PathLike, atomic_path, write_text_atomic
 from driftlens.base.variants import part_of
 from driftlens.base.words import counted
@@ -47,12 +47,15 @@ def save_card(run: DriftRun | PathLike, request: CardRequest | None = None) -> l
 
     Raises:
         DataError: the run has no such calibration.
+        SpecError: the picture's name has the ending of another format.
         RunError: a table can't be read.
         RunLockedError: they go into the run, and another process is writing there.
     """
     opened, request = run if isinstance(run, DriftRun) else open_run(run), request or CardRequest()
     if request.name:
         opened.calibration_info(request.name)  # says which there are
+    if request.out is not None and request.out.suffix.lower() != ".png":
+        raise SpecError(f"{request.out}: the picture is a PNG", hint="Give a name that ends in .png.")
     folder = opened.path / "reports" if request.out is None else request.out.parent
     picture = "card.png" if request.out is None else request.out.name
     files = {picture: share_card(opened, request.name), "badge.svg": badge(opened, request.name).encode()}

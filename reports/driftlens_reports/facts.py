@@ -77,7 +77,7 @@ def stamps(run: DriftRun) -> list[str]:
     if not run.manifest.finished and state != "done":
         notes.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
     elif state not in ("done", "unknown"):
-        notes.append(f"The last work on this run is {state}; everything below was finished before it began.")
+        notes.append(f"The last work on this run is {state}; everything below was finished.")
     return notes + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
@@ -186,7 +186,7 @@ def _of_shares(found: Mapping[str, Any]) -> list[str]:
 
 def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
     if not found["conflicts"]:
-        return ["Task vectors were not compared: that takes a base."]
+        return ["Task vectors were not compared; of a run that has a base, its analysis does so."]
     if len(found["tasks"]) == 1:
         return ["There is one expert, so no task vectors conflict."]
     sentences = []

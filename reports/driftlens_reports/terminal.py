@@ -106,7 +106,11 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
     header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
-        counts = [str(len(run.tasks)), str(len(run.variants)), reading.size(run.bytes)]
+        counts = [
+            str(len(run.tasks)),
+            str(len(run.variants)),
+            reading.size(run.bytes) if run.bytes else NOT_MEASURED,
+        ]
         worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
         largest = f"{number(run.final_drift[worst])} ({worst})" if worst else NOT_MEASURED
         rows.append([run.path.name, run.name, run.state, *counts, largest])
@@ -211,7 +215,10 @@ def comparison_text(
     comparison: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE
 ) -> str:
     """Whether two runs are equal, mean changes, then every task before and after; no tables of zeros."""
-    before, after = (f"{run.name} ({run.id})" for run in (comparison.before, comparison.after))
+    before, after = (
+        f"{run.name} ({run.id}){'' if run.manifest.finished else ', which is unfinished'}"
+        for run in (comparison.before, comparison.after)
+    )
     parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
     parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
     parts += (

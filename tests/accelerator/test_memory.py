@@ -46,10 +46,9 @@ def test_batches_are_halved_until_they_fit(sim: torch.device, tmp_path: Path) ->
         return dl.analyze(spec, out=tmp_path / name, device="sim", progress="none", **options)
 
     wide = run("wide", 8)
-    peaks = {name: pd.read_parquet(tmp_path / name / "tables/resources.parquet") for name in ("wide",)}
     narrow = run("narrow", 2)
-    peaks["narrow"] = pd.read_parquet(narrow.path / "tables/resources.parquet")
-    high, low = (int(peaks[name]["peak_gpu_bytes"].max()) for name in ("wide", "narrow"))
+    peaks = [pd.read_parquet(found.path / "tables/resources.parquet") for found in (wide, narrow)]
+    high, low = (int(table["peak_gpu_bytes"].max()) for table in peaks)
     assert high > low
     halved = run("halved", 8, (high + low) // 2)
     told = [text for text in halved.manifest.notices if "too little memory" in text]

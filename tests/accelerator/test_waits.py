@@ -253,7 +253,7 @@ def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
     # Before the first layer it looks for texts that are packed into one row, batch by batch.
     packed = "find_packed_sequence_indices"
     monkeypatch.setattr(masking_utils, packed, apart.listening(getattr(masking_utils, packed), packed))
-    monkeypatch.setattr(_Watch, "told", apart.listening(_Watch.told, "told"))
+    monkeypatch.setattr(_Watch, "before", apart.listening(_Watch.before, "told"))
     # Every step of a router's solve reads two numbers, and how many steps there are may be rounding's choice.
     monkeypatch.setattr(routing, "_STEPS", 2)
     if is_planted:
@@ -292,7 +292,7 @@ def test_of_mixtures_an_analysis_waits_per_layer_outside_experts_and_routes(
         (masking_utils, "_ignore_causal_mask_sdpa", None),
         (dissection.Dissection, "start", None),
         (dissection.Dissection, "stem", None),
-        (_Watch, "told", once("told")),
+        (_Watch, "before", once("told")),
         (Routes, "is_as", once("is_as")),
     ):
         known = {} if check is None else {"check": check}

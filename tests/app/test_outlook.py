@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +13,18 @@ from typing import Any
 
 import pytest
 
+from driftlens.base.errors import RunError
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.manifest import PhaseInfo
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import ANALYZE
+from driftlens.runs.standing import command_to_resume
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
 from driftlens_app import calibration
 from driftlens_app.jobs import processes
 from driftlens_app.outlook import ahead, choosing_cost, obstacle, past_cost
+from driftlens_app.show import of_folder
 from tests.app.conftest import Open
 from tests.app.pages import is_disabled, said
 
@@ -32,8 +38,8 @@ def run(root: Path) -> Path:
     """A run whose analysis has its phases on record."""
     run = root / "full"
     with RunWriter.resume(run) as writer:
-        for task in writer.manifest.tasks:
-            with writer.phase(f"analyze:{task}"):
+        for kind, task in itertools.product(("analyze", "evaluate"), writer.manifest.tasks):
+            with writer.phase(f"{kind}:{task}"):
                 pass
     return run
 
@@ -99,12 +105,13 @@ def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf")], ids=str)
-def test_seconds_that_are_no_number_leave_the_cost_out(
+def test_a_run_whose_seconds_are_no_number_is_called_damaged(
     open_app: Open, root: Path, run: Path, seconds: Any
 ) -> None:
-    edit(run, "phases", **phases(featcal=60, featcal_explain=seconds))
+    with pytest.raises(RunError, match=r"manifest\.json is damaged"):
+        edit(run, "phases", **phases(featcal=60, featcal_explain=seconds))
     app = open_app(root, "repair")
-    assert not app.error and "takes about" not in said(app) and "under Advanced" in said(app)
+    assert "manifest.json is damaged" in said(app) + "".join(error.value for error in app.error)
 
 
 @pytest.mark.parametrize("state", ["failed", "running", None])
@@ -121,6 +128,17 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
     assert past_cost(unfinished) == "Estimate, under Advanced, checks weights and data first."
     text = "the run is unfinished; still to be done: analyze:mnist. Its analysis has to go on first"
     assert obstacle(unfinished) == text
+
+
+def test_what_a_chart_lacks_is_told_with_the_folder_of_its_run(run: Path) -> None:
+    lacking, at = f"needs drift; `{ANALYZE}` adds it.", shlex.quote(str(run))
+    assert (
+        of_folder(open_run(run), lacking)
+        == f"needs drift; `driftlens analyze {at}/spec.yaml --out NEW` adds it."
+    )
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
+    assert of_folder(open_run(run), lacking) == f"needs drift; `{command_to_resume(run)}` adds it."
 
 
 @pytest.mark.slow

@@ -11,12 +11,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import streamlit as st
 
 from driftlens.findings.headline import headline
 from driftlens.findings.reading import signs
 from driftlens.findings.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
+from driftlens_app import selection
 from driftlens_app.pages import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
@@ -100,6 +102,19 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
     assert app.query_params["variants"] == "base"
     assert not app.exception and not app.error
     assert "This is a defect of DriftLens" not in said(app)
+
+
+def test_what_is_chosen_goes_along_where_the_page_is_left_before_it_is_drawn(
+    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = open_app(root, "layers", task="cars")
+    with monkeypatch.context() as left:  # as Streamlit ends a script as soon as another page is asked for
+        left.setattr(selection, "choose_view", lambda _run: st.stop())
+        app.selectbox(key="task").set_value("mnist")
+        app.multiselect(key="variants").set_value(["merged"]).run()
+    app.query_params.clear()
+    app.switch_page("views/repair.py").run()
+    assert (app.query_params["task"], app.query_params["variants"]) == ("mnist", "merged")
 
 
 def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_row_of_a_run_tells_how_far_its_job_is(open_app: Open, root: Path) -
     )
     until(lambda: (view := watch(root / "full")) is not None and view.progress.done == 1, "it goes on")  # type: ignore[union-attr]
     app = open_app(root)
-    assert shown_state(app) == "solving 33%"
+    assert shown_state(app) == "solving 33 %"
     finish(root / "full")
     until(lambda: state(root / "full") == "done", "it is done")
     assert shown_state(app) == "done"

@@ -10,7 +10,10 @@ from playwright.sync_api import expect
 
 STILL = """() => {
     const now = performance.now();
-    const heights = [...document.querySelectorAll("iframe")].map(frame => frame.offsetHeight).join();
+    const inside = root => [...root.querySelectorAll("*")].flatMap(
+        each => each.shadowRoot ? inside(each.shadowRoot) : each.tagName === "IFRAME" ? [each.offsetHeight] : []
+    );
+    const heights = inside(document).join();
     if (heights !== window.stillHeights) [window.stillHeights, window.stillSince] = [heights, now];
     return (!heights || now - window.stillSince > 300) && document.getAnimations().every(
         moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_a_task_that_is_chosen_in_the_explorer_is_that_of_other_pages_and_back(
     frame = opened("samples", task=full.tasks[0])
     for at, back in ((1, 2), (2, 0)):
         frame.locator("#task").select_option(str(at))
-        page.wait_for_url(f"**task={full.tasks[at]}**")
+        page.wait_for_url(f"**task={full.tasks[at]}#*")  # the server's; behind the # stands the frame's
         settled(page)
         page.get_by_role("link", name="Layers", exact=True).click()
         expect(page.get_by_role("combobox", name="Task")).to_have_value(full.tasks[at])
@@ -127,6 +128,15 @@ def test_a_task_that_is_chosen_in_the_explorer_is_that_of_other_pages_and_back(
         frame = frame_of(page)
         assert frame.evaluate("explorer.state.task") == back
     assert page.said == []
+
+
+def test_a_task_is_told_at_once_as_the_next_click_may_lead_to_another_page(
+    page: Any, full: DriftRun, opened: Callable[..., Any]
+) -> None:
+    frame = opened("samples", task=full.tasks[0])
+    frame.evaluate("window.setTimeout = () => 0")  # all else that is chosen is told a moment later
+    frame.locator("#task").select_option(label=full.tasks[1])
+    expect(page).to_have_url(re.compile(f"task={full.tasks[1]}#"))
 
 
 def test_one_click_leads_from_the_verdict_to_the_flips_behind_it_and_one_press_back(
@@ -267,6 +277,22 @@ def test_the_frame_is_as_wide_as_the_page_and_as_high_as_what_it_shows(
     frame = opened(name)
     eventually(frame, "document.documentElement.scrollHeight === innerHeight")
     assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.said == []
+
+
+def test_a_frame_out_of_sight_has_the_height_of_what_it_shows(
+    page: Any, app_url: str, full: DriftRun
+) -> None:
+    """Or it would grow once it is scrolled to, and a press on what lies below would hit something else."""
+    page.goto(f"{app_url}/repair?run={full.id}")
+    settled(page)
+    box = page.locator("iframe").bounding_box()
+    assert box is not None and box["y"] > page.viewport_size["height"]
+    frame = page.locator("iframe").element_handle().content_frame()
+    eventually(frame, "window.explorer")
+    held = frame.evaluate("document.body.offsetHeight")
+    assert held != 700, "which it is given before anything is known of it"
+    expect(page.locator("iframe")).to_have_js_property("clientHeight", held)
+    assert page.evaluate("scrollY") == 0
 
 
 _WATCH = """() => {

@@ -148,8 +148,9 @@ def test_numbers_of_a_selection_are_those_of_the_tables(opened: Open, saved: Dri
     mismatch = (
         saved.samples(task, "merged").query("sample_id in @inside").groupby("layer")["mismatch_l2"].mean()
     )
-    cells = page.locator(".explain tbody tr td:nth-child(2)").all_inner_texts()
-    assert [float(cell) for cell in cells] == pytest.approx(mismatch.tolist(), rel=5e-3)
+    cells = page.locator(".explain tbody tr td:nth-child(2)")
+    expect(cells).to_have_count(len(mismatch))
+    assert [float(cell) for cell in cells.all_inner_texts()] == pytest.approx(mismatch.tolist(), rel=5e-3)
 
 
 def test_chips_search_and_histograms_filter_and_all_pages_are_reached(opened: Open, saved: DriftRun) -> None:

@@ -106,6 +106,21 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     eventually(page, narrow)
 
 
+@in_light
+def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_page(
+    report: Report, context: Any
+) -> None:
+    page = Opened(context.new_page(), report.run.path.parent / "report-light.html").page
+    page.emulate_media(media="print")
+    assert page.evaluate(
+        """[...document.querySelectorAll('h2, h3, caption, .part > summary')]
+             .every(part => getComputedStyle(part).breakAfter === 'avoid')"""
+    )
+    drawing = page.locator(".part[open] .drawing").first
+    drawing.evaluate("part => part.setAttribute('viewBox', '0 0 100 900')")  # of many tasks and models
+    assert 0 < drawing.bounding_box()["height"] < 24 / 2.54 * 96
+
+
 @pytest.mark.parametrize("name", ["report.html", "report-light.html"])
 def test_a_page_is_quiet_follows_the_colour_scheme_and_is_not_long(
     name: str, report: Report, context: Any

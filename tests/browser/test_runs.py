@@ -51,9 +51,12 @@ def test_runs_are_opened_compared_renamed_and_put_away(
     page.goto(f"{url}/runs")
     click(page, 0, 15)
     click(page, 1, 15)
+    entries = page.evaluate("history.length")
     page.get_by_role("button", name="Compare").click()
-    page.wait_for_url("**/repair?**")
+    page.wait_for_url("**/repair?**run=**")
+    settled(page)
     assert all(id in page.url for id in ids)
+    assert page.evaluate("history.length") == entries + 1
 
     page.goto(f"{url}/runs")
     click(page, 0, 15)

@@ -82,9 +82,18 @@ def test_a_click_on_a_cell_of_the_overview_opens_its_layer_and_task(
         """chart => { const box = chart.getBoundingClientRect(), at = chart._fullLayout;
             return [box.left + at.xaxis._offset + at.xaxis.d2p(3), box.top + at.yaxis._offset + at.yaxis.d2p(1)]; }"""
     )
+    before, entries = page.url, page.evaluate("history.length")
     page.mouse.click(x, y)
     page.wait_for_url("**/layers?**", timeout=30_000)
-    assert f"task={run.tasks[1]}" in page.url and "layer=3" in page.url
+    page.wait_for_url(f"**task={run.tasks[1]}**")
+    settled(page)
+    assert f"run={run.id}" in page.url and "layer=3" in page.url and "layers=Sources" in page.url
+    assert page.evaluate("history.length") == entries + 1
+    page.go_back()
+    page.get_by_role("heading", name=run.name, exact=True).wait_for()
+    settled(page)
+    assert page.url == before
+    expect(page.get_by_role("combobox", name="Task")).to_have_value("")
 
 
 def test_names_that_are_streamlits_signs_are_text(page: Any, workshop: tuple[str, Path]) -> None:

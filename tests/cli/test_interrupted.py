@@ -59,11 +59,18 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     }
     assert run_cli("ls", tmp_path).out.count("stopped") == 1
 
-    early = run_cli("evaluate", out)
-    assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint
+    for command in ("evaluate", "advise", "project"):
+        early = run_cli(command, out)
+        assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint, (
+            command
+        )
     changed = ("analyze", spec, "--out", out, "--resume", "--seed", 7)
     refused = run_cli(*changed)
-    assert refused.code == 2 and "another spec" in refused.message and str(out / "spec.yaml") in refused.hint
+    assert (
+        refused.code == 2
+        and "another data.defaults.seed: 0, now 7" in refused.message
+        and str(out / "spec.yaml") in refused.hint
+    )
 
     assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
     resumed = open_run(out)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -18,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 
+import driftlens
 from driftlens.base.errors import Cancelled
 from driftlens.cli import MADE_BETWEEN
-from driftlens.cli.app import interrupt
+from driftlens.cli.app import interrupt, say_saved
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import command_to_resume
 from driftlens.spec import load_spec
@@ -47,6 +50,21 @@ COMMANDS = (
         "doctor",
     ),
 )
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_line_is_json_where_that_is_asked(
+    run_cli: Cli, quick: Path, tmp_path: Path, debug: bool
+) -> None:
+    asked = ["--log-json", *["--debug"] * debug]
+    done = run_cli(*asked, "merge", quick, "--out", tmp_path / "merged.safetensors")
+    assert done.code == 0
+    assert {json.loads(line)["event"] for line in done.err.splitlines()} == {"progress", "note"}
+    failed = run_cli(*asked, "merge", quick, "--method", "mean", "--out", tmp_path / "x")
+    (refused,) = map(json.loads, failed.err.splitlines())
+    assert (refused.pop("event"), refused.pop("code")) == ("error", failed.code)
+    assert "'mean'" in refused.pop("message") and "'" in refused.pop("hint")
+    assert ("Traceback" in refused.pop("traceback")) if debug else not refused
 
 
 @pytest.fixture
@@ -105,6 +123,8 @@ def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_pa
         (["ls", "--jsn"], "--json"),
         (["analyze", "run.yaml", "--seed", "many"], "--seed"),
         (["analyze", "run.yaml", "--progress", "loud"], "run.yaml"),
+        (["calibrate", "run", "--preset"], "`driftlens calibrate --help`"),
+        (["calibrate", "run", "--name", "a", "--set", "lam"], "--set lam=0.4"),
         (["init", "--template", "generik", "--out", "-"], "Did you mean 'generic'?"),
     ],
 )
@@ -167,6 +187,16 @@ def test_help_names_every_option_with_its_default(
     }
     for words in defaults.get(command, []):
         assert words in result.out
+
+
+def test_help_breaks_lines_where_the_terminal_ends(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nowhere else: the next word would not have found room."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip() for line in run_cli("convert", "--help").out.splitlines()]
+    first = next(at for at, line in enumerate(lines) if line.startswith("A task-vector suite"))
+    text = lines[first : lines.index("", first)]
+    assert len(text) > 3
+    assert all(len(line) + len(after.split()[0]) > 77 for line, after in itertools.pairwise(text))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +278,34 @@ def test_commands_that_are_told_can_be_run_where_a_path_has_spaces(run_cli: Cli,
     assert analyzed == ["driftlens", "analyze", str(out)]
     run = tmp_path / "my runs"
     assert shlex.split(command_to_resume(run))[-4:] == [f"{run}/spec.yaml", "--out", str(run), "--resume"]
+
+
+def test_a_percentage_is_written_with_a_space() -> None:
+    """Python's own form of it has none; what is drawn by plotly keeps that."""
+    sources = sorted(Path(driftlens.__file__).parent.rglob("*.py"))
+    ours = [file.name for file in sources if re.search(r":[+.0-9]*%\}", file.read_text(encoding="utf-8"))]
+    assert len(sources) > 200 and not ours
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("mine", "YOUR_NAME/mine mine"),
+        ("моя модель", "YOUR_NAME/YOUR_MODEL 'моя модель'"),
+        (".", "YOUR_NAME/YOUR_MODEL ."),
+    ],
+)
+def test_how_to_publish_a_folder_can_be_copied(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir(exist_ok=True)
+    say_saved(Path(folder))
+    assert capsys.readouterr().err.rstrip().endswith(f"hf upload {told}")
 
 
 def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.study.recipe import Followed
@@ -752,6 +753,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "out_dtype": ({"out_dtype": "half"}, "out_dtype is 'half'"),
     "code": ({"base_model": "code"}, "code needs code of its own, which is never run (modeling.Own)"),
 }
+
+
+@pytest.mark.parametrize("form", ["file", "values"])
+def test_python_follows_a_recipe_in_the_place_of_a_spec(
+    folders: Folders, tmp_path: Path, run_cli: Cli, form: str
+) -> None:
+    values = recipe(folders, "linear")
+    file = written(values, tmp_path)
+    made = dl.merge(file if form == "file" else values, out=tmp_path / "made", out_dtype="bfloat16")
+    assert run_cli("merge", file, "--out", tmp_path / "cli", "--out-dtype", "bfloat16").code == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (made, tmp_path / "cli"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert {value.dtype for value in ours.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 import yaml
 
 from driftlens.base.errors import SpecError
@@ -56,11 +57,22 @@ def test_without_data_built_in_pictures_are_measured_and_no_accuracy_is_told(
     done = run_cli("why", *models[:2], models[-1], "--out", tmp_path / "run")
     assert done.code == 0, done.err
     run = open_run(tmp_path / "run")
-    assert "96 built-in drawn pictures" in done.err
+    assert "96 built-in drawn pictures" in done.err and f"with {models[-1]} as the merged model" in done.err
     assert "Relative drift" in done.out and "ccuracy" not in done.out
     assert run.accuracy().empty and run.layers()["final_share"].notna().any()
     with np.load(tmp_path / "run-probe.npz") as arrays:
         assert arrays["x"].shape[0] == probe.PICTURES
+
+
+@pytest.mark.parametrize(("config", "samples"), [("ConvNextConfig", "npz"), ("AlbertConfig", "jsonl")])
+def test_without_data_models_of_any_family_are_given_what_they_read(
+    tmp_path: Path, config: str, samples: str
+) -> None:
+    places = [str(tmp_path / name) for name in ("base", "task", "merged")]
+    for place in places:
+        getattr(transformers, config)().save_pretrained(place)
+    spec = draft(asked_about(places, None), (), (), tmp_path / "probe").spec
+    assert (spec.architecture.loader, spec.data.tasks["task"].kind) == ("hf-auto", samples)
 
 
 @pytest.mark.slow

@@ -40,6 +40,9 @@ SOURCES = {
     "a loader": (DataLoader(TensorDataset(X, Y), batch_size=4), True),
     "a loader without labels": (DataLoader(TensorDataset(X), batch_size=4), False),
     "a data set": (Rows(), True),
+    "a batch with labels": ((X, Y), True),
+    "a batch with a list of labels": ((X, Y.tolist()), True),
+    "two batches": ((X[:3], X[3:]), False),
     "pairs": ([(X[:1], Y[:1]), (X[1:], Y[1:])], True),
 }
 

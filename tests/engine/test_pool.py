@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections import UserDict
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from driftlens.engine.pool import (
     streamed_weights,
 )
 from driftlens.engine.walk import capture, forward, waiting_bytes, walk
+from driftlens.models.chain import Layer
 from driftlens.models.taking_apart.mixtures import assembled
 from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.refusing import refusing
@@ -381,6 +383,43 @@ def test_what_is_wrong_with_weights_read_ahead_is_said_when_they_are_asked_for(c
     models.pool._ahead = Counted()
     with pytest.raises(NumericsError, match=r"a\.safetensors.*" + key):
         drifts(models)
+
+
+def test_weights_that_had_no_room_ahead_are_read_when_they_are_asked_for(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ahead = (family(CASES["open_clip_vit"]) for _ in range(2))
+    read, here, missed = ModelPool._read, threading.current_thread(), list[int]()
+
+    def without_room(pool: ModelPool, model: str, layer: Layer) -> dict[str, Tensor]:
+        if threading.current_thread() is not here:
+            missed.append(layer.index)
+            raise torch.OutOfMemoryError("out of memory")
+        return read(pool, model, layer)
+
+    monkeypatch.setattr(ModelPool, "_read", without_room)
+    ahead.pool._ahead = Counted()
+    for found, expected in zip(drifts(ahead), drifts(plain), strict=True):
+        assert torch.equal(found, expected)
+    assert sorted(set(missed)) == [layer.index for layer in ahead.chain.layers[1:]]
+
+
+def test_who_begins_anew_finds_nothing_on_its_way(current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, begun, goes_on = family(CASES["open_clip_vit"]), threading.Event(), threading.Event()
+    reader = models.pool._ahead = Counted()
+
+    def slowly(pool: ModelPool, model: str, layer: Layer) -> dict[str, Tensor]:
+        begun.set()
+        goes_on.wait()
+        return {}
+
+    monkeypatch.setattr(ModelPool, "_read", slowly)
+    models.pool.expect(["merged", "expert:a"], models.chain.layers[1].index)
+    reading, queued = reader._coming.values()
+    begun.wait()
+    threading.Timer(0.05, goes_on.set).start()
+    models.pool.begin_anew()
+    assert not reader._coming and reading.done() and queued.cancelled()
 
 
 def test_a_model_in_the_place_of_another_is_not_the_one_read_ahead(current: Stream) -> None:

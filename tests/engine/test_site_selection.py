@@ -59,10 +59,19 @@ def test_an_unknown_pattern_is_refused_with_the_three_nearest(chain) -> None:  #
     assert len(caught.value.context["nearest"]) == 3
     with refusing(LayerNotFoundError, match="no site matches 'gate'", hint="q, k, v, o, up, down"):
         select_sites(chain, sites=["q", "gate"])  # a group of other models
-    with pytest.raises(LayerNotFoundError, match="no layer matches"):
+    with pytest.raises(LayerNotFoundError, match=r"no layer matches.*resblocks\.1"):
         select_sites(chain, layers="resblock.*")
-    with pytest.raises(LayerNotFoundError, match="nothing to calibrate"):
-        select_sites(chain, sites=["proj"], update=("norm",))
+    for asked, told in (
+        ({"sites": ["proj"], "update": ("norm",)}, "sites proj and update norm"),
+        (
+            {"sites": ["proj"], "layers": [2, "final"], "update": ("norm",)},
+            "layers 2 final, sites proj and update norm",
+        ),
+        ({"layers": 1}, "layers 1 and update linear bias norm"),
+    ):
+        with pytest.raises(LayerNotFoundError) as caught:
+            select_sites(chain, **asked)
+        assert caught.value.message.endswith(f" matches {told}") and "share" not in caught.value.hint
 
 
 _ATTENTION, _GATED = {"q", "k", "v", "o"}, {"gate", "up", "down"}

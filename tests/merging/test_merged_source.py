@@ -183,7 +183,29 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[D
         r"came as \[\], not",
     ),
     "unknown": (lambda name, value: [(f"{name}s", value)], CheckpointError, "holds no tensor"),
+    "no pair": (lambda name, value: [value], ShapeError, r"yielded Tensor; it is to yield \(name, tensor\)"),
+    "no name": (lambda name, value: [(3, value)], ShapeError, r"yielded tuple; it is to yield"),
+    "no tensor": (
+        lambda name, value: [(name, value.numpy())],
+        ShapeError,
+        "came as ndarray, not as a tensor",
+    ),
 }
+
+
+RETURNED: dict[Reads, str] = {
+    "model": r"returned NoneType; it is to yield \(name, tensor\)",
+    "samples": r"returned NoneType; it is to yield \(name, tensor\)",
+    "entry": r"returned NoneType; it is to return tensors by name: '",
+    "site": r"returned NoneType; it is to return tensors by name: '",
+}
+
+
+@pytest.mark.parametrize("reads", RETURNED)
+def test_a_method_that_returns_nothing_is_told_what_to_return(reads: Reads) -> None:
+    method, models = merge_called(filed(lambda *given: None, reads)), open_models(BASE, EXPERTS)
+    with pytest.raises(ShapeError, match=f"^Toy of a, b: the method {RETURNED[reads]}"):
+        merged_source(models, method, study_of(models) if reads == "samples" else None)
 
 
 @pytest.mark.parametrize("fault", WRONG)

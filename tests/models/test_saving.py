@@ -357,3 +357,13 @@ def test_a_folder_that_is_there_is_not_overwritten(
     with pytest.raises(RunError):
         save_model(architecture, base, doubled(architecture, base), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".ckpt", ".gguf"])
+def test_a_file_of_another_format_is_not_written_as_a_folder(
+    architecture: Architecture, base_folder: Path, tmp_path: Path, ending: str
+) -> None:
+    base = open_checkpoint(base_folder)
+    with refusing(SpecError, f"not as {ending}", hint=f"Give {tmp_path / 'out.safetensors'}, or"):
+        save_model(architecture, base, doubled(architecture, base), tmp_path / f"out{ending}")
+    assert list(tmp_path.iterdir()) == []

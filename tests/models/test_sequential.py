@@ -431,6 +431,7 @@ class Twins(Plain):
     [
         (Twins, SpecError, "can be followed with blocks='layers'."),
         (Backwards, IncompatibleModelsError, "No list of Backwards can be followed"),
+        (Between, IncompatibleModelsError, "No list of Between can be followed"),
     ],
 )
 def test_a_refusal_names_the_lists_that_can_be_followed_or_says_that_none_can(

@@ -24,6 +24,7 @@ from driftlens.diagnostics.drift import share_intervals
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze
 from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import command_to_resume
 from driftlens.spec.requests import AnalysisRequest
 from tests.reference.drift import Row, drift_rows, open_clip_steps
 from tests.zoo.world import (
@@ -395,8 +396,9 @@ def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: Drif
         if event.phase == "merge" and event.done == 3:
             token.cancel()
 
-    with pytest.raises(Cancelled):
-        analyze(spec, AnalysisRequest(out=out), Context(on_progress=stop, cancel=token))
+    with pytest.raises(Cancelled) as caught:
+        analyze(spec, AnalysisRequest(out=out, attribution=False), Context(on_progress=stop, cancel=token))
+    assert caught.value.hint.endswith(f"`{command_to_resume(out)} --no-attribution` goes on.")
     assert find_runs(out)[0].state == "cancelled" and not list(out.rglob("*.safetensors"))
     run = analyze(spec, AnalysisRequest(out=out, resume=True))
     pd.testing.assert_frame_equal(run.layers(), light.layers())

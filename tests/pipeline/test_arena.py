@@ -38,6 +38,7 @@ from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.reproduced import shown
 from driftlens_reports.terminal import sheet_text
 from tests.pipeline.calibrating import copied, same_rows
+from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
 
 pytestmark = pytest.mark.slow
@@ -143,6 +144,14 @@ def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path:
     compete(folder, wanted, attribution=False)
     after = open_run(folder).manifest.calibrations
     assert [*after] == ["react", "svc"] and after["react"] == before["react"]
+
+
+def test_a_repair_to_compare_with_that_will_not_be_there_is_refused_first(
+    met: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("driftlens.jobs.contest.arena.contest")
+    with refusing(SpecError, "no repair is called 'reakt'", hint="'react'", code=2):
+        compete(met, entrants([("react", {})]), attribution=False, against="reakt")
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:

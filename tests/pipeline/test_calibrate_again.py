@@ -6,7 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,8 @@ import driftlens as dl
 from driftlens.base import errors
 from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
-from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.featcal import FeatCal, Norms
 from driftlens.data.samples import fitting_batch
 from driftlens.engine.problems import Problem, SiteUpdate
 from driftlens.findings.listing import find_runs
@@ -154,6 +155,29 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
     assert files_of(whole.path) == before
 
 
+def test_a_setting_that_is_called_like_what_all_have_is_compared(folder: Path) -> None:
+    with calibrators.temporary():
+
+        @calibrators.register("counting")
+        class Counting(Norms):
+            """A calibrator of somebody's own."""
+
+            presets: ClassVar[dict[str, Any]] = {}
+            suited: ClassVar[dict[str, str]] = {}
+
+            def __init__(self, n: float = 1.0, samples: float = 1.0) -> None:
+                super().__init__()
+                self.n, self.samples = n, samples
+
+        asked = CalibrationRequest(name="own", method="counting", attribution=False)
+        calibrate(folder, asked)
+        calibrate(folder, asked.changed(resume=True))
+        for name in ("n", "samples"):
+            changed = asked.changed(resume=True, parameters={name: 2.0})
+            with pytest.raises(errors.SpecError, match=rf"another {name}: 1\.0, now 2\.0"):
+                calibrate(folder, changed)
+
+
 @pytest.mark.slow
 def test_a_name_is_given_once_unless_it_is_to_be_replaced(
     folder: Path, light: DriftRun, whole: DriftRun
@@ -252,7 +276,12 @@ def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
 @pytest.mark.parametrize(
     ("changed", "spoil", "error", "words"),
     [
-        ({"parameters": {"lam": 0.1}}, "", errors.SpecError, "finished, with other settings"),
+        (
+            {"parameters": {"lam": 0.1}},
+            "",
+            errors.SpecError,
+            "finished, with other settings: another lam: .*, now 0.1",
+        ),
         ({"auto": True}, "", errors.SpecError, "finished, with other settings"),
         ({}, "gone", errors.RunError, "keeps no weights of 'featcal'"),
         ({}, "other", errors.CheckpointError, "is not the model that was measured"),

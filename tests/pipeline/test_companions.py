@@ -301,7 +301,7 @@ def test_an_expert_with_the_bases_weights(world: World, tmp_path: Path) -> None:
 def test_equal_up_to_rounding_counts_one_changed_weight_does_not(world: World, tmp_path: Path) -> None:
     rounded = saved(visual(world.state("base"), Tensor.half), tmp_path / "half.safetensors")
     told = [finding.text for finding in notices(check(with_expert(world, rounded)))]
-    assert [sum(text in line for line in told) for text in ("same weights", "100.0% of the entries")] == [
+    assert [sum(text in line for line in told) for text in ("same weights", "100.0 % of the entries")] == [
         1,
         1,
     ]
@@ -416,7 +416,7 @@ def check_merged(world: World, tmp_path: Path, weights: Weights, **changes: Any)
 def test_task_arithmetic_is_recognised_with_its_coefficient(world: World, tmp_path: Path) -> None:
     finding = found_merge(check_merged(world, tmp_path, merged_weights(world, 0.3)))
     assert finding.level == "ok"
-    assert "coefficients 0.30; 0.00% is left" in finding.text
+    assert "coefficients 0.30; 0.00 % is left" in finding.text
 
 
 def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_p
         }
 
     finding = found_merge(check_merged(world, tmp_path, merge(lambda _: (0.2, 0.7))))
-    assert "coefficients 0.20 to 0.70; 0.00%" in finding.text
+    assert "coefficients 0.20 to 0.70; 0.00 %" in finding.text
     layerwise = merge(lambda name: (0.1, 0.4) if "mlp" in name else (0.6, 0.3))
     finding = found_merge(check_merged(world, tmp_path, layerwise))
     assert finding.level == "ok"
@@ -445,7 +445,7 @@ def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path:
         merge=None,
         merged=saved(merged, tmp_path / "merged.safetensors"),
     )
-    assert "coefficients 0.40; 0.00% is left" in found_merge(check(spec)).text
+    assert "coefficients 0.40; 0.00 % is left" in found_merge(check(spec)).text
 
 
 def test_equal_experts_share_their_coefficient(world: World, tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_equal_experts_share_their_coefficient(world: World, tmp_path: Path) -> 
     doubled = {name: base[name] + 0.6 * (expert[name] - base[name]) for name in base}
     merged = saved(doubled, tmp_path / "merged.safetensors")
     same = with_expert(world, {"weights": str(world.weights("shapes"))}, merge=None, merged=merged)
-    assert "coefficients 0.30; 0.00% is left" in found_merge(check(same)).text
+    assert "coefficients 0.30; 0.00 % is left" in found_merge(check(same)).text
 
 
 def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> None:

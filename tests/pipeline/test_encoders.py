@@ -148,6 +148,21 @@ def used_with_head(folder: Path, task: str) -> Any:
     return names["model"]
 
 
+def test_a_classifier_whose_rows_nobody_names_is_followed_without_labels(tmp_path: Path) -> None:
+    models = [encoder("BERT", 3, seed) for seed in (1, 2)]
+    folders = [save(model, tmp_path / f"{number}") for number, model in enumerate(models)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"input": word}) for word in WORDS[:9]))
+    texts = {"kind": "jsonl", **dict.fromkeys(("calibration", "test"), str(tmp_path / "texts.jsonl"))}
+    data = {"defaults": {"n": 3, "n_diagnosis": 6}, "task": texts}
+    spec = spec_of_folders("hf-encoder", folders[0], {"task": folders[1]}, data)
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
+    rows = run.outputs("task", "base")
+    inputs = word_tokenizer("encoder")(WORDS[:9], padding=True, return_tensors="pt")
+    best = logits(models[1], dict(inputs)).argmax(dim=1)
+    assert [*rows["expert_pred"]] == [str(int(best[int(sample) - 1])) for sample in rows["sample_id"]]
+    assert run.manifest.classes == {"task": ["0", "1", "2"]} and run.accuracy().empty
+
+
 def _head(model: Any) -> set[str]:
     """Names of all weights behind the features of tokens."""
     core = f"{model.base_model_prefix}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,28 @@ def test_a_module_that_answers_at_random_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (["a"], "while the merged model read data['a']: input torch.float32 [6, 4]"),
+        (["a", "b"], "while analyze:b was done for "),
+    ],
+)
+def test_a_modules_own_error_says_whose_data_it_met(tmp_path: Path, tasks: list[str], said: str) -> None:
+    """The last task's are too narrow."""
+    base = stacks()["base"]
+    data = {task: samples() for task in tasks} | {tasks[-1]: samples(width=4)}
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as refused:
+        given = {
+            "base": base,
+            "merged": perturbed(base, 1),
+            "experts": dict.fromkeys(tasks, base),
+            "data": data,
+        }
+        dl.analyze(**given, out=tmp_path / "run", blocks="blocks", progress="none")
+    assert refused.value.__notes__[0].startswith(said)
+
+
 def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: Path) -> None:
     base = with_seed(Dropping)().train()
     modules = {name: perturbed(base, seed) for seed, name in enumerate(("base", "merged", "expert"))}
@@ -232,8 +255,37 @@ def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: Path) -> None
         ({"experts": {"task": nn.Linear(5, 4)}}, IncompatibleModelsError, "different classes"),
         ({"spec": "run.yaml"}, SpecError, "either a spec, or"),
         ({"experts": {"task": Stack(width=7)}}, IncompatibleModelsError, "has shape"),
+        ({"experts": {"task": Stack(depth=1)}}, IncompatibleModelsError, "expert:task lacks 'blocks."),
+        ({"experts": {"task": torch.compile(Stack())}}, IncompatibleModelsError, "compiled._orig_mod"),
+        ({"experts": [Stack()]}, SpecError, "experts: expected a dict by name, got list"),
+        ({"experts": Stack()}, SpecError, "experts: expected a dict by name, got Stack"),
+        ({"experts": {1: Stack()}, "data": {1: samples()}}, SpecError, "Call it '1'"),
+        ({"data": samples()}, SpecError, "data: expected a dict by name, got Tensor"),
+        ({"heads": {"tusk": nn.Linear(5, 4)}}, SpecError, "heads for .'tusk'. too"),
+        ({"pool": "cl"}, SpecError, "^analyze: pool: .*cls"),
+        ({"merged": Stack().state_dict()}, SpecError, "merged: expected a module, got OrderedDict"),
+        ({"merged": nn.DataParallel(Stack())}, SpecError, "parallel.module"),
+        ({"merged": Stack().to("meta")}, SpecError, "merged has no weights, only shapes"),
+        ({"heads": {"task": lambda features: features}}, SpecError, "or a `driftlens.Head`, got function"),
     ],
-    ids=["tasks differ", "classes differ", "spec and modules", "widths differ"],
+    ids=[
+        "tasks differ",
+        "classes differ",
+        "spec and modules",
+        "widths differ",
+        "depths differ",
+        "compiled",
+        "list",
+        "module",
+        "number",
+        "tensor",
+        "head",
+        "pool",
+        "state",
+        "wrapped",
+        "shapes",
+        "function",
+    ],
 )
 def test_modules_that_do_not_belong_together_are_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[DriftLensError], words: str
@@ -247,6 +299,12 @@ def test_modules_that_do_not_belong_together_are_refused(
     with pytest.raises(error, match=words):
         dl.analyze(**{**given, "blocks": "blocks", "progress": "none", **changes}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("verb", [dl.validate, dl.analyze, dl.load_spec])
+def test_a_module_in_the_place_of_a_spec_is_told_where_it_belongs(verb: Callable[[Any], Any]) -> None:
+    with pytest.raises(SpecError, match=r"got Stack\nModules are for dl\.analyze, by keyword"):
+        verb(Stack())
 
 
 @pytest.mark.slow

@@ -227,6 +227,39 @@ def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
     assert files_of(analyzed.path) == before
 
 
+def test_repairs_of_live_modules_compete_where_these_are_at_hand(analyzed: Any, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(analyzed.path, tmp_path / "run"))
+    with pytest.raises(SpecError, match="made from live modules, which are not there any more"):
+        dl.arena(path, ["featcal"], progress="none")
+    table = dl.arena(path, ["featcal", "svc"], modules=given(), data=others(), progress="none").frame()
+    assert {"featcal", "svc"} <= {*table["model"]}
+
+
+def test_inference_mode_around_a_calibration_changes_nothing() -> None:
+    made = {key: value for key, value in given().items() if key in ("merged", "base", "experts")}
+    plain = dl.ResidualCal().fit(**made, data=others())
+    with torch.inference_mode():
+        same = dl.ResidualCal().fit(**made, data=others())
+    for key, value in plain.model_.state_dict().items():
+        torch.testing.assert_close(same.model_.state_dict()[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("calibrator", ["featcal", dl.FeatCal])
+def test_what_is_no_calibrator_is_told_how_one_is_given(analyzed: Any, calibrator: Any) -> None:
+    with pytest.raises(SpecError, match=r"Give an instance, such as dl.FeatCal\(\), or a name"):
+        analyzed.calibrate(calibrator, name="other")
+
+
+def test_one_format_of_a_report_may_stand_without_a_list(analyzed: Any, tmp_path: Path) -> None:
+    alone, listed = (dl.Report(analyzed).save(tmp_path / "r", formats) for formats in ("md", ["md"]))
+    assert alone == listed
+
+
+def test_a_calibration_that_is_not_there_is_named(analyzed: Any) -> None:
+    with pytest.raises(DataError, match="no calibration 'nope'"):
+        analyzed.before_after("nope")
+
+
 def test_a_mask_that_was_a_function_is_asked_for(tmp_path: Path) -> None:
     class Tokens(Stack):
         """The same stack on tokens."""

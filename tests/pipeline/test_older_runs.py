@@ -113,7 +113,7 @@ def test_it_can_be_added_to_and_gone_on_with(older: Path) -> None:
     assert tuple(study.tasks) == TASKS
     run = dl.analyze(older / "spec.yaml", out=older, resume=True, progress="none")
     assert run.tasks == TASKS
-    with pytest.raises(SpecError, match="was begun with another spec"):
+    with pytest.raises(SpecError, match=r"was begun with another data\.defaults\.seed: 0, now 1"):
         analyze(
             older / "spec.yaml", AnalysisRequest(out=older, overrides=["data.defaults.seed=1"], resume=True)
         )

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Weights, Weights], We
         torch.bfloat16,
         torch.bfloat16,
         one_step,
-        "50.0% of the same tensors' entries are the base's",
+        "50.0 % of the same tensors' entries are the base's",
     ),
     "long": (torch.float32, torch.float32, moved_by(4.3), "times as long as the other experts"),
 }
@@ -144,7 +144,9 @@ def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: Path
         changed += int((before.float() != after).sum())
         equal += int(((before.float() != after) & (before == after.bfloat16())).sum())
     (line,) = told(spec)
-    assert line.startswith(f"about {equal / changed:.1%} of the entries") and 0.2 < equal / changed < 1
+    assert (
+        line.startswith(f"about {100 * equal / changed:.1f} % of the entries") and 0.2 < equal / changed < 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -178,7 +180,7 @@ def test_runs_and_cards_say_the_same(world: World, tmp_path: Path) -> None:
     assert manifest.merge["change"]["lost"] > 0
     change = manifest.changes["expert:flowers"]
     assert change["dtype"] == "bfloat16" and lines[0].startswith(
-        f"about {change['lost'] / change['changed']:.1%}"
+        f"about {100 * change['lost'] / change['changed']:.1f} %"
     )
     assert set(lines) <= set(merge_experts(load_spec(spec), "average", {}, tmp_path / "x.safetensors"))
 
@@ -197,7 +199,7 @@ def test_the_verdict_says_when_most_of_a_merge_is_lost(size: float, world: World
         for key in keys
     )
     told = [text for text in verdict(run).sentences if "loses" in text]
-    wanted = f"bfloat16 loses about {lost / changed:.0%} of the entries that the merge changes."
+    wanted = f"bfloat16 loses about {100 * lost / changed:.0f} % of the entries that the merge changes."
     assert told == [wanted] * (size < 1) and (lost > changed / 2) == (size < 1)
 
 
@@ -224,7 +226,8 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
         int(((exact[key] != start.float()) & (exact[key].bfloat16() == start)).sum())
         for key, start in base.items()
     )
-    text = f"about {equal / changed:.1%} of the entries that the merge changes equal the base's again in bfloat16"
+    share = f"{100 * equal / changed:.1f} %"
+    text = f"about {share} of the entries that the merge changes equal the base's again in bfloat16"
     told_of = [line for line in lines if "the merge changes" in line]
     assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)
 
@@ -266,7 +269,8 @@ def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
             changed + int(differs.sum()),
             equal + int((differs & (own[key] == merged[key])).sum()),
         )
-    text = f"about {equal / changed:.1%} of the entries that the calibration changes equal the merged model's again"
+    share = f"{100 * equal / changed:.1f} %"
+    text = f"about {share} of the entries that the calibration changes equal the merged model's again"
     assert 0.05 < equal / changed < 1
     infos = run.manifest.calibrations
     assert [any(line.startswith(text) for line in infos[name].notices) for name in infos] == [True, False]
@@ -278,7 +282,7 @@ def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
         True,
     ]
     verdicts = [" ".join(verdict(run, name).sentences) for name in infos]
-    told = f"bfloat16 loses about {equal / changed:.0%} of the entries that the calibration changes"
+    told = f"bfloat16 loses about {100 * equal / changed:.0f} % of the entries that the calibration changes"
     assert [told in text for text in verdicts] == [equal / changed >= 0.5, False]
 
 

@@ -93,7 +93,7 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
     result = score(colours, class_means(colours, "flowers")[[1, 2, 0]], tmp_path)
     finding = judged(result)
     assert finding.level == "problem"
-    assert "guessing among 3 classes (33.3%)" in finding.text
+    assert "guessing among 3 classes (33.3 %)" in finding.text
     assert result.exit_code == 4
 
 

@@ -31,6 +31,7 @@ from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
 from driftlens.spec.data import Views
 from tests.pipeline.calibrating import copied, request
+from tests.pipeline.checking import rehearsed_once
 from tests.zoo.world import World
 
 
@@ -124,6 +125,15 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
 
 
 @pytest.mark.slow
+def test_a_share_that_was_asked_for_is_not_said_to_be_chosen(roomy: DriftRun, tmp_path: Path) -> None:
+    asked = request("best", method="featcal", auto=True, shrink=0.5, layers=[2], attribution=False)
+    run = calibrate(copied(roomy, tmp_path / "run"), asked, choose=choice_of(asked))
+    info, sentences = run.calibration_info("best"), selection_sentences(run, "best")
+    assert info.automatic and info.shrink == {"asked": 0.5, "share": 0.5}
+    assert sentences[-1] == "All weights are base + 0.5 (repaired - base)."
+
+
+@pytest.mark.slow
 def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,12 +207,15 @@ def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
     assert not roomy.manifest.calibrations
 
 
-def test_shrinking_counts_in_estimates(roomy: DriftRun) -> None:
+def test_shrinking_counts_in_estimates(roomy: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wanted = request(layers=[2]), request(layers=[2], shrink="auto")
     outlooks = [choice_of(asked) for asked in (plain, wanted)]
     assert outlooks[0] is None and outlooks[1] is not None
     _, effort = outlooks[1].outlook(FeatCal(), {"a": 16}, has_base=True)
     assert effort == pytest.approx(1.75)
+    rehearsed_once(monkeypatch)  # with what is asked for: a share that nobody has chosen yet is no obstacle
+    costs = [rehearse(roomy.path, asked, choose=choice_of(asked)).cost for asked in (wanted, plain)]
+    assert costs[0] is not None and costs[1] is not None and costs[0].seconds > costs[1].seconds
 
 
 def test_entrants_are_asked_for_with_views_and_shares() -> None:

@@ -20,7 +20,6 @@ from driftlens.checkpoints.loading import read_config
 from driftlens.data import images
 from driftlens.data.images import read_image
 from driftlens.findings.projection.layouts import MOST_POINTS
-from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.contest import sweep
 from driftlens.merging import averages, spherical
@@ -177,10 +176,12 @@ def test_names_of_tasks(world: World, tmp_path: Path, letter: str) -> None:
             assert name in load_spec(spec).experts
             continue
         module = torch.nn.Linear(1, 1)
-        live = Modules(module, experts={name: module}, data={name: torch.ones(2, 1)})
-        for refuse, given in ((load_spec, spec), (live_study, live)):
+        for refuse, given in (
+            (load_spec, (spec,)),
+            (Modules, (module, {name: module}, {name: torch.ones(2, 1)})),
+        ):
             with refusing(SpecError, f"of {count} characters", f"{LONGEST_FILE_NAME} fit", match="Shorten"):
-                refuse(given)  # type: ignore[operator]
+                refuse(*given)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

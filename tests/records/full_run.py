@@ -142,9 +142,10 @@ def _computed(
             models={variant: ModelInfo(f"{at:064x}", 1234) for at, variant in enumerate(variants, start=1)},
             classes=dict.fromkeys(tasks, made.classes),
         )
-        with writer.phase("analyze"):
-            for task in tasks:
+        for task in tasks:
+            with writer.phase(f"analyze:{task}"):
                 made.write(writer, task)
+        with writer.phase("evaluate"):
             for table, rows in made.rows.items():
                 if rows:
                     writer.append(table, full_rows.joined(rows))

@@ -108,7 +108,7 @@ def test_a_variant_is_seen_when_it_is_whole_and_not_before(without: Path, tmp_pa
         half = open_run(folder)
         assert VARIANT not in half.variants and CONTROL not in half.variants
         found = frames(half)
-        found["resources"] = found["resources"][found["resources"]["phase"] == "analyze"]
+        found["resources"] = found["resources"][: len(before["resources"])]  # those of earlier phases
         same(found, before)
         writer.finish_variants([CONTROL, VARIANT], calibrations={NAME: INFO})
         run = open_run(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 
 from driftlens.base.intervals import Interval, ratio
 from driftlens.findings.headline import headline, sentence
@@ -28,6 +28,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 @pytest.mark.slow
+@example(made=({("t0", "expert"): 5, ("t0", "merged"): 0, ("t0", CAL): 5}, 60))
 @given(made=tables())
 def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made: tuple[Right, int]) -> None:
     right, n = made
@@ -54,7 +55,14 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
         moved = side(CAL, "merged")
         is_behind = side("merged", "expert") < 0
         assert (found.tone == "bad") == (moved < 0)
-        assert ("Repair closes" in found.text) == (moved > 0 and is_behind)
+        # Of a gap as uncertain as it is large no share can be told, though it is there.
+        is_told = is_behind
+        if is_behind:
+            low, high = interval(right, n, ("merged", "expert"), tasks, stored=False)
+            gap = float(np.mean([right[task, "expert"] - right[task, "merged"] for task in tasks])) / n
+            is_told = max(gap + high, -low - gap) < gap
+        assert ("Repair closes" in found.text) == (moved > 0 and is_told)
+        assert ("can't be told" in found.text) == (moved > 0 and is_behind and not is_told)
         assert ("no clear part" in found.text) == (moved == 0)
         if "Repair closes" in found.text and "base" in models:
             assert ("no clear gain over the base" in found.text) == (side(last, "base") == 0)

@@ -78,6 +78,7 @@ def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: Path)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(spoils=tree_spoils)
 @example([("value", [0.0], 0.0)])
+@example([("value", [0.84375, 0.0, 0.5], 0.3125)])  # not a number, where anything may stand
 def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(
     full: DriftRun, tmp_path: Path, spoils: Any
 ) -> None:
@@ -90,6 +91,13 @@ def test_what_is_of_another_kind_is_refused_and_all_else_can_be_written_again(
         return
     there = written(tmp_path, manifest)
     assert written(tmp_path, read_manifest(tmp_path)) == there
+
+
+def test_a_number_that_is_none_is_refused_where_anything_may_stand(full: DriftRun, tmp_path: Path) -> None:
+    record = {**dataclasses.asdict(filled(full)), "attached": {"results": {"value": float("nan")}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(record))
+    with pytest.raises(RunError, match=r"manifest\.json is damaged: .*line 1"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(

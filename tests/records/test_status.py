@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 
 from driftlens.base.errors import Cancelled, RunError
+from driftlens.base.files import Guard
 from driftlens.findings.listing import find_runs
 from driftlens.runs.run import open_run
-from driftlens.runs.standing import current_state, last_work, left_undone
+from driftlens.runs.standing import current_state, last_work, left_undone, require_analyzed
 from driftlens.runs.status import RunLock, Status, read_status, write_status
 from driftlens.runs.writer import RunWriter
 from tests.records.stopping import process
+from tests.refusing import refusing
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,18 @@ def test_a_value_of_another_type_is_damage(tmp_path: Path, values: dict[str, Any
 def test_keys_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "done", "progress": "x"}')
     assert read_status(tmp_path) == Status("done")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS], ids=["not mine", "read-only disk"])
+def test_a_run_that_may_only_be_read_is_refused_with_what_can_be_done(
+    own: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def acquire(self: Guard) -> None:
+        raise OSError(number, os.strerror(number), str(own / "run.lock.guard"))
+
+    monkeypatch.setattr(Guard, "acquire", acquire)
+    with refusing(RunError, f"can't write to {own}: ", hint=("--out", "copy"), code=4):
+        RunLock(own).acquire()
 
 
 def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: Path) -> None:
@@ -161,6 +177,42 @@ def test_it_is_told_until_it_is_finished_or_taken_out(own: Path) -> None:
     with RunWriter.resume(own) as writer:
         writer.remove_calibration("x")
     assert left_undone(open_run(own)) == ()
+
+
+@pytest.mark.parametrize(
+    ("phase", "way_on"),
+    [
+        ("explain:cars", "` adds the attribution that is missing"),
+        ("calibrate:x:explain:cars", "` adds the attribution that is missing"),
+        ("explain:adjoint:cars", " --add adjoint` adds what is missing"),
+        ("explain:cka+groups:cars", " --add cka,groups` adds what is missing"),
+    ],
+)
+def test_an_explanation_that_ends_early_is_told_with_what_it_was_to_add(
+    own: Path, phase: str, way_on: str
+) -> None:
+    end_early(own, phase, Cancelled("cancelled"))
+    (said,) = left_undone(open_run(own))
+    assert said.endswith(f"what the run held before stands; `driftlens explain {own}{way_on}")
+
+
+def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path) -> None:
+    manifest = json.loads((own / "manifest.json").read_text())
+    missing = [f"evaluate:{task}" for task in manifest["tasks"]]
+    for task in manifest["tasks"]:
+        manifest["phases"].setdefault(f"analyze:{task}", {"state": "done"})
+        manifest["phases"].pop(f"evaluate:{task}", None)
+
+    def keep(finished: str) -> None:
+        (own / "manifest.json").write_text(json.dumps({**manifest, "finished": finished}))
+
+    keep("")
+    with pytest.raises(RunError, match=f"is unfinished; still to be done: {', '.join(missing)}\n") as caught:
+        require_analyzed(own, scored=True)
+    assert "--resume` goes on, accuracy included" in caught.value.hint
+    require_analyzed(own)  # as who adds the scores themselves
+    keep(manifest["finished"])  # which has no scores, and stands
+    require_analyzed(own, scored=True)
 
 
 def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path: Path) 
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(SpecError, match="not empty") as caught:
         new(tmp_path)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 2 and "replace" not in caught.value.hint
     assert contents(tmp_path) == {"thesis.tex": b"ten years of work"}
 
 

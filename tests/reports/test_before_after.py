@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -241,6 +242,14 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
     assert mean == mean_over_tasks([Interval(e.value, e.low, e.high) for e in (paired, unpaired)])
     told = f"{points(mean.value)} ({points_interval(mean.low, mean.high)}), p {p_value(p_of(mean))}"
     assert f"mean change of accuracy over 2 tasks: {told}" in said
+
+
+def test_a_run_that_is_not_finished_is_said_to_be_none(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    begun = DriftRun(run.path, replace(run.manifest, finished=""))
+    told = [comparison_text(compare(*pair)).splitlines()[:2] for pair in ((begun, run), (run, run))]
+    assert told[0] == [f"before: {run.name} ({run.id}), which is unfinished", f"after: {run.name} ({run.id})"]
+    assert "unfinished" not in "".join(told[1])
 
 
 @pytest.mark.slow

@@ -135,6 +135,11 @@ def test_a_listing_names_the_worst_task_and_keeps_unreadable_runs(run: DriftRun)
     assert header.index("state") == good.index("done") == spoilt.index("unreadable")
 
 
+def test_the_size_of_files_that_no_manifest_lists_yet_is_not_told_as_nothing() -> None:
+    (_, line) = listing_text([RunSummary(path=Path("begun"), name="begun", state="cancelled")]).splitlines()
+    assert "0 bytes" not in line and line.count("not measured") == 2
+
+
 def test_a_verification_says_which_files_differ() -> None:
     assert verification_text(VerifyResult(3, (), (), ())) == "3 files checked: unchanged"
     text = verification_text(VerifyResult(3, ("a",), ("b", "c"), ("d\x1b",)))

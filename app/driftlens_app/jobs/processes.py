@@ -59,14 +59,14 @@ _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 
 def environment() -> dict[str, str]:
-    """The environment of a job: this server's, without its own settings, and without colours in the log."""
+    """The environment of a job: this server's, without its own settings, and with a log of plain text."""
     settings = Settings(Path()).environment()
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in settings and not name.startswith("STREAMLIT_")
     }
-    return {**inherited, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+    return {**inherited, "NO_COLOR": "1", "DRIFTLENS_LOG_JSON": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:

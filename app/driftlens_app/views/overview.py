@@ -18,9 +18,9 @@ from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution
-from driftlens_app.pages import Page, path_of
+from driftlens_app.pages import Page
 from driftlens_app.samples import explore, pictures, show_explorer
-from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, address, selection
+from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection
 from driftlens_app.show import (
     AXIS,
     caption,
@@ -125,17 +125,17 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
-    def choose() -> None:
+    def choose_row() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
             row = ticked[0][0]
-            st.session_state[TASK] = tasks[row] if row < len(run.tasks) else None  # the mean is of all
+            choose(TASK, tasks[row] if row < len(run.tasks) else None)  # the mean is of all
 
     with st.container(horizontal=True, vertical_alignment="center"):
         st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
         if AXIS in rows:
             show_key(judged)
-    settings = {"on_select": choose, "selection_mode": "single-cell"}
+    settings = {"on_select": choose_row, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
@@ -205,8 +205,8 @@ def _open_cell(chosen: Selection) -> None:
         row, layer = (int(index) for index in clicked.cell)
         tasks = chosen.tasks
         if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
-            query = address(task=tasks[row], layer=str(layer), layers=SECTIONS["contributions"].part)
-            st.switch_page(path_of("layers"), query_params=query)
+            query = {"layers": SECTIONS["contributions"].part}
+            lead("layers", query=query, task=tasks[row], layer=str(layer))
 
 
 def _badge(report: CheckReport) -> str:
@@ -236,7 +236,9 @@ def _provenance(run: DriftRun) -> None:
             "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
             "platform": ", ".join(f"{name} {value}" for name, value in manifest.platform.items()),
             "spec": manifest.spec_digest,
-            "size": size(sum(file.bytes for file in manifest.files.values())),
+            "size": size(sum(file.bytes for file in manifest.files.values()))
+            if manifest.files
+            else NOT_MEASURED,
             **{f"weights of {name}": model.digest for name, model in manifest.models.items()},
         }
         rows = pd.DataFrame(facts_of_run.items(), columns=["what", "value"])

@@ -20,9 +20,9 @@ from driftlens_app.jobs.processes import is_at_work
 from driftlens_app.jobs.record import MAKING, dismiss, job_of
 from driftlens_app.jobs.requests import DEMO
 from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
-from driftlens_app.pages import Page, path_of
+from driftlens_app.pages import Page
 from driftlens_app.runs import listed_runs
-from driftlens_app.selection import RUN, forget_run
+from driftlens_app.selection import forget_run, lead
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import (
     AXIS,
@@ -59,7 +59,7 @@ def show() -> None:
         await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}.")
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
-        st.switch_page(path_of("new_run"))
+        lead("new_run")
     show_new_runs(settings)
     wanted = st.text_input(
         "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
@@ -73,7 +73,7 @@ def show() -> None:
     chosen = st.fragment(_table, run_every=SECONDS if live else None)(shown, live)
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
-            st.switch_page(path_of("overview"), query_params={RUN: shown[position].id})
+            lead("overview", run=shown[position].id)
     _actions([shown[position] for position in chosen["rows"]], settings)
     for run in shown:
         _remarks(run, is_live=run.path in live)
@@ -137,8 +137,7 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
             "Compare", icon=":material/difference:", key="compare"
         ):
             older, newer = sorted(readable, key=lambda run: run.created)
-            asked = {RUN: older.id, "repair": "Compare", "with": newer.id}
-            st.switch_page(path_of("repair"), query_params=asked)
+            lead("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
         if settings.read_only or settings.is_one_run:
             return
         if len(readable) == len(ticked) == 1 and st.button("Rename", icon=":material/edit:", key="rename"):

@@ -12,7 +12,7 @@ import io
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,8 +95,8 @@ class Projection:
 
     settings: Settings
     method: Method
-    frame: pd.DataFrame
-    quality: pd.DataFrame
+    frame: pd.DataFrame = field(repr=False)
+    quality: pd.DataFrame = field(repr=False)
     explained_variance: tuple[float, float] | None
     parameters: Mapping[str, Any]
     versions: Mapping[str, str | None]

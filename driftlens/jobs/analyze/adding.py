@@ -76,9 +76,9 @@ class Additions:
         team, tasks = self.study.team, self.study.tasks
         for option in (name for name in _FOLLOWED if name in self.add):
             table = _FOLLOWED[option]
-            there = team.once(partial(self._there, table, ()))
+            present = team.once(partial(self._present, table, ()))
             for task in tasks:
-                lacking = [name for name in self.study.explained_variants if (task, name) not in there]
+                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
                 if lacking:
                     work = partial(self._follow, option, task, lacking)
                     yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
@@ -95,57 +95,57 @@ class Additions:
                 yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
 
     def _has(self, entry: Diagnostic) -> set[tuple[str, str]]:
-        return self._there(entry.table, [column.name for column in entry.columns])
+        return self._present(entry.table, [column.name for column in entry.columns])
 
-    def _there(self, table: str, columns: Sequence[str]) -> set[tuple[str, str]]:
+    def _present(self, table: str, columns: Sequence[str]) -> set[tuple[str, str]]:
         """Tasks and variants with rows in a table, and a number in one of these columns where any are named."""
         rows = getattr(open_run(self.writer.folder), table)()
         if columns:
-            there = [name for name in columns if name in rows]
-            rows = rows[rows[there].notna().any(axis=1)] if there else rows[:0]
+            present = [name for name in columns if name in rows]
+            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
         return set(zip(rows["task"], rows["variant"], strict=True))
 
     def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
-        study, known = self.study, open_run(self.writer.folder).layers(task)
+        study, layers = self.study, open_run(self.writer.folder).layers(task)
         follow: Callable[..., Iterator[dict[str, Any]]] = (
             adjoint_columns if option == "adjoint" else group_rows
         )
 
-        def found(some: Sequence[str]) -> list[dict[str, Any]]:
+        def rows_of(chunk: Sequence[str]) -> list[dict[str, Any]]:
             nodes = {}
-            for name in some:
-                of = known[(known["variant"] == name) & known["nodes"].notna()]
-                nodes[name] = dict(zip(of["layer"], of["nodes"].astype(int), strict=True))
+            for name in chunk:
+                rows = layers[(layers["variant"] == name) & layers["nodes"].notna()]
+                nodes[name] = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
             return list(follow(study, task, nodes))
 
-        for some in self.reporter.track(
+        for chunk in self.reporter.track(
             list(together(study, variants)),
             "explain",
-            lambda some: f"{option} of task {task}, {', '.join(some)}",
+            lambda chunk: f"{option} of task {task}, {', '.join(chunk)}",
         ):
-            rows = study.team.at(study.owner(task), partial(found, some))
+            rows = study.team.at(study.owner(task), partial(rows_of, chunk))
             if rows:
                 frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
                 self.writer.append(_FOLLOWED[option], frame, replace=True)
 
     def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
         study = dataclasses.replace(self.study, variants=tuple(variants))
-        batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
+        batches = {name: data.diagnosis.num_batches for name, data in study.tasks.items()}
 
         def joined(parts: list[Any]) -> Any:
             base = None if "base" in variants else measured_drifts(self.writer, study, task)
             return diagnosis_of(study, task, parts, base)
 
-        found = study.divided(task, batches, partial(walked, study, task, self.reporter), joined)
-        if found is None:
+        tables = study.divided(task, batches, partial(walked, study, task, self.reporter), joined)
+        if tables is None:
             return
-        frames = {"layers": pd.DataFrame(found.layers)}
-        frames |= {name: stacked(rows) for name in ("samples", "outputs") if (rows := getattr(found, name))}
+        frames = {"layers": pd.DataFrame(tables.layers)}
+        frames |= {name: stacked(rows) for name in ("samples", "outputs") if (rows := getattr(tables, name))}
         for table, frame in frames.items():
             columns = [column for entry in entries if entry.table == table for column in entry.columns]
             if columns:
-                wanted = [*TABLES[table].key, *(column.name for column in columns)]
-                self.writer.fill(table, frame[wanted], columns)
+                names = [*TABLES[table].key, *(column.name for column in columns)]
+                self.writer.fill(table, frame[names], columns)
 
 
 def measured_drifts(writer: RunWriter, study: Study, task: str) -> Drifts | None:
@@ -153,4 +153,4 @@ def measured_drifts(writer: RunWriter, study: Study, task: str) -> Drifts | None
     if "base" not in study.pool:
         return None
     rows = open_run(writer.folder).samples(task, "base")
-    return {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
+    return {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in rows["layer"].unique()}

@@ -63,24 +63,24 @@ def attribution_of(
 def _explained(
     study: Study, task: str, variants: Sequence[str], pieces: Sequence[Mapping[str, _Followed]]
 ) -> Explanation:
-    found, ids = Explanation(), study.tasks[task].diagnosis.ids
+    explanation, ids = Explanation(), study.tasks[task].diagnosis.ids
     nodes: dict[str, dict[int, int]] = {}
     for variant in variants:
         rows, final_shares = _columns(study, _Followed.joined([piece[variant] for piece in pieces]))
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
-            found.layers.append(key | rows[layer])
+            explanation.layers.append(key | rows[layer])
             shares = final_shares[layer - 1]
-            found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
-        found.warnings += _unconverged(study, task, variant, rows)
+            explanation.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
+        explanation.warnings += _unconverged(study, task, variant, rows)
         nodes[variant] = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
-    for some in together(study, variants):
-        of_some = {variant: nodes[variant] for variant in some}
+    for chunk in together(study, variants):
+        chunk_nodes = {variant: nodes[variant] for variant in chunk}
         if "groups" in study.settings.options:
-            found.groups += group_rows(study, task, of_some)
+            explanation.groups += group_rows(study, task, chunk_nodes)
         if "adjoint" in study.settings.options:
-            found.adjoint += adjoint_columns(study, task, of_some)
-    return found
+            explanation.adjoint += adjoint_columns(study, task, chunk_nodes)
+    return explanation
 
 
 def _unconverged(
@@ -142,27 +142,27 @@ def _followed(
     num_layers = len(study.pool.chain.layers)
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
     meter, part = TaskMeter(reporter, "explain", units, task), samples.positions(first, last)
-    done, found = 0, dict[str, _Followed]()
-    for some in together(study, variants):
+    done, results = 0, dict[str, _Followed]()
+    for chunk in together(study, variants):
         # By batch and variant, as the walk sees them.
-        followed = [(name, attribution.Contributions(settings)) for _ in range(first, last) for name in some]
+        followed = [(name, attribution.Contributions(settings)) for _ in range(first, last) for name in chunk]
         swapped = [attribution.PrefixSwaps() for _ in followed]
         batches = samples.batches(part.start, part.stop)
-        views = walk(study.pool, task, some, batches, ids=samples.ids)
+        visits = walk(study.pool, task, chunk, batches, ids=samples.ids)
         # The host decides for every batch by itself, as nobody waits there, and holds one batch's products at a time.
         at_once = 1 if study.pool.device.type == "cpu" else len(followed)
         places = itertools.cycle(range(0, len(followed), at_once) if followed else ())
-        while seen := list(itertools.islice(views, at_once)):
-            layer, place = seen[0].layer.index, next(places)
-            meter.step(done + (layer - 1) * len(some), f"causes, layer {layer} of {num_layers}")
-            attribution.carry_together([of for _, of in followed[place : place + at_once]], seen)
+        while views := list(itertools.islice(visits, at_once)):
+            layer, place = views[0].layer.index, next(places)
+            meter.step(done + (layer - 1) * len(chunk), f"causes, layer {layer} of {num_layers}")
+            attribution.carry_together([carried for _, carried in followed[place : place + at_once]], views)
             if settings.prefix:
-                for swaps, view in zip(swapped[place:], seen, strict=False):
+                for swaps, view in zip(swapped[place:], views, strict=False):
                     swaps.add(view)
-        done += num_layers * len(some)
-        found |= _fetched(some, followed, swapped)
+        done += num_layers * len(chunk)
+        results |= _fetched(chunk, followed, swapped)
     meter.finish()
-    return found
+    return results
 
 
 def _fetched(
@@ -173,16 +173,16 @@ def _fetched(
     """What was found of some variants; all numbers come from the device together."""
     parts: dict[tuple[str, str, int], list[Tensor]] = defaultdict(list)
     nodes: dict[str, dict[int, int]] = {variant: {} for variant in variants}
-    for (variant, of), swaps in zip(followed, swapped, strict=True):
-        parts[variant, "energy", 0].append(of.energy())
-        if of.settings.contributions:
-            parts[variant, "final_share", 0].append(of.shares())
-        if of.settings.prefix:
+    for (variant, carried), swaps in zip(followed, swapped, strict=True):
+        parts[variant, "energy", 0].append(carried.energy())
+        if carried.settings.contributions:
+            parts[variant, "final_share", 0].append(carried.shares())
+        if carried.settings.prefix:
             parts[variant, "prefix_share", 0].append(swaps.shares())
-        for layer, seen in of.sensitivities.items():
-            nodes[variant][layer] = max(seen.nodes, nodes[variant].get(layer, 0))
+        for layer, sensitivity in carried.sensitivities.items():
+            nodes[variant][layer] = max(sensitivity.nodes, nodes[variant].get(layer, 0))
             for name in ("error", "size", "random_gain", "spectral_norm", "spectral_residual"):
-                if (number := getattr(seen, name)) is not None:
+                if (number := getattr(sensitivity, name)) is not None:
                     parts[variant, name, layer].append(number)
     numbers: dict[str, dict[tuple[str, int], NDArray[np.float64]]] = {variant: {} for variant in variants}
     for (variant, name, layer), values in fetched(parts, dim=-1).items():
@@ -197,14 +197,14 @@ def _first_samples(study: Study, task: str) -> SampleSet:
     return dataclasses.replace(samples, ids=samples.ids[: study.settings.jacobian.samples], batch_size=BATCH)
 
 
-def _columns(study: Study, found: _Followed) -> tuple[dict[int, dict[str, float | int]], NDArray[np.float64]]:
+def _columns(study: Study, whole: _Followed) -> tuple[dict[int, dict[str, float | int]], NDArray[np.float64]]:
     """Columns of the layer table by layer, and `final_share` per sample [L, n] of the samples that were followed."""
-    numbers, energy = found.numbers, found.numbers["energy", 0]
+    numbers, energy = whole.numbers, whole.numbers["energy", 0]
     num_layers, count = len(study.pool.chain.layers), len(energy)
     layers: dict[int, dict[str, float | int]] = {
         index: {"jacobian_samples": count} for index in range(1, num_layers + 1)
     }
-    for index, nodes in found.nodes.items():
+    for index, nodes in whole.nodes.items():
         of_layer = {name: values for (name, layer), values in numbers.items() if layer == index}
         layers[index] |= _sensitivity_columns(of_layer) | {"nodes": nodes}
     per_sample = np.full((num_layers, count), np.nan)
@@ -251,19 +251,17 @@ def adjoint_columns(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str,
 
     `nodes` are those variants, and what sufficed for their forward pass.
     """
-    taken, measured = (
-        list(_taken_back(study, task, nodes)),
-        defaultdict[tuple[str, str, str], list[Tensor]](list),
-    )
-    ends = [seen[-1] for seen, _ in taken]
-    for (_, steps), last, targets in zip(taken, ends, _targets(study, ends), strict=True):
+    passes = list(_taken_back(study, task, nodes))
+    measured: dict[tuple[str, str, str], list[Tensor]] = defaultdict(list)
+    ends = [views[-1] for views, _ in passes]
+    for (_, steps), last, targets in zip(passes, ends, _targets(study, ends), strict=True):
         for name, target in targets.items():
             covector = {last.layer.stream: target.covector}
             measured[last.variant, name, "parts"].append(attribution.adjoint_parts(steps, covector))
             measured[last.variant, name, "change"].append(target.change)
     numbers = {key: values.double().numpy() for key, values in fetched(measured, dim=-1).items()}
-    for variant, name in ((variant, name) for variant, name, of in measured if of == "parts"):
-        parts, change = (numbers[variant, name, of] for of in ("parts", "change"))
+    for variant, name in ((variant, name) for variant, name, quantity in measured if quantity == "parts"):
+        parts, change = (numbers[variant, name, quantity] for quantity in ("parts", "change"))
         of_target = {"sample_id": list(study.tasks[task].diagnosis.ids[: len(change)]), "change": change}
         for layer, part in enumerate(parts, start=1):
             key = {"task": task, "variant": variant, "target": name, "layer": layer}
@@ -275,26 +273,26 @@ def adjoint_columns(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str,
 def group_rows(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Rows of the table of module groups; arguments as for `adjoint_columns`."""
     measured: dict[tuple[str, int, str], list[Tensor]] = defaultdict(list)
-    for seen, steps in _taken_back(study, task, nodes):
-        for layer, group, numbers in _group_numbers(study, seen, steps):
-            measured[seen[-1].variant, layer, group].append(numbers)
+    for views, steps in _taken_back(study, task, nodes):
+        for layer, group, numbers in _group_numbers(study, views, steps):
+            measured[views[-1].variant, layer, group].append(numbers)
     for key, per_sample in fetched(measured, dim=1).items():
-        of = per_sample.double().numpy().sum(axis=1)
-        ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
+        sums = per_sample.double().numpy().sum(axis=1)
+        ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
         yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, *key, *ratios), strict=True))
 
 
 def _group_numbers(
-    study: Study, seen: Sequence[LayerView], steps: Sequence[attribution.Step]
+    study: Study, views: Sequence[LayerView], steps: Sequence[attribution.Step]
 ) -> Iterator[tuple[int, str, Tensor]]:
     """Of one batch, layer and group of modules what its share of mismatch and drift is made of, [6, n]."""
-    last = seen[-1]
+    last = views[-1]
     drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
-    for view, (step, pulled) in zip(reversed(seen), attribution.pulled_back(steps, drift), strict=True):
+    for view, (step, pulled) in zip(reversed(views), attribution.pulled_back(steps, drift), strict=True):
         if view.layer.index not in study.settings.stored_layers:
             continue
         expert, merged = (
-            study.pool.layer_map(at, view.layer, view.task) for at in (expert_of(view.task), view.variant)
+            study.pool.layer_map(name, view.layer, view.task) for name in (expert_of(view.task), view.variant)
         )
         parts = attribution.group_mismatches(expert, merged, view.expert_in, view.side)
         whole = step.local_mismatch
@@ -327,7 +325,7 @@ def _taken_back(
         routes = view.routes["crossed"].given() if view.routes else None
         return study.pool.layer_map(view.variant, view.layer, task)(state, view.side.along(routes))
 
-    for (variant, start), seen in sorted(views.items(), key=lambda pair: variants.index(pair[0][0])):
+    for (variant, start), batch_views in sorted(views.items(), key=lambda pair: variants.index(pair[0][0])):
         steps = [
             attribution.Step(
                 call=partial(call, view),
@@ -336,9 +334,9 @@ def _taken_back(
                 local_mismatch=mismatch,
                 nodes=nodes[variant].get(view.layer.index, settings.nodes),
             )
-            for view, mismatch in zip(seen, mismatches[variant, start], strict=True)
+            for view, mismatch in zip(batch_views, mismatches[variant, start], strict=True)
         ]
-        yield seen, steps
+        yield batch_views, steps
 
 
 def _forgotten(state: State) -> State:
@@ -355,24 +353,24 @@ def _targets(study: Study, ends: Sequence[LayerView]) -> list[dict[str, attribut
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, pairs, strict=True)]
     after = [pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)]
     places: dict[str, list[int]] = defaultdict(list)
-    for at, last in enumerate(ends):
-        places[last.variant].append(at)
+    for end, last in enumerate(ends):
+        places[last.variant].append(end)
     scored = {
-        variant: (head, torch.cat([pulled[at][0] for at in own]), torch.cat([after[at] for at in own]))
+        variant: (head, torch.cat([pulled[end][0] for end in own]), torch.cat([after[end] for end in own]))
         for variant, own in places.items()
         if (head := study.head(task, variant)) is not None
     }
-    made = {"margin": attribution.margin_targets([*scored.values()])}
+    pooled_targets = {"margin": attribution.margin_targets([*scored.values()])}
     if (labels := study.tasks[task].diagnosis.labels) is not None:
         rows = [
             moved(class_rows(head, labels[: len(expert)]), expert.device)
             for head, expert, _ in scored.values()
         ]
-        made["loss"] = attribution.loss_targets([*scored.values()], rows)
-    for name, of_variants in made.items():
-        for own, of in zip((places[variant] for variant in scored), of_variants, strict=True):
-            sizes = [len(after[at]) for at in own]
-            parts = zip(own, torch.split(of.covector, sizes), torch.split(of.change, sizes), strict=True)
-            for at, covector, change in parts:
-                targets[at][name] = attribution.Target(pulled[at][1](covector)[0], change)
+        pooled_targets["loss"] = attribution.loss_targets([*scored.values()], rows)
+    for name, of_variants in pooled_targets.items():
+        for own, target in zip((places[variant] for variant in scored), of_variants, strict=True):
+            sizes = [len(after[end]) for end in own]
+            covectors, changes = (torch.split(part, sizes) for part in (target.covector, target.change))
+            for end, covector, change in zip(own, covectors, changes, strict=True):
+                targets[end][name] = attribution.Target(pulled[end][1](covector)[0], change)
     return targets

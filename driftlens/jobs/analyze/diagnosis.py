@@ -20,7 +20,7 @@ from torch import Tensor
 
 from driftlens.base.devices import on_host
 from driftlens.base.diagnostic import Diagnostic, Seen
-from driftlens.base.errors import NumericsError
+from driftlens.base.errors import NumericsError, SpecError
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.engine.walk import (
@@ -99,23 +99,23 @@ def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
     if library is not None:
         library.settle()
-    found = Walked(recorder.columns(), recorder.features(), recorder.routing())
+    result = Walked(recorder.columns(), recorder.features(), recorder.routing())
     if library is not None:
-        found.closure = library.error
-        found.notices += filter(None, [library.unheld])
+        result.closure = library.error
+        result.notices += filter(None, [library.unheld])
         if task == next(iter(study.tasks)):
             try:
-                found.precision_error = precision_error(study, task, found.features)
+                result.precision_error = precision_error(study, task, result.features)
             except RuntimeError as error:  # a model's own code may insist on float32
-                said = str(error).splitlines()[0]
-                found.warnings.append(f"the drift could not be checked against float64: {said}")
+                reason = str(error).splitlines()[0]
+                result.warnings.append(f"the drift could not be checked against float64: {reason}")
             except NumericsError as error:
                 if not any(layer.num_experts for layer in study.pool.chain.layers):
                     raise
                 tie = "a token whose router is near a tie goes to other experts there"
-                found.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
+                result.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
     meter.finish()
-    return found
+    return result
 
 
 def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterator[Iterator[Batch]]:
@@ -140,7 +140,7 @@ class _Recorder:
         self._first_variant = first_variant
         self._layer = 0
         self._names: dict[tuple[str, int], list[str]] = {}
-        self._seen: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._stacked: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._counts: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._routing: dict[tuple[str, int], Array] = {}
@@ -156,7 +156,7 @@ class _Recorder:
         for look in self._per_view:
             columns |= look(view, self._pool)
         self._names[key] = list(columns)
-        self._seen[key].append(torch.stack(list(columns.values())))
+        self._stacked[key].append(torch.stack(list(columns.values())))
         self._keep_features(key, view, view.merged_out)
         self._count_tokens(key, view, "merged")
         if view.variant == self._first_variant:
@@ -176,15 +176,15 @@ class _Recorder:
 
     def _settle(self) -> None:
         """Fetch what was seen of the layer at hand."""
-        for key, columns in fetched(self._seen, dim=1).items():
+        for key, columns in fetched(self._stacked, dim=1).items():
             self._columns[key].append(columns.double().numpy())
         for key, vectors in fetched(self._vectors, dim=0).items():
             self._features[key].append(vectors.numpy())
         for key, counts in fetched(self._counts, dim=0).items():
             # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
             self._routing[key] = sum(counts.double().numpy(), self._routing.get(key, np.zeros(())))
-        for seen in (self._seen, self._vectors, self._counts):
-            seen.clear()
+        for waiting in (self._stacked, self._vectors, self._counts):
+            waiting.clear()
 
     def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
         self._settle()
@@ -205,13 +205,13 @@ class _Recorder:
 def fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
     """The parts of each, joined along one dimension, on the host; those of one shape and dtype travel together."""
     alike: defaultdict[object, dict[K, Tensor]] = defaultdict(dict)
-    for key, of in parts.items():
-        whole = torch.cat([*of], dim=dim)
+    for key, tensors in parts.items():
+        whole = torch.cat([*tensors], dim=dim)
         alike[whole.shape, whole.dtype][key] = whole
     return {
         key: row
-        for some in alike.values()
-        for key, row in zip(some, torch.stack([*some.values()]).cpu(), strict=True)
+        for group in alike.values()
+        for key, row in zip(group, torch.stack([*group.values()]).cpu(), strict=True)
     }
 
 
@@ -224,8 +224,8 @@ def diagnosis_of(
     study: Study, task: str, parts: Sequence[Walked], base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
     """The tables of one task."""
-    at_hand, first, measured = study.tasks[task], parts[0], study.settings.measured
-    found = TaskDiagnosis(
+    data, first, measured = study.tasks[task], parts[0], study.settings.measured
+    diagnosis = TaskDiagnosis(
         features=_end_to_end([part.features for part in parts]),
         warnings=first.warnings,
         notices=first.notices,
@@ -237,34 +237,34 @@ def diagnosis_of(
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
-            found.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
-    layers, kept, samples = study.pool.chain.layers, study.settings.stored_layers, at_hand.diagnosis
+            diagnosis.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
+    layers, stored, samples = study.pool.chain.layers, study.settings.stored_layers, data.diagnosis
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     identified = {"sample_id": list(samples.ids), "label": list(labels)}
     if "base" in study.variants:
-        base = {index: all_columns["base", index]["drift_l2"] for index in kept}
+        base = {index: all_columns["base", index]["drift_l2"] for index in stored}
     for variant in study.variants:
-        for layer in (layer for layer in layers if layer.index in kept):
+        for layer in (layer for layer in layers if layer.index in stored):
             seen = Seen(
-                found.features[variant, layer.index],
-                found.features["expert", layer.index],
+                diagnosis.features[variant, layer.index],
+                diagnosis.features["expert", layer.index],
                 all_columns[variant, layer.index],
                 None if base is None else {"drift_l2": base[layer.index]},
-                study.pool.score_map(at_hand.own_heads.get(variant, at_hand.head), variant),
-                at_hand.head,
-                at_hand.diagnosis.labels,
+                study.pool.score_map(data.own_heads.get(variant, data.head), variant),
+                data.head,
+                data.diagnosis.labels,
             )
             of_task: Row = {"task": task, "variant": variant}
             key = of_task | {"layer": layer.index}
             is_of: Row = {"role": layer.role, "stream": layer.stream}
-            is_of |= {"path": layer.path, "n": len(at_hand.diagnosis), "reference": "expert"}
+            is_of |= {"path": layer.path, "n": len(data.diagnosis), "reference": "expert"}
             row = key | is_of | {"closure_error": first.closure[variant, layer.index]}
-            found.layers.append(row | _measured(measured, "layers", seen))
-            found.samples.append(key | identified | _measured(measured, "samples", seen))
-            if layer is layers[-1] and at_hand.head is not None:
-                found.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
-    found.features = {key: array for key, array in found.features.items() if key[1] in kept}
-    return found
+            diagnosis.layers.append(row | _measured(measured, "layers", seen))
+            diagnosis.samples.append(key | identified | _measured(measured, "samples", seen))
+            if layer is layers[-1] and data.head is not None:
+                diagnosis.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
+    diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
+    return diagnosis
 
 
 def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -277,10 +277,34 @@ def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
     """The columns of one table from all diagnostics that fill some of them."""
     columns: dict[str, Any] = {}
+    whose: dict[str, str] = {}
+    shape = () if table == "layers" else (len(seen.variant),)
     for entry in measured:
         if entry.table == table:
-            columns |= entry.measure(seen)
+            found = entry.measure(seen)
+            if fault := _fault(entry, found, shape, whose):
+                raise SpecError(
+                    f"diagnostic {entry.name!r} returned {fault}",
+                    hint="It returns values by the names of its columns: a number for `layers`, else one per sample.",
+                )
+            columns |= found
+            whose |= dict.fromkeys(found, entry.name)
     return columns
+
+
+def _fault(entry: Diagnostic, found: object, shape: tuple[int, ...], whose: Mapping[str, str]) -> str:
+    """Why what a diagnostic returned, which anybody may have written, fills no columns; "" where it does."""
+    if not isinstance(found, Mapping):
+        return f"{type(found).__name__}, expected a mapping"
+    names = [column.name for column in entry.columns]
+    for name, value in found.items():
+        if name not in names:
+            return f"{name!r}, expected some of {', '.join(names)}"
+        if name in whose:
+            return f"{name!r}, which {whose[name]!r} has returned"
+        if np.shape(value) != shape:
+            return f"{name} {[*np.shape(value)]}, expected {[*shape]}"
+    return ""
 
 
 VERIFIED_SAMPLES = 2
@@ -334,8 +358,8 @@ class LibraryDrift:
             NumericsError: drift that the models' own library doesn't give.
         """
         compared, self._compared = self._compared, []
-        read = torch.stack([sizes for *_, sizes in compared]).tolist() if compared else []
-        for (layer, variant, _), sizes in zip(compared, read, strict=True):
+        rows = torch.stack([sizes for *_, sizes in compared]).tolist() if compared else []
+        for (layer, variant, _), sizes in zip(compared, rows, strict=True):
             error, limit, is_off = _apart(sizes, self._dtype)
             self.error[variant, layer.index] = error
             if is_off:
@@ -344,7 +368,7 @@ class LibraryDrift:
 
 def _sizes(ours: State, theirs: State, features: State) -> Tensor:
     """Of a difference, of how far two computations of it are apart, and of the features it is of, [3]."""
-    return torch.stack([norm(of).sum() for of in (ours, subtract(ours, theirs), features)])
+    return torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
 
 
 def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
@@ -364,9 +388,9 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     theirs = unmerged(study, adapters, inputs)
     if isinstance(theirs, str):
         return unheld(task, theirs)
-    base, wanted = ({name: state[name] for name in expert} for state in theirs)
+    base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    sizes = _sizes(subtract(expert, base), subtract(wanted, base), expert).tolist()
+    sizes = _sizes(subtract(expert, base), subtract(adapted, base), expert).tolist()
     error, limit, is_off = _apart(sizes, dtype)
     if is_off:
         raise NumericsError(
@@ -396,8 +420,8 @@ def check_closure(study: Study, most: int | None = None) -> None:
         library = LibraryDrift(study, task, most)
         models = pool.expert(task), *study.variants
         passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
-        for (layer, [(_, expert, _)]), *others in zip(*passes, strict=True):
-            for variant, (_, [(_, state, _)]) in zip(study.variants, others, strict=True):
+        for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
+            for variant, (_, [(_, state, _)]) in zip(study.variants, of_variants, strict=True):
                 library.compare(layer, variant, state, expert)
         library.settle()
 
@@ -422,13 +446,13 @@ def precision_error(
     )
     for view, exact in _exact_drifts(study, views, watches):
         rows = slice(view.start, view.stop)
-        found, expert = (
+        merged, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
         )
         size, scale = np.linalg.norm(exact), np.linalg.norm(expert)
         if not size or not scale:
             continue
-        error = float(np.linalg.norm(found - expert - exact) / size)
+        error = float(np.linalg.norm(merged - expert - exact) / size)
         worst = error if math.isnan(worst) else max(worst, error)
         limit = tolerance(dtype, float(size / scale))
         if error > limit:
@@ -445,7 +469,7 @@ def precision_error(
     return worst
 
 
-class _Seen(NamedTuple):
+class _Place(NamedTuple):
     """Where a view was taken."""
 
     variant: str
@@ -456,15 +480,15 @@ class _Seen(NamedTuple):
 
 def _exact_drifts(
     study: Study, views: Iterable[LayerView], watches: list[FiniteWatch]
-) -> Iterator[tuple[_Seen, Array]]:
+) -> Iterator[tuple[_Place, Array]]:
     """Pooled drifts [n, d] of views; all are looked at and read at once, so that no device is waited for before."""
-    seen, vectors = list[_Seen](), list[Tensor]()
+    places, vectors = list[_Place](), list[Tensor]()
     for view in views:
-        seen.append(_Seen(view.variant, view.layer, view.start, view.stop))
+        places.append(_Place(view.variant, view.layer, view.start, view.stop))
         for state in (view.merged_out, view.expert_out):
             # A copy, or a look at some tokens would hold all of them.
             vectors.append(view.layer.vectors(state, view.side, study.settings.pool).clone())
     require_finite(watches)
-    read = [vector.double() for vector in on_host(vectors)]
-    for at, merged, expert in zip(seen, read[::2], read[1::2], strict=True):
-        yield at, (merged - expert).numpy()
+    features = [vector.double() for vector in on_host(vectors)]
+    for place, merged, expert in zip(places, features[::2], features[1::2], strict=True):
+        yield place, (merged - expert).numpy()

@@ -67,60 +67,60 @@ def scores_of(
     """
     mapped = [name for name in variants if name in study.pool and study.pool.variant(name).attachments]
     found_out = mapped if finder is not None else []
-    told = [name for name in variants if name not in found_out]
-    batches = {name: at.test.num_batches if at.test else 0 for name, at in study.tasks.items()}
+    direct = [name for name in variants if name not in found_out]
+    batches = {name: data.test.num_batches if data.test else 0 for name, data in study.tasks.items()}
 
-    def said(first: int, last: int) -> Said:
+    def measured(first: int, last: int) -> Answers:
         test = study.tasks[task].test
         if test is None:
-            return Said()
+            return Answers()
         part = test.positions(first, last)
-        said = _said(study, task, told, reporter, part)
+        answered = _tested(study, task, direct, reporter, part)
         for name in found_out:
             assert finder is not None
-            said.add(_found_out(study, task, name, finder, reporter, part))
-        return said
+            answered.add(_found_out(study, task, name, finder, reporter, part))
+        return answered
 
-    return study.divided(task, batches, said, partial(_scores, study, task))
+    return study.divided(task, batches, measured, partial(_scores, study, task))
 
 
-def _scores(study: Study, task: str, parts: Sequence[Said]) -> Scores:
-    found, samples = Scores(notices=parts[0].notices), study.tasks[task].test
+def _scores(study: Study, task: str, parts: Sequence[Answers]) -> Scores:
+    scores, samples = Scores(notices=parts[0].notices), study.tasks[task].test
     for (variant, name), first in parts[0].results.items():
         rows = [row for part in parts for row in part.results[variant, name]]
         values, references = (
-            np.array([math.nan if at >= len(row) or row[at] is None else row[at] for row in rows])
-            for at in (0, 1)
+            np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
+            for column in (0, 1)
         )
         score = interval_of(metric_called(name), values, references)
         key = {"task": task, "variant": variant, "metric": name}
         ends = {"ci_low": score.low, "ci_high": score.high}
-        found.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
+        scores.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
         columns = ("value", "reference", "answer", "target")[: len(first[0])]
         assert samples is not None
-        found.results += [
+        scores.results += [
             {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
             for sample, row in zip(samples.ids, rows, strict=True)
         ]
-    return found
+    return scores
 
 
 @torch.no_grad()
-def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
     """Whether variants are right about some test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
-    found, samples = Said(), study.tasks[task].test
+    result, samples = Answers(), study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task) or not part:
-        return found
+        return result
     modality = study.pool.chain.modality
     maps = {variant: study.head(task, variant) for variant in variants}
-    found.results = {(variant, modality.metric): [] for variant in variants}
-    one = samples.load([0])
-    per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
+    result.results = {(variant, modality.metric): [] for variant in variants}
+    sample = samples.load([0])
+    per_sample = input_bytes(sample) + waiting_bytes(study.pool, expert_of(task), sample)
     length = samples.fitting(per_sample, CHUNK_BYTES)
     # Of every task as many as rows come of: none without a test split or a head.
     units = {
-        name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
-        for name, at in study.tasks.items()
+        name: len(variants) * len(data.test) if data.test and ACCURACY.name in metrics_of(study, name) else 0
+        for name, data in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in part[::length]:
@@ -141,11 +141,11 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
                 labels = samples.labels[start : start + len(features)]
                 hits.setdefault(variant, []).append(modality.is_right(head, features, labels))
         require_finite(watches)
-        read = torch.stack([torch.cat(of) for of in hits.values()]).cpu().double().tolist() if hits else []
-        for variant, values in zip(hits, read, strict=True):
-            found.results[variant, modality.metric] += [(hit,) for hit in values]
+        rows = torch.stack([*map(torch.cat, hits.values())]).cpu().double().tolist() if hits else []
+        for variant, values in zip(hits, rows, strict=True):
+            result.results[variant, modality.metric] += [(hit,) for hit in values]
     meter.finish()
-    return found
+    return result
 
 
 @torch.no_grad()
@@ -154,15 +154,15 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
-    return torch.cat([found for chunk in chunks for _, found in chunk])
+    return torch.cat([features for chunk in chunks for _, features in chunk])
 
 
-def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
+def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
     """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
-    drift = wide(lengths(found - expert))
+    drift = wide(lengths(features - expert))
     size = float(wide(lengths(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
-    cosine = float(wide(expert_cosine(found, expert)).nanmean())
+    cosine = float(wide(expert_cosine(features, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
 
 
@@ -176,60 +176,60 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
 
     drift, size, num_samples = dict.fromkeys(("merged", variant), 0.0), 0.0, 0
     scored: dict[tuple[str, str], list[pd.DataFrame]] = {}
-    for task, at_hand in study.tasks.items():
-        samples = part_of(at_hand.diagnosis, range(min(counts[task], len(at_hand.diagnosis))))
-        found = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
+    for task, data in study.tasks.items():
+        samples = part_of(data.diagnosis, range(min(counts[task], len(data.diagnosis))))
+        final = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
         features = run.features(task, "expert", "final")[: len(samples)].astype(np.float32)
-        expert = torch.from_numpy(features).to(found)
-        seen = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
-        drift["merged"] += float(seen["drift_l2"].sum())
-        drift[variant] += float(lengths(found - expert).sum())
+        expert = torch.from_numpy(features).to(final)
+        before = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
+        drift["merged"] += float(before["drift_l2"].sum())
+        drift[variant] += float(lengths(final - expert).sum())
         size += float(lengths(expert).sum())
         num_samples += len(samples)
-        metric, rows = _first_scores(run, study, task, variant, samples, found, counts[task])
+        metric, rows = _first_scores(run, study, task, variant, samples, final, counts[task])
         for name in ("merged", variant, "expert") if rows and all(map(len, rows.values())) else ():
             scored.setdefault((metric, name), []).append(rows[name][["value", "reference"]].astype(float))
 
-    said = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
+    sentence = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
     ratios = (f"{title(name)} {value / size:.3f}" for name, value in drift.items() if size)
-    said += ", ".join(ratios) or "undefined"
+    sentence += ", ".join(ratios) or "undefined"
     for metric in dict.fromkeys(metric for metric, _ in scored):
-        of = metric_called(metric)
-        pairs = {at: pd.concat(own) for (one, at), own in scored.items() if one == metric}
-        ends = {name: interval_of(of, *pair.to_numpy().T) for name, pair in pairs.items()}
-        told = (f"{title(name)} {estimate(end, of.kind)}" for name, end in ends.items())
-        said += f"; {of.title} with 95 % interval (n = {ends[variant].n}) {', '.join(told)}"
-    return said
+        about = metric_called(metric)
+        pairs = {model: pd.concat(frames) for (key, model), frames in scored.items() if key == metric}
+        ends = {name: interval_of(about, *pair.to_numpy().T) for name, pair in pairs.items()}
+        scores = (f"{title(name)} {estimate(end, about.kind)}" for name, end in ends.items())
+        sentence += f"; {about.title} with 95 % interval (n = {ends[variant].n}) {', '.join(scores)}"
+    return sentence
 
 
 def _first_scores(
-    run: DriftRun, study: Study, task: str, variant: str, samples: SampleSet, found: Tensor, count: int
+    run: DriftRun, study: Study, task: str, variant: str, samples: SampleSet, final: Tensor, count: int
 ) -> tuple[str, dict[str, pd.DataFrame]]:
     """The metric of a task, and its values for a few samples by merged model, new variant and expert; none without."""
     import pandas as pd
 
-    at_hand, modality = study.tasks[task], study.pool.chain.modality
+    data, modality = study.tasks[task], study.pool.chain.modality
     if not study.tells_tasks and study.pool.variant(variant).attachments:
         return "", {}  # whose maps act is known when all are scored
     head = study.head(task, variant)
     if head is not None and samples.labels is not None:
-        there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
+        outputs = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
         right = {
-            "merged": there["pred"] == there["label"],
-            variant: modality.is_right(head, found, samples.labels).cpu().numpy(),
-            "expert": there["expert_pred"] == there["label"],
+            "merged": outputs["pred"] == outputs["label"],
+            variant: modality.is_right(head, final, samples.labels).cpu().numpy(),
+            "expert": outputs["expert_pred"] == outputs["label"],
         }
         rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
         return modality.metric, rows
-    asked = metrics_of(study, task) if at_hand.test is not None else ()
-    if at_hand.test is None or not asked:
+    metrics = metrics_of(study, task) if data.test is not None else ()
+    if data.test is None or not metrics:
         return "", {}
-    metric, few = asked[0], few_of(at_hand.test, count)
-    part = dataclasses.replace(study, tasks={task: dataclasses.replace(at_hand, test=few, metrics=asked[:1])})
-    said = answers(part, task, [variant], Reporter(), range(len(few))).results.get((variant, metric), [])
+    metric, few = metrics[0], few_of(data.test, count)
+    part = dataclasses.replace(study, tasks={task: dataclasses.replace(data, test=few, metrics=metrics[:1])})
+    answered = answers(part, task, [variant], Reporter(), range(len(few))).results.get((variant, metric), [])
     rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
-    rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
-    rows[variant] = pd.DataFrame([row[:2] for row in said], columns=["value", "reference"])
+    rows = {name: frame[frame.index.isin(few.ids)] for name, frame in rows.items()}
+    rows[variant] = pd.DataFrame([row[:2] for row in answered], columns=["value", "reference"])
     return metric, rows
 
 
@@ -238,61 +238,61 @@ SPARE_TOKENS = 8
 
 
 @dataclass
-class Said:
+class Answers:
     """What was said to some test samples, by variant and metric: of every sample value, reference, answer, target."""
 
     results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
-    def add(self, other: Said) -> None:
+    def add(self, other: Answers) -> None:
         """Take in what was said of other variants."""
         self.results |= other.results
         self.notices += other.notices
 
 
-def _said(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+def _tested(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
     """What variants say to test samples of a task, by all its metrics."""
-    found, others = (of(study, task, variants, reporter, part) for of in (accuracies, answers))
-    return Said(found.results | others.results, others.notices)
+    by_class, by_text = (measure(study, task, variants, reporter, part) for measure in (accuracies, answers))
+    return Answers(by_class.results | by_text.results, by_text.notices)
 
 
 def _found_out(
     study: Study, task: str, variant: str, finder: TaskFinder, reporter: Reporter, part: range
-) -> Said:
+) -> Answers:
     """What a variant says to test samples of a task, with the map of the task that each is taken for."""
-    at_hand, pool, found = study.tasks[task], study.pool, Said()
-    assert at_hand.test is not None or not part
+    data, pool, result = study.tasks[task], study.pool, Answers()
+    assert data.test is not None or not part
     rows: dict[str, dict[int, tuple[Any, ...]]] = {}
-    taken, maps = finder.tasks_of(task), pool.variant(variant).attachments
-    for other in dict.fromkeys(taken[at] for at in part):
-        mapped = f"{variant} as {other}"
-        of_other = {(task, at): own for (of, at), own in maps.items() if of == other}
-        pool.add(mapped, pool.source(variant), of_other)
-        places = [at for at in part if taken[at] == other]
-        few = dataclasses.replace(at_hand, test=at_hand.test and part_of(at_hand.test, places))
+    guesses, maps = finder.tasks_of(task), pool.variant(variant).attachments
+    for guess in dict.fromkeys(guesses[position] for position in part):
+        mapped = f"{variant} as {guess}"
+        of_guess = {(task, layer): added for (owner, layer), added in maps.items() if owner == guess}
+        pool.add(mapped, pool.source(variant), of_guess)
+        places = [position for position in part if guesses[position] == guess]
+        few = dataclasses.replace(data, test=data.test and part_of(data.test, places))
         alone = dataclasses.replace(study, tasks={**study.tasks, task: few})
-        said = _said(alone, task, [mapped], reporter, range(len(places)))
-        found.notices += [notice.replace(mapped, variant) for notice in said.notices]
-        for (_, metric), values in said.results.items():
+        answered = _tested(alone, task, [mapped], reporter, range(len(places)))
+        result.notices += [notice.replace(mapped, variant) for notice in answered.notices]
+        for (_, metric), values in answered.results.items():
             rows.setdefault(metric, {}).update(zip(places, values, strict=True))
         pool.discard(mapped)
-    whole = {metric: own for metric, own in rows.items() if len(own) == len(part)}
-    found.results = {(variant, metric): [own[at] for at in part] for metric, own in whole.items()}
-    return found
+    whole = {(variant, metric): values for metric, values in rows.items() if len(values) == len(part)}
+    result.results = {key: [values[position] for position in part] for key, values in whole.items()}
+    return result
 
 
-def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
     """What variants answer to test samples of a task, by the metrics that ask for that; `expert` is the task's own.
 
     A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
     """
-    found, samples = Said(), study.tasks[task].test
+    result, samples = Answers(), study.tasks[task].test
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
     if samples is None or not metrics:
-        return found
+        return result
     if samples.texts is not None and samples.texts.compared is not None:
         return _compared(study, task, variants, reporter, part)
-    asked = _Asked.of(samples, study.tasks[task].choices, metrics)
+    test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
     total, at_once = len(variants) * len(part), samples.at_once
     scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
@@ -302,50 +302,50 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
                 study.pool.require_room(model)
         except DataError as error:
             reason = f"{error.message}. {error.hint}"
-            found.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
+            result.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
             continue
-        said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
-        one_score = partial(_one_score, study, task, variant, samples, asked.reader)
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
+        one_score = partial(_one_score, study, task, variant, samples, test.reader)
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
             for first in part[::at_once]:
                 done = place * len(part) + first - part.start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
                 for name in metrics:
                     batch = range(first, min(first + at_once, part.stop))
-                    said[name] += _MEASURES[name](asked, module, batch)
-        found.results |= {(variant, name): results for name, results in said.items()}
+                    rows[name] += _MEASURES[name](test, module, batch)
+        result.results |= {(variant, name): results for name, results in rows.items()}
     reporter.step("answer", total, total, f"task {task}")
-    return found
+    return result
 
 
-def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Said:
+def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
     """How alike test samples and what they are compared with are, by each metric; as `answers`."""
-    found, samples = Said(), study.tasks[task].test
+    result, samples = Answers(), study.tasks[task].test
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
     beside, metrics = samples.texts.compared, metrics_of(study, task)
     related = [beside.of(position) for position in part]
     total = len(variants) * len(part)
     for place, variant in enumerate(variants):
         if not related:
-            found.results |= {(variant, name): [] for name in metrics}
+            result.results |= {(variant, name): [] for name in metrics}
             continue
         reporter.step("answer", place * len(part), total, f"task {task}: {variant}")
         rows = _likeness(study, task, variant, samples, part)
         if beside.passages is None:
-            wanted = [samples.text(position).target.strip() for position in part]
-            pairs = zip(rows, wanted, strict=True)
-            found.results[variant, "spearman"] = [
-                (float(one), float(number), None, number) for one, number in pairs
+            targets = [samples.text(position).target.strip() for position in part]
+            pairs = zip(rows, targets, strict=True)
+            result.results[variant, "spearman"] = [
+                (float(similarity), float(target), None, target) for similarity, target in pairs
             ]
             continue
-        ranked = [_ranked(beside, of, row) for of, row in zip(related, rows, strict=True)]
+        ranked = [_ranked(beside, other, row) for other, row in zip(related, rows, strict=True)]
         for name in metrics:
-            found.results[variant, name] = [
-                (RANKINGS[name](hits, wanted), None, best and best[:_SHOWN], of.positive[0][:_SHOWN])
-                for (hits, wanted, best), of in zip(ranked, related, strict=True)
+            result.results[variant, name] = [
+                (RANKINGS[name](hits, count), None, best and best[:_SHOWN], other.positive[0][:_SHOWN])
+                for (hits, count, best), other in zip(ranked, related, strict=True)
             ]
     reporter.step("answer", total, total, f"task {task}")
-    return found
+    return result
 
 
 _SHOWN = 300
@@ -359,25 +359,25 @@ def _likeness(study: Study, task: str, variant: str, samples: SampleSet, part: r
     """
     assert samples.texts is not None and samples.texts.compared is not None
     beside, reader = samples.texts.compared, samples.texts.reader
-    passages, asked = beside.passages, [samples.text(position).input for position in part]
+    passages, texts = beside.passages, [samples.text(position).input for position in part]
     places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
     if beside.is_paired:
         seconds = [
-            [beside.of(position).pair] if passages is None else [passages.texts[at] for at in own]
-            for position, own in zip(part, places, strict=True)
+            [beside.of(position).pair] if passages is None else [passages.texts[place] for place in indices]
+            for position, indices in zip(part, places, strict=True)
         ]
-        pairs = [Paired(query, "", other) for query, own in zip(asked, seconds, strict=True) for other in own]
+        pairs = [Paired(text, "", other) for text, own in zip(texts, seconds, strict=True) for other in own]
         scores = iter(_one_score(study, task, variant, samples, reader, pairs))
         return [torch.tensor([*itertools.islice(scores, len(own))]) for own in seconds]
     model = expert_of(task) if variant == "expert" else variant
-    queries = _embeddings(study, model, samples, reader, [Text(text) for text in asked])
-    others = [beside.of(position).pair for position in part] if passages is None else passages.texts
-    embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in others])
+    queries = _embeddings(study, model, samples, reader, [Text(text) for text in texts])
+    paired = [beside.of(position).pair for position in part] if passages is None else passages.texts
+    embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in paired])
     if passages is None:
         return [*similarities(queries, embedded, beside.similarity, paired=True)[:, None]]
     return [
-        similarities(query[None], embedded, beside.similarity)[0][own]
-        for query, own in zip(queries, places, strict=True)
+        similarities(query[None], embedded, beside.similarity)[0][candidates]
+        for query, candidates in zip(queries, places, strict=True)
     ]
 
 
@@ -387,48 +387,48 @@ def _embeddings(
     """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
     assert reader is not None
     unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
-    given = dataclasses.replace(
+    samples_of_texts = dataclasses.replace(
         samples,
         ids=tuple(map(str, range(len(unique)))),
         labels=None,
         texts=None,
         load=lambda positions: reader([unique[position] for position in positions]),
     )
-    made = final_features(study.pool, model, samples.task, given, study.settings.pool)
-    place = {text: at for at, text in enumerate(unique)}
-    return made[[place[text] for text in texts]]
+    features = final_features(study.pool, model, samples.task, samples_of_texts, study.settings.pool)
+    place = {text: index for index, text in enumerate(unique)}
+    return features[[place[text] for text in texts]]
 
 
-def _ranked(beside: Comparison, of: Related, alike: Tensor) -> tuple[list[bool], int, str | None]:
+def _ranked(beside: Comparison, relation: Related, likeness: Tensor) -> tuple[list[bool], int, str | None]:
     """Whether each candidate in the order of likeness answers a query, how many passages do, and the first of them."""
     assert beside.passages is not None
-    places, answers = beside.passages.candidates(of), beside.passages.answers(of)
-    order = alike.argsort(descending=True, stable=True)[:DEEPEST].tolist()
-    ranked = [places[at] for at in order]
+    places, answers = beside.passages.candidates(relation), beside.passages.answers(relation)
+    order = likeness.argsort(descending=True, stable=True)[:DEEPEST].tolist()
+    ranked = [places[rank] for rank in order]
     best = beside.passages.texts[ranked[0]] if ranked else None
     return [place in answers for place in ranked], len(answers), best
 
 
 def metrics_of(study: Study, task: str) -> tuple[str, ...]:
     """What a task is scored by: its data entry's metrics, else accuracy by classes, else the answers themselves."""
-    at = study.tasks[task]
-    if at.metrics or at.test is None:
-        return at.metrics
-    if at.test.labels is not None and at.head is not None and not is_of_vocabulary(at.head):
+    data = study.tasks[task]
+    if data.metrics or (test := data.test) is None:
+        return data.metrics
+    if test.labels is not None and data.head is not None and not is_of_vocabulary(data.head):
         return (ACCURACY.name,)
-    texts = at.test.texts
+    texts = test.texts
     if texts is not None and texts.compared is not None:
         needs = "number" if texts.compared.passages is None else "passages"
         return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
-    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not at.test.text(0).target:
+    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not test.text(0).target:
         return ()
     if isinstance(texts.reader, SoundReader):
         return ("wer",)
-    return ("choice",) if at.choices else ("exact_match",)
+    return ("choice",) if data.choices else ("exact_match",)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TestTexts:
     """Questions and wanted answers of all test samples of a task."""
 
     texts: list[Text]
@@ -439,7 +439,7 @@ class _Asked:
     numbers: list[float]
 
     @classmethod
-    def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _Asked:
+    def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _TestTexts:
         assert samples.texts is not None and samples.texts.reader is not None
         texts, reader = samples.all_texts, samples.texts.reader
         bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
@@ -461,7 +461,7 @@ class _Asked:
 
     def generated(self, module: Any, part: range) -> list[str]:
         """Greedy answers, up to the first line break where no target has one."""
-        questions = [self.reader.asked(self.texts[at]) for at in part]
+        questions = [self.reader.asked(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
         if any("\n" in text.target.strip() for text in self.texts):
             return answers
@@ -476,9 +476,9 @@ Results = Iterator[tuple[Any, Any, str | None, str]]
 """Of every sample: value and reference as the table `scores` has them, what was answered and what was wanted."""
 
 
-def _exact_match(asked: _Asked, module: Any, part: range) -> Results:
-    for at, answer in zip(part, asked.generated(module, part), strict=True):
-        target = asked.texts[at].target.strip()
+def _exact_match(test: _TestTexts, module: Any, part: range) -> Results:
+    for position, answer in zip(part, test.generated(module, part), strict=True):
+        target = test.texts[position].target.strip()
         yield float(_plain(answer) == _plain(target)), None, answer, target
 
 
@@ -486,11 +486,11 @@ _AT_ONCE = 4096
 """Texts whose features are held together where one number of each is kept."""
 
 
-def _wer(asked: _Asked, module: Any, part: range) -> Results:
-    for at, answer in zip(part, asked.generated(module, part), strict=True):
-        target = asked.texts[at].target.strip()
-        wanted = words_of(target)
-        yield float(word_errors(words_of(answer), wanted)), len(wanted), answer, target
+def _wer(test: _TestTexts, module: Any, part: range) -> Results:
+    for position, answer in zip(part, test.generated(module, part), strict=True):
+        target = test.texts[position].target.strip()
+        words = words_of(target)
+        yield float(word_errors(words_of(answer), words)), len(words), answer, target
 
 
 def _one_score(
@@ -511,42 +511,43 @@ def _one_score(
     return scores
 
 
-def _preference(asked: _Asked, one_score: Any, part: range) -> Results:
-    texts = [asked.texts[at] for at in part]
-    preferred, others = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
-    for text, better, worse in zip(texts, preferred, others, strict=True):
+def _preference(test: _TestTexts, one_score: Any, part: range) -> Results:
+    texts = [test.texts[position] for position in part]
+    preferred, rejected = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
+    for text, better, worse in zip(texts, preferred, rejected, strict=True):
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
-def _spearman(asked: _Asked, module: Any, part: range) -> Results:
+def _spearman(test: _TestTexts, module: Any, part: range) -> Results:
     if not isinstance(module, nn.Module):
-        scores = module([Text(asked.texts[at].input) for at in part])
-        for at, score in zip(part, scores, strict=True):
-            yield score, asked.numbers[at], f"{score:.6g}", asked.texts[at].target.strip()
+        scores = module([Text(test.texts[position].input) for position in part])
+        for position, score in zip(part, scores, strict=True):
+            yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
         return
-    for at, answer in zip(part, asked.generated(module, part), strict=True):
+    for position, answer in zip(part, test.generated(module, part), strict=True):
         number = number_of(answer)
-        yield 0.0 if math.isnan(number) else number, asked.numbers[at], answer, asked.texts[at].target.strip()
+        score = 0.0 if math.isnan(number) else number
+        yield score, test.numbers[position], answer, test.texts[position].target.strip()
 
 
-def _choice(asked: _Asked, module: Any, part: range) -> Results:
-    assert asked.labels is not None
-    names, answers = [*asked.choices], [*asked.choices.values()]
-    questions = [asked.reader.asked(asked.texts[at]) for at in part]
-    sums, _ = log_likelihoods(module, asked.reader, questions, [answers] * len(questions))
-    for at, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
-        yield float(names[best] == asked.labels[at]), None, names[best], asked.labels[at]
+def _choice(test: _TestTexts, module: Any, part: range) -> Results:
+    assert test.labels is not None
+    names, answers = [*test.choices], [*test.choices.values()]
+    questions = [test.reader.asked(test.texts[position]) for position in part]
+    sums, _ = log_likelihoods(module, test.reader, questions, [answers] * len(questions))
+    for position, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
+        yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
 
 
-def _perplexity(asked: _Asked, module: Any, part: range) -> Results:
-    texts = [asked.texts[at] for at in part]
-    questions, answers = map(asked.reader.asked, texts), [[text.target] for text in texts]
-    sums, counts = log_likelihoods(module, asked.reader, [*questions], answers)
+def _perplexity(test: _TestTexts, module: Any, part: range) -> Results:
+    texts = [test.texts[position] for position in part]
+    questions, answers = map(test.reader.asked, texts), [[text.target] for text in texts]
+    sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
     for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
         yield -total, count, None, text.target.strip()
 
 
-_MEASURES: dict[str, Callable[[_Asked, Any, range], Results]] = {
+_MEASURES: dict[str, Callable[[_TestTexts, Any, range], Results]] = {
     "exact_match": _exact_match,
     "wer": _wer,
     "choice": _choice,

@@ -23,21 +23,21 @@ class TaskFinder:
 
     def __init__(self, study: Study) -> None:
         """Nothing is computed yet; the study has a base, and calibration samples."""
-        self._study, self._found = study, dict[str, tuple[str, ...]]()
+        self._study, self._taken_for = study, dict[str, tuple[str, ...]]()
 
     def tasks_of(self, task: str) -> Sequence[str]:
         """Of every test sample of a task, in order, the task that it is taken for."""
-        if task not in self._found:
+        if task not in self._taken_for:
             test = self._study.tasks[task].test
-            self._found[task] = self._say(test) if test else ()
-        return self._found[task]
+            self._taken_for[task] = self._predicted(test) if test else ()
+        return self._taken_for[task]
 
     def shares(self) -> dict[str, float]:
         """Of every task with test samples the share of them whose task is found out."""
-        said = {task: self.tasks_of(task) for task in self._study.tasks}
-        return {task: sum(own == task for own in of) / len(of) for task, of in said.items() if of}
+        taken = {task: self.tasks_of(task) for task in self._study.tasks}
+        return {task: names.count(task) / len(names) for task, names in taken.items() if names}
 
-    def _say(self, test: SampleSet) -> tuple[str, ...]:
+    def _predicted(self, test: SampleSet) -> tuple[str, ...]:
         if len(self._study.tasks) == 1:
             return (test.task,) * len(test)
         return tuple(map(str, self._trained.predict(self._features(test))))
@@ -47,9 +47,9 @@ class TaskFinder:
         """The classifier of all calibration samples."""
         from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
-        given = [at.calibration for at in self._study.tasks.values() if at.calibration is not None]
-        features = np.concatenate([self._features(samples) for samples in given])
-        names = [samples.task for samples in given for _ in samples.ids]
+        sets = self._study.calibration_sets
+        features = np.concatenate([self._features(samples) for samples in sets.values()])
+        names = [task for task, samples in sets.items() for _ in samples.ids]
         return LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(features, names)
 
     def _features(self, samples: SampleSet) -> NDArray[np.float32]:

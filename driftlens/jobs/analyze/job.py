@@ -37,7 +37,9 @@ from driftlens.jobs.study.reopening import (
     MERGED_FILE,
     Phase,
     deterministic_algorithms,
+    difference,
     lead,
+    resumable,
     run_phases,
     writing,
 )
@@ -48,7 +50,7 @@ from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import command_to_resume, is_live
+from driftlens.runs.standing import command_to_resume, is_live, require_analyzed
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import AnalysisRequest, ExplainRequest
 
@@ -84,7 +86,10 @@ def analyze(
     create = partial(
         RunWriter.create, out, spec_yaml=text, spec_digest=digest, name=resolved.name, force=request.force
     )
-    with writing(team, partial(RunWriter.resume, out) if goes_on else create) as writer:
+    less = " --no-attribution" * (not request.attribution)
+    again = f"`{command_to_resume(out)}{less}` goes on"
+    begun = writing(team, partial(RunWriter.resume, out) if goes_on else create)
+    with begun as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         def begin() -> None:
@@ -112,15 +117,14 @@ def analyze(
 def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
     """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
     manifest = read_manifest(folder)
-    is_same = manifest.spec_digest == spec.digest()
-    if not is_same and not is_live(manifest):
+    if manifest.spec_digest != spec.digest():
         # The digest that an earlier version wrote counts keys that were taken out since.
-        is_same = driftlens.spec.load_spec(folder / "spec.yaml") == spec
-    if not is_same:
-        raise SpecError(
-            f"{folder} was begun with another spec",
-            hint=f"Resume with `{command_to_resume(folder)}`, or choose another --out.",
-        )
+        begun = spec if is_live(manifest) else driftlens.spec.load_spec(folder / layout.SPEC)
+        if is_live(manifest) or begun != spec:
+            raise SpecError(
+                f"{folder} was begun with {difference(begun.as_dict(), spec.as_dict()) or 'another spec'}",
+                hint=f"Resume with `{command_to_resume(folder)}`, choose another --out, or replace it with --force.",
+            )
     reopening.require_same_models(manifest, study, reporter)
 
 
@@ -131,10 +135,10 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
     def save() -> None:
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
-            record, said = save_merge(models, merge, path, study, reporter)
+            record, notices = save_merge(models, merge, path, study, reporter)
         writer.describe(merge=record)
-        for text in said:
-            writer.notice(text)
+        for notice in notices:
+            writer.notice(notice)
 
     run_phases(writer, [Phase("merge", save, leads=study.team)])
     saved = open_checkpoint(writer.folder / MERGED_FILE)
@@ -147,7 +151,7 @@ def explain(path: PathLike, context: Context = Context(), request: ExplainReques
     Optional diagnostics that the request names are measured too, for the variants that lack them.
     """
     folder = Path(path)
-    reopening.require_analyzed(folder)
+    require_analyzed(folder, scored=True)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
     add = () if request is None else request.add
@@ -157,13 +161,13 @@ def explain(path: PathLike, context: Context = Context(), request: ExplainReques
     context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
     with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
-        made = {calibrated(name): name for name in manifest.calibrations}
-        made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
+        calibration_of = {calibrated(name): name for name in manifest.calibrations}
+        calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
-            own = [variant for variant in study.explained_variants if variant not in made]
-            run_phases(writer, Phases(writer, study, reporter).explaining(own, add))
+            uncalibrated = [variant for variant in study.explained_variants if variant not in calibration_of]
+            run_phases(writer, Phases(writer, study, reporter).explaining(uncalibrated, add))
             for name in manifest.calibrations:
-                variants = [variant for variant in study.variants if made.get(variant) == name]
+                variants = [variant for variant in study.variants if calibration_of.get(variant) == name]
                 phases = Phases(writer, study, reporter, f"calibrate:{name}:")
                 run_phases(writer, phases.completing(variants))
                 run_phases(writer, phases.explaining(variants, add))
@@ -173,17 +177,17 @@ def explain(path: PathLike, context: Context = Context(), request: ExplainReques
 
 def evaluate(path: PathLike, context: Context = Context(), *, again: bool = False) -> DriftRun:
     """Measure the accuracy of every variant of a run that has not been measured yet, or of all."""
-    reopening.require_analyzed(Path(path))
+    require_analyzed(Path(path))
     if again:  # before the lock: a refusal must not turn a finished run into a failed one
         reopening.require_spec(Path(path), read_manifest(Path(path)))
     with writing(context.access.team, partial(RunWriter.resume, path)) as writer:
-        wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
-        if wanted:
+        tasks = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
+        if tasks:
             study, _ = reopening.reopened(path, context)
             reporter = context.reporter(writer.progress)
             with deterministic_algorithms(study.settings.deterministic):
                 measured = Phases(writer, study, reporter).measuring((*study.variants, "expert"))
-                names = {f"evaluate:{task}" for task in wanted}
+                names = {f"evaluate:{task}" for task in tasks}
                 run_phases(
                     writer,
                     (dataclasses.replace(phase, again=True) for phase in measured if phase.name in names),
@@ -237,12 +241,12 @@ class Phases:
         if self.study.settings.jacobian is None:
             return
 
-        def known() -> set[tuple[str, str]]:
+        def explained_already() -> set[tuple[str, str]]:
             rows = open_run(self.writer.folder).layers()
-            has = rows.groupby(["task", "variant"])[columns_of_attribution(add)].count().gt(0).all(axis=1)
-            return {*has[has].index}
+            filled = rows.groupby(["task", "variant"])[columns_of_attribution(add)].count().gt(0).all(axis=1)
+            return {*filled[filled].index}
 
-        explained = self.study.team.once(known)
+        explained = self.study.team.once(explained_already)
         for task in self.study.tasks:
             missing = [name for name in variants if is_explained(name) and (task, name) not in explained]
             name = f"{self.prefix}explain:{task}"
@@ -294,32 +298,32 @@ class Phases:
         def base() -> Mapping[int, NDArray[np.float64]] | None:
             return None if "base" in variants else measured_drifts(writer, study, task)
 
-        batches = {name: at.diagnosis.num_batches for name, at in study.tasks.items()}
+        batches = {name: data.diagnosis.num_batches for name, data in study.tasks.items()}
         work = partial(walked, study, task, self.reporter)
-        found = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
-        if found is None:
+        diagnosis = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
+        if diagnosis is None:
             return
-        tables = {"layers": pd.DataFrame(found.layers), "samples": stacked(found.samples)}
-        if found.outputs:
-            tables["outputs"] = stacked(found.outputs)
-        if found.routing:
-            writer.append("routing", pd.DataFrame(found.routing), replace=True)
+        tables = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
+        if diagnosis.outputs:
+            tables["outputs"] = stacked(diagnosis.outputs)
+        if diagnosis.routing:
+            writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
         for name, frame in tables.items():
             filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
             columns = [column for entry in filling for column in entry.columns]
             writer.append(name, frame, replace=True, columns=columns)
-        for warning in found.warnings:
+        for warning in diagnosis.warnings:
             writer.warn(warning)
-        for notice in found.notices:
+        for notice in diagnosis.notices:
             writer.notice(notice)
-        if not math.isnan(found.precision_error):
-            writer.describe(precision={task: found.precision_error})
-        for (variant, layer), array in found.features.items():
+        if not math.isnan(diagnosis.precision_error):
+            writer.describe(precision={task: diagnosis.precision_error})
+        for (variant, layer), array in diagnosis.features.items():
             if variant in variants:  # the expert's may be in the run, too
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
             _store_shown(writer, task, study.tasks[task])
-            if are_alike(found.features["expert", study.pool.chain.layers[-1].index]):
+            if are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
                 writer.notice(
                     f"{task}: all samples have the same final feature, so its numbers are of one input; look whether "
                     "the samples are what they should be"
@@ -328,19 +332,19 @@ class Phases:
     def _explain(self, task: str, variants: Sequence[str]) -> None:
         import pandas as pd
 
-        found = attribution_of(self.study, task, variants, self.reporter)
-        if found is None:
+        explanation = attribution_of(self.study, task, variants, self.reporter)
+        if explanation is None:
             return
-        for warning in found.warnings:
+        for warning in explanation.warnings:
             self.writer.warn(warning)
-        if found.adjoint:
-            self.writer.append("adjoint", stacked(found.adjoint), replace=True)
-        if found.groups:
-            self.writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
-        if found.layers:
-            self.writer.fill("samples", stacked(found.samples))
+        if explanation.adjoint:
+            self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
+        if explanation.groups:
+            self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
+        if explanation.layers:
+            self.writer.fill("samples", stacked(explanation.samples))
             # Last: by these rows it is known what is explained.
-            self.writer.fill("layers", pd.DataFrame(found.layers))
+            self.writer.fill("layers", pd.DataFrame(explanation.layers))
 
 
 def are_alike(features: NDArray[np.floating[Any]]) -> bool:
@@ -369,32 +373,32 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         },
         preprocessing=study.preprocessing,
         classes={
-            task: list(at.head.classes)
-            for task, at in study.tasks.items()
-            if at.head is not None and not is_of_vocabulary(at.head)
+            task: list(data.head.classes)
+            for task, data in study.tasks.items()
+            if data.head is not None and not is_of_vocabulary(data.head)
         },
     )
-    for task, at_hand in study.tasks.items():
-        if at_hand.calibration is not None:
-            writer.write_sample_ids(task, "calibration", at_hand.calibration.ids)
-        for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
+    for task, data in study.tasks.items():
+        if data.calibration is not None:
+            writer.write_sample_ids(task, "calibration", data.calibration.ids)
+        for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             if samples is not None:
                 writer.write_sample_ids(task, split, samples.ids, samples.origin())
     for notice in [*host_work(pool.device), *study.notices]:
         writer.notice(notice)
 
 
-def _store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
+def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
     """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
-    ids = samples.diagnosis.ids[:MOST_THUMBS]
-    if samples.diagnosis.texts is not None:
-        asked, half = [samples.diagnosis.text(at).input for at in range(len(ids))], LONGEST_TEXT // 2
-        short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in asked]
+    ids = data.diagnosis.ids[:MOST_THUMBS]
+    if data.diagnosis.texts is not None:
+        texts, half = [data.diagnosis.text(position).input for position in range(len(ids))], LONGEST_TEXT // 2
+        short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in texts]
         with writer.file(texts_file(task)) as path:
             path.write_text(json.dumps(dict(zip(ids, short, strict=True))), encoding="utf-8")
-    if samples.picture is None or not ids:
+    if data.picture is None or not ids:
         return
-    pictures = np.stack([thumb(samples.picture(sample)) for sample in ids])
+    pictures = np.stack([thumb(data.picture(sample)) for sample in ids])
     with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
         np.savez_compressed(file, pictures=pictures)
 

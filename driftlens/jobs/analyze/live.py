@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,25 +55,24 @@ from driftlens.runs.writer import RunWriter
 from driftlens.spec.data import TextEntry
 from driftlens.spec.problems import checked
 from driftlens.spec.requests import AnalysisRequest, LiveSettings, refuse_unknown
-from driftlens.spec.types import require_name
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""
 
 
-def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study:
+def live_study(built: Modules, settings: LiveSettings = LiveSettings()) -> Study:
     """A study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
-    merged, modules = given.merged, given.by_variant
-    stated = {**{task: {} for task in given.experts or {}}, **(settings.texts or {})}
-    _require_alike(given, {"data": given.data, "calibration data": given.calibration, "texts": stated})
-    place = next(merged.parameters()).device if given.device is None else resolve_device(given.device)
-    head_of = {task: _score_map(head) for task, head in (given.heads or {}).items()}
+    merged, modules = built.merged, built.by_variant
+    stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
+    _require_alike(built, {"data": built.data, "calibration data": built.calibration, "texts": stated})
+    place = next(merged.parameters()).device if built.device is None else resolve_device(built.device)
+    head_of = {task: _score_map(task, head) for task, head in (built.heads or {}).items()}
     reads = _preprocess(merged, settings.tokenizer)
     if settings.texts and reads.texts is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
-    tasks = _tasks(given, head_of, settings) if reads.texts is None else {}
+    tasks = _tasks(built, head_of, settings) if reads.texts is None else {}
 
-    floats = (each.dtype for each in merged.parameters() if each.is_floating_point())
+    floats = (parameter.dtype for parameter in merged.parameters() if parameter.is_floating_point())
     dtype = functools.reduce(torch.promote_types, floats, torch.float32)  # the widest, not half precision
     require_dtype(place, dtype)
     skeleton = _in_dtype(merged, dtype, place)
@@ -81,17 +80,24 @@ def live_study(given: Modules, settings: LiveSettings = LiveSettings()) -> Study
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     )
     example = on_device(example, place, dtype)
-    chain, lm = _chain(skeleton, example, reads, settings)
+    try:
+        chain, lm = _chain(skeleton, example, reads, settings)
+    except Exception as error:
+        if tasks:
+            given = raw_inputs(example).values
+            forms = ", ".join(f"{name} {value.dtype} {[*value.shape]}" for name, value in given.items())
+            error.add_note(f"while the merged model read data[{min(tasks)!r}]: {forms}")
+        raise
     pooling = settings.pool or chain.modality.pool
     marks = _marks(head_of, skeleton, chain, example, pooling)
-    if chain.require_shared is not None:
-        chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     weights = {key: module_source(module, key) for key, module in modules.items()}
-    own = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
-    models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=own)
+    in_place = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
+    models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=in_place)
+    if chain.require_shared is not None:  # of models of one shape, which the pool has made sure of
+        chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
 
     if reads.texts is not None:
-        tasks = _text_tasks(given, stated, head_of, models, lm, reads.texts, settings)
+        tasks = _text_tasks(built, stated, head_of, models, lm, reads.texts, settings)
     options = ("cka", "adjoint", "groups")
     return Study(
         name=settings.name,
@@ -137,12 +143,12 @@ def live_again(
     of_modules = {field.name: None for field in dataclasses.fields(Modules)}
     refuse_unknown("modules", given, {**of_modules, **LiveSettings.keywords()})
     handed = {name: value for name, value in given.items() if name in of_modules and value is not None}
-    said = {name: value for name, value in given.items() if name not in of_modules}
-    said |= {} if num_calibration is None else {"n_calibration": num_calibration}
+    stated = {name: value for name, value in given.items() if name not in of_modules}
+    stated |= {} if num_calibration is None else {"n_calibration": num_calibration}
     begun = _record(folder)
     was = LiveSettings(**begun.get("settings", {}))
-    _require_same_settings(was, LiveSettings(**said))
-    settings = was.changed(**said)
+    _require_same_settings(was, LiveSettings(**stated))
+    settings = was.changed(**stated)
     if calibration is not None:
         handed = {"data": calibration, **handed, "calibration": calibration}
     modules = Modules(**handed)
@@ -150,8 +156,8 @@ def live_again(
     study = live_study(modules, settings)
     _require_same_contents(begun.get("contents", {}), study)
     tasks = {
-        task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
-        for task, at in study.tasks.items()
+        task: data if data.calibration else dataclasses.replace(data, calibration=data.diagnosis)
+        for task, data in study.tasks.items()
     }
     study = dataclasses.replace(study, tasks=tasks)
     sources = {name: study.pool.source(name) for name in study.pool.names}
@@ -163,23 +169,24 @@ def _require_what_was_given(
     folder: pathlib.Path, modules: Modules, settings: LiveSettings, contents: Mapping[str, Any]
 ) -> None:
     """Refuse to add to a run without a module, data, a function or a head that it was made with."""
-    wanted = modules.missing
-    wanted += [name for name in ("mask", "tokenizer") if getattr(settings, name) is True]
+    missing = modules.missing
+    missing += [name for name in ("mask", "tokenizer") if getattr(settings, name) is True]
     manifest = read_manifest(folder)
-    there = {task: tuple(_score_map(head).classes) for task, head in (modules.heads or {}).items()}
+    classes = {task: tuple(_score_map(task, head).classes) for task, head in (modules.heads or {}).items()}
     # Nothing is noted of heads that language models bring.
     with_head = [task for task in manifest.classes if contents.get(task, {}).get("head", True)]
-    wanted += [f"heads of {task}" for task in with_head if task not in there]
-    wanted += ["base"] if "base" in manifest.variants and modules.base is None else []
-    if wanted:
+    missing += [f"heads of {task}" for task in with_head if task not in classes]
+    missing += ["base"] if "base" in manifest.variants and modules.base is None else []
+    if missing:
         raise SpecError(
-            f"{folder} was made from live modules, and to add to it these are missing: {', '.join(wanted)}",
+            f"{folder} was made from live modules, and to add to it these are missing: {', '.join(missing)}",
             hint="Hand in what dl.analyze was given: "
             "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
         )
     for task in with_head:
-        if there[task] != tuple(manifest.classes[task]):
+        if classes[task] != tuple(manifest.classes[task]):
             raise SpecError(f"heads of {task} have other classes than those that the run was made with")
+    _require_same_tasks(manifest.tasks, modules.experts or {})
 
 
 def analyze_study(
@@ -201,8 +208,8 @@ def analyze_study(
         require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; it can be read, and added to where they are handed in again\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
-    said: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
-    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **said, force=request.force) as writer:
+    about: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
+    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **about, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
@@ -216,16 +223,16 @@ def _record(folder: pathlib.Path) -> Mapping[str, Any]:
         return live
     text = plain_file(folder / SPEC).read_text(encoding="utf-8")
     lines = (line.partition(": ") for line in text.splitlines())
-    return {name: json.loads(said) for name, _, said in lines if name in ("settings", "contents")}
+    return {name: json.loads(value) for name, _, value in lines if name in ("settings", "contents")}
 
 
 def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
     """Refuse settings that would make rows which don't belong beside those of the run."""
-    begun, said = recorded(was), recorded(now)
+    old, new = recorded(was), recorded(now)
     for name in now.model_fields_set - {*_FREE}:
-        if said[name] != begun[name]:
+        if new[name] != old[name]:
             raise SpecError(
-                f"modules has {name}={said[name]!r}, the run was made with {name}={begun[name]!r}",
+                f"modules has {name}={new[name]!r}, the run was made with {name}={old[name]!r}",
                 hint="Leave it out: settings are those of the run. Analyze into another folder for other ones.",
             )
 
@@ -234,28 +241,32 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
     """By task what tells samples, labels and head from others that look like them."""
     return {
         task: {
-            "samples": ids_digest(at.diagnosis.digests),
-            "labels": ids_digest(at.diagnosis.labels or [text.target for text in at.diagnosis.all_texts]),
-            "classes": ids_digest(at.head.classes if at.head is not None else ()),
+            "samples": ids_digest(data.diagnosis.digests),
+            "labels": ids_digest(data.diagnosis.labels or [text.target for text in data.diagnosis.all_texts]),
+            "classes": ids_digest(data.head.classes if data.head is not None else ()),
             "head": list(study.head_marks.get(task, ())),
         }
-        for task, at in study.tasks.items()
+        for task, data in study.tasks.items()
     }
+
+
+def _require_same_tasks(begun: Collection[str], given: Collection[str]) -> None:
+    if set(begun) != set(given):
+        raise SpecError(f"the run was made with the tasks {', '.join(begun)}; given are {', '.join(given)}")
 
 
 def _require_same_contents(begun: Mapping[str, Any], study: Study) -> None:
     """Refuse samples, labels or heads that are not those which a run was begun with."""
     now = _contents(study)
-    if begun and begun.keys() != now.keys():
-        raise SpecError(f"the run was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
+    _require_same_tasks(begun or now, now)
     for task, was in begun.items():
-        for what in ("samples", "labels"):
-            if was[what] != now[task][what]:
+        for part in ("samples", "labels"):
+            if was[part] != now[task][part]:
                 raise DataError(
-                    f"the diagnosis {what} of task {task} are not those of the run: the data has changed",
+                    f"the diagnosis {part} of task {task} are not those of the run: the data has changed",
                     hint="Bring the data back, or analyze the data of today into a run of its own.",
                 )
-        begun_mark, mark = (torch.tensor(found["head"], dtype=torch.float64) for found in (was, now[task]))
+        begun_mark, mark = (torch.tensor(entry["head"], dtype=torch.float64) for entry in (was, now[task]))
         near = _ALIKE * float(begun_mark.abs().sum())
         is_alike = begun_mark.shape == mark.shape and torch.allclose(
             begun_mark, mark, rtol=0, atol=near, equal_nan=True
@@ -329,16 +340,16 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
             "serves encoder-decoders and causal language models",
             hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
         )
-    own: Any = getattr(module, "generation_config", None) or config
-    stated = {key: value for key, value in own.to_dict().items() if value is not None}
+    generation: Any = getattr(module, "generation_config", None) or config
+    stated = {key: value for key, value in generation.to_dict().items() if value is not None}
     return text_preprocess(copy.deepcopy(tokenizer), config, stated, form, type(module).__name__)
 
 
-def _tasks(given: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
+def _tasks(built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
     """What is drawn of tensors, by task."""
     sets = dict[Split, dict[str, SampleSet]]()
     drawn = {"seed": settings.seed, "batch_size": settings.batch_size}
-    for split, (source, n) in given.splits(settings).items():
+    for split, (source, n) in built.splits(settings).items():
         # Nobody looks at the labels of calibration samples, so these need not fit the head.
         names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
         sets[split] = {
@@ -358,7 +369,7 @@ def _tasks(given: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettin
 
 
 def _text_tasks(
-    given: Modules,
+    built: Modules,
     stated: Mapping[str, Mapping[str, Any]],
     head_of: Mapping[str, ScoreMap],
     pool: ModelPool,
@@ -367,7 +378,7 @@ def _text_tasks(
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
-    splits, tasks = given.splits(settings), dict[str, TaskSamples]()
+    splits, tasks = built.splits(settings), dict[str, TaskSamples]()
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
         classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
@@ -400,11 +411,11 @@ def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = 
 def _notices(
     tasks: Mapping[str, TaskSamples], module: nn.Module, mask: Mask, chain: LayerChain
 ) -> Iterator[str]:
-    for at in tasks.values():
-        yield from at.diagnosis.notices
+    for data in tasks.values():
+        yield from data.diagnosis.notices
     pad_token = getattr(getattr(module, "config", None), "pad_token_id", None)
-    for task, at in tasks.items():
-        inputs = raw_inputs(next(at.diagnosis.batches()).inputs)
+    for task, data in tasks.items():
+        inputs = raw_inputs(next(data.diagnosis.batches()).inputs)
         if chain.modality is IMAGE:
             unread = [str(entry) for entry in inputs.values if entry not in ("input", PIXELS)]
             if unread:
@@ -413,26 +424,50 @@ def _notices(
         notice = unmasked_padding(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
             yield f"task {task}: {notice}"
-    if any(at.test is not None or at.head is not None for at in tasks.values()):
+    if any(data.test is not None or data.head is not None for data in tasks.values()):
         yield "accuracy is measured on the diagnosis samples"
 
 
-def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
-    return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
+def _score_map(task: str, head: Any) -> ScoreMap:
+    if isinstance(head, nn.Linear):
+        return linear_head(module_source(head, "head"), None)
+    if isinstance(head, type) or not all(hasattr(head, name) for name in ("classes", "scores", "gain_bound")):
+        raise SpecError(
+            f"heads[{task!r}]: expected an nn.Linear or a `driftlens.Head`, got {type(head).__name__}",
+            hint="Any object with `classes`, `scores` and `gain_bound` as `driftlens.models.heads.ScoreMap` serves.",
+        )
+    return head
 
 
-def _require_alike(given: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
+def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Refuse tasks that have no expert, or the other way round, and modules of different classes."""
-    experts = set(given.experts or ())
-    for task in sorted(experts):
-        require_name(task)
-    for what, entries in by_task.items():
+    experts = set(built.experts or ())
+    for label, entries in by_task.items():
         if not experts or (entries is not None and experts != set(entries)):
             raise SpecError(
-                f"experts are given for {sorted(experts)}, {what} for {sorted(entries or ())}",
+                f"experts are given for {sorted(experts)}, {label} for {sorted(entries or ())}",
                 hint="Name each task in both.",
             )
-    kinds = {name: type(module).__name__ for name, module in given.by_variant.items()}
-    if len({type(module) for module in given.by_variant.values()}) > 1:
+    if unknown := sorted({*(built.heads or {})} - experts):
+        raise SpecError(
+            f"experts are given for {sorted(experts)}, heads for {unknown} too",
+            hint="Name a head as its task's expert; a task may have none.",
+        )
+    models: Mapping[str, Any] = built.by_variant
+    for name, module in models.items():
+        if not isinstance(module, nn.Module):
+            hint = "Load weights into a module by `load_state_dict`; files and folders are named in a spec."
+            raise SpecError(f"{name}: expected a module, got {type(module).__name__}", hint=hint)
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            hint = "Hand in what is inside: `parallel.module`."
+            raise SpecError(f"{name} is wrapped in a {type(module).__name__}", hint=hint)
+        if any(weight.is_meta for weight in module.parameters()):
+            raise SpecError(f"{name} has no weights, only shapes", hint="Give it loaded.")
+    kinds = {name: type(module).__name__ for name, module in built.by_variant.items()}
+    if len({type(module) for module in built.by_variant.values()}) > 1:
         listed = ", ".join(f"{name} is a {kind}" for name, kind in kinds.items())
-        raise IncompatibleModelsError(f"the modules are of different classes: {listed}")
+        raise IncompatibleModelsError(
+            f"the modules are of different classes: {listed}",
+            hint="Hand in modules of one class; where one is wrapped, what is inside: `compiled._orig_mod`, "
+            "`parallel.module`.",
+        )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from driftlens.base.errors import SpecError
 from driftlens.base.variants import baseline, expert_of
+from driftlens.spec.types import require_name
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +30,7 @@ class Modules:
     Attributes:
         merged: the merged model.
         experts: one per task, of the same class and shape.
-        data: per task: a tensor, a Dataset, a DataLoader or an iterable of batches, with labels or without.
+        data: per task: a tensor, a tuple `(inputs, labels)`, a Dataset, a DataLoader or other batches, labelled or not.
         base: the common base, if there is one.
         baselines: other merged models to compare with, by name.
         heads: score maps per task, or linear classifiers whose rows are numbered; with labels they give accuracy.
@@ -44,6 +46,18 @@ class Modules:
     heads: Mapping[str, ScoreMap | nn.Linear] | None = None
     calibration: Mapping[str, Any] | None = None
     device: str | torch.device | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not str(field.type).startswith("Mapping") or (value := getattr(self, field.name)) is None:
+                continue
+            if not isinstance(value, Mapping):
+                raise SpecError(
+                    f"{field.name}: expected a dict by name, got {type(value).__name__}",
+                    hint=f"Give {field.name}={{'NAME': ...}}; all but baselines are named by task.",
+                )
+            for name in value:
+                require_name(name)
 
     @property
     def missing(self) -> list[str]:

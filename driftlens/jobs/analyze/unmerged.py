@@ -38,11 +38,11 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
     pool = study.pool
     module = pool.copied("base")
     base = pool.chain.library_states(module, inputs)[-1]
-    given = adapters.for_modules({name for name, _ in module.named_modules()})
+    fitting = adapters.for_modules({name for name, _ in module.named_modules()})
     unlike = "peft can't put them on the modules as they are taken apart"
-    if given is None:
+    if fitting is None:
         return unlike
-    settings, tensors = given
+    settings, tensors = fitting
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
     # What it starts adapters from is drawn from the one generator of the process.
@@ -50,7 +50,7 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
         warnings.simplefilter("ignore")
         try:
             wrapped = PeftModel(module, LoraConfig(**settings)).eval()
-            left = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
+            unexpected = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
             return unlike
-    return unlike if left else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
+    return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])

@@ -21,9 +21,10 @@ from driftlens.checkpoints.loading import (
     is_hub_id,
     library_folder,
     open_checkpoint,
+    read_config,
     read_json,
 )
-from driftlens.checkpoints.refusals import family_of_keys, loader_of, route
+from driftlens.checkpoints.refusals import family_of_keys, loader_of, reads_images, route
 from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.drafted import data_entry
 from driftlens.data.sources import SplitView, data_sources
@@ -41,7 +42,6 @@ FOLLOWED, NODES = 4, 2
 MOST_ANSWERS = 20
 """Different answers of a task at most, for them to be classes."""
 _PROMPT = "a photo of a {}."
-_TEXT_LOADERS = ("hf-decoder", "hf-seq2seq", "hf-t5", "hf-encoder", "hf-vlm")
 _IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
 _CLIPS = ("open-clip", "hf-clip")
 _PLAIN = re.compile(
@@ -80,13 +80,13 @@ def recipe_in(models: Sequence[str]) -> Recipe | None:
     """
     if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
         return None
-    given = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
-    if not is_recipe(given):
+    content = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
+    if not is_recipe(content):
         raise SpecError(
             f"{models[0]} is no recipe of mergekit",
             hint=f"If it is a spec: driftlens analyze {shlex.quote(models[0])}. Else give BASE EXPERT... MERGED.",
         )
-    return recipe_of(given)
+    return recipe_of(content)
 
 
 def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
@@ -117,7 +117,7 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
                 f"id; or a recipe of mergekit{' and the folder that it made' * is_merged}.",
             )
         base, merged = models[0], models[-1]
-        pairs = [_named(expert) for expert in models[1:-1]]
+        pairs = [_task_and_model(expert) for expert in models[1:-1]]
         experts, names = [place for _, place in pairs], {place: task for task, place in pairs if task}
     every = [name for name in (base, *experts, merged) if name]
     twice = next((name for name, count in Counter(every).items() if count > 1), None)
@@ -127,10 +127,10 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
         part = name if expanded(name).exists() else name.partition("+")[0]
         if not expanded(part).exists() and not is_hub_id(part):
             raise SpecError(f"there is no file or folder {name}", hint="Check the path.")
-    for what, whole in (("base", base), ("merged model", merged)):
+    for role, whole in (("base", base), ("merged model", merged)):
         if whole and is_lora_folder(expanded(whole)):
             raise SpecError(
-                f"{whole}, the {what}, holds LoRA adapters, not a whole model",
+                f"{whole}, the {role}, holds LoRA adapters, not a whole model",
                 hint="The order is BASE EXPERT... MERGED; adapters may be experts.",
             )
     tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
@@ -139,7 +139,7 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
     return Asked(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
 
 
-def _named(expert: str) -> tuple[str, str]:
+def _task_and_model(expert: str) -> tuple[str, str]:
     """The task and the model of TASK=MODEL; no task where only a model is given."""
     task, sign, place = expert.partition("=")
     return (task, place) if sign and not expanded(expert).exists() else ("", expert)
@@ -151,12 +151,12 @@ def _tasks(experts: Sequence[str]) -> list[str]:
     for place in experts:
         parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
         stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
-        stem = next((each for each in stems if not _PLAIN.fullmatch(each.lower())), stems[0])
+        stem = next((word for word in stems if not _PLAIN.fullmatch(word.lower())), stems[0])
         names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
     counts, numbered = Counter(names), Counter[str]()
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         numbered[name] += 1
-        names[at] = f"{name}-{numbered[name]}" if counts[name] > 1 or name == "defaults" else name
+        names[index] = f"{name}-{numbered[name]}" if counts[name] > 1 or name == "defaults" else name
     return names
 
 
@@ -180,10 +180,12 @@ def draft(
         {} if names_loader else _architecture(asked.base or next(iter(asked.experts.values())), access)
     )
     loader = architecture.get("loader") or _override(overrides, "architecture.loader")
-    reads = "text" if loader in _TEXT_LOADERS else "image" if loader in _IMAGE_LOADERS else "text"
+    source = architecture.get("source") or _override(overrides, "architecture.source")
+    is_image = loader in _IMAGE_LOADERS or (loader == "hf-auto" and _reads_images(source, access))
+    reads = "image" if is_image else "text"
     entries, chosen = _entries(asked, data, reads, probe)
     chosen += asked.chosen
-    made: dict[str, Any] = {
+    content: dict[str, Any] = {
         "version": 1,
         "name": "why" if isinstance(asked.merged, str) else "picked",
         "architecture": architecture,
@@ -203,23 +205,27 @@ def draft(
             "prefix": False,
         },
     }
-    spec = load_spec(made, overrides)
+    spec = load_spec(content, overrides)
     heads: dict[str, Any] = {}
     reads_words = loader in _CLIPS and asked.base is not None and _has_text_tower(asked.base, access)
     for task, entry in spec.data.tasks.items():
         views = {split: data_sources[entry.kind](entry, split, access) for split in ("calibration", "test")}
-        made["data"][task] |= _counts(views["calibration"], views["test"], task)
+        content["data"][task] |= _counts(views["calibration"], views["test"], task)
         words = views["test"].class_names
         if reads == "text":
-            made["data"][task] |= _judged(views["test"], loader)
+            content["data"][task] |= _judged(views["test"], loader)
         elif words and reads_words and not all(word.isdecimal() for word in words):
             heads[task] = {"templates": [_PROMPT]}
     if heads:
-        made["heads"] = heads
+        content["heads"] = heads
         chosen.append(f"accuracy is by the prompt {_PROMPT!r}, as nothing else says how classes are named")
     for text in overrides:
-        override(made, text)
-    return Draft(load_spec(made), to_yaml(made), tuple(chosen))
+        override(content, text)
+    return Draft(load_spec(content), to_yaml(content), tuple(chosen))
+
+
+def _reads_images(source: str, access: Access) -> bool:
+    return reads_images(read_config(source, "config.json", offline=access.offline) or {})
 
 
 def _has_text_tower(place: str, access: Access) -> bool:
@@ -252,13 +258,13 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
             return {"loader": loader, "source": source}
     keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
     family = family_of_keys(keys)
-    told = f" (by its keys, {family.what})" if family else ""
+    by_keys = f" (by its keys, {family.what})" if family else ""
     beside = expanded(whole).parent / _OPEN_CLIP
     if family and family.loader == "open-clip" and beside.is_file():
         return {"loader": family.loader, "source": str(beside.resolve())}
     loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
     raise SpecError(
-        f"nothing beside {place} says how the model is built{told}",
+        f"nothing beside {place} says how the model is built{by_keys}",
         hint=f"Give the folder that its library saved, or say it: --set architecture.loader={loader} --set "
         "architecture.source=SOURCE, a Hub id, a folder or a name of open_clip."
         if loader != "LOADER" or not family
@@ -272,8 +278,8 @@ def _entries(
     """What the spec says of every task's data, and what was chosen for want of it."""
     tasks = [*asked.experts]
     if not data:
-        entry, told = _probe(reads, probe)
-        return {task: dict(entry) for task in tasks}, [told]
+        entry, notice = _probe(reads, probe)
+        return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
     if named and len(named) == len(data):
@@ -316,27 +322,27 @@ def _probe(reads: str, probe: Path) -> tuple[dict[str, Any], str]:
         arrays = {"file": str(file), "x": "x"}
         entry = {"kind": "npz", "calibration": arrays, "test": arrays}
     entry = json.loads(json.dumps(entry).replace(str(file), str(file.resolve())))
-    held = f"{len(texts())} built-in texts" if reads == "text" else f"{PICTURES} built-in drawn pictures"
-    return entry, f"no --data: {held} are read, of no task; your own samples may show more"
+    samples = f"{len(texts())} built-in texts" if reads == "text" else f"{PICTURES} built-in drawn pictures"
+    return entry, f"no --data: {samples} are read, of no task; your own samples may show more"
 
 
 def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
     """How many samples are drawn; of one place for all, most are measured on."""
-    left = len(test)
+    num_left = len(test)
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
-    left -= drawn if is_one else 0
-    if drawn < 1 or left < 2:
+    num_left -= drawn if is_one else 0
+    if drawn < 1 or num_left < 2:
         raise DataError(
             f"task {task}: {test.origin} holds {len(test)} samples, too few to measure anything on",
             hint="Give a few dozen; a task of its own needs no labels.",
         )
-    return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, left), "n_test": min(TEST, left)}
+    return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, num_left), "n_test": min(TEST, num_left)}
 
 
 def _judged(view: SplitView, loader: str) -> dict[str, Any]:
     """How the answers of a task of texts are judged: as classes where they are few, else by how likely they are."""
-    answers = [view.read(at).target for at in range(min(len(view), 10 * TEST))]
+    answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
     if not all(answers):
         return {}
     if len({*answers}) <= min(MOST_ANSWERS, len(answers) // 2):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -49,6 +49,7 @@ from driftlens.jobs.study.reopening import (
     Phase,
     deterministic_algorithms,
     lead,
+    resumable,
     run_phases,
     writing,
 )
@@ -58,7 +59,7 @@ from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume, how_to_save
+from driftlens.runs.standing import COMMAND, how_to_explain, how_to_resume, how_to_save, require_analyzed
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.spec.requests import CalibrationRequest
 
@@ -104,7 +105,7 @@ def calibrate(
         require_free_name(request, opened, writer.manifest, is_chosen=is_chosen)
         work = _Work(writer, opened, context.reporter(writer.progress), export)
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with _resumable(
+            with resumable(
                 lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
             ):
                 work.first_numbers(choose, resume=request.resume, on_first=on_first)
@@ -112,7 +113,7 @@ def calibrate(
                 on_measured(open_run(folder))
         is_live = context.live is not None
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
-        with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
+        with resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
             work.complete(attribution=request.attribution)
     return open_run(folder)
 
@@ -194,7 +195,7 @@ def open_calibration(
     is_compared: bool = False,
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written."""
-    reopening.require_analyzed(folder)
+    require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:
         reopening.require_spec(folder, run.manifest)
@@ -209,8 +210,8 @@ def open_calibration(
     plan = plan_calibration(request, run, spec, study)
     if spec is not None and not (is_compared and study.has_base):
         require_task_id(spec.task_id, plan.method)
-    asked = request.changed(resume=False, replace=False).words()
-    words = [*(word for word in asked if not word.startswith("--name=")), *context.access.words]
+    options = request.changed(resume=False, replace=False).words()
+    words = [*(word for word in options if not word.startswith("--name=")), *context.access.words]
     return OpenCalibration(folder, run.manifest, study, models, plan, words)
 
 
@@ -228,47 +229,43 @@ def require_free_name(
     request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest, *, is_chosen: bool
 ) -> None:
     """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same."""
-    plan, taken = opened.plan, manifest.calibrations.get(opened.plan.name)
-    if taken is None or request.replace:
+    plan, finished = opened.plan, manifest.calibrations.get(opened.plan.name)
+    if finished is None or request.replace:
         return
-    hint = f"Choose another --name, or --replace it; {how_to_save(opened.folder, plan.name, manifest)}."
+    hint = f"Choose another --name, or replace it with --replace; {how_to_save(opened.folder, plan.name, manifest)}."
     if not request.resume:
         raise SpecError(f"the run has a calibration {plan.name!r} already", hint=hint)
-    if not _is_same(plan, taken, is_chosen=is_chosen):
-        raise SpecError(f"the calibration {plan.name!r} is finished, with other settings", hint=hint)
+    if text := _difference(plan, finished, is_chosen=is_chosen):
+        raise SpecError(f"the calibration {plan.name!r} is finished, with other settings: {text}", hint=hint)
 
 
-def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
-    """Whether a finished calibration is what the plan would make; hyperparameters that were chosen are its own."""
+def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
+    """In what a finished calibration is not what the plan would make; hyperparameters that were chosen are its own."""
+    # Apart, as a calibrator may call a setting of its own `n` or `samples`.
+    groups: list[dict[str, tuple[Any, Any]]] = [{"method": (finished.method, plan.method)}]
     if is_chosen:
-        is_asked = taken.selection.get("asked", plan.asked) == plan.asked
+        groups = [{"asked": (finished.selection.get("asked", plan.asked), plan.asked)}]
     else:
-        is_asked = (
-            plan.hyperparameters.items() <= dict(taken.settings).items()
-            and plan.method == taken.method
-            and plan.layers == sorted(taken.layers)
+        settings = plan.hyperparameters.items()
+        groups.append({name: (finished.settings.get(name), value) for name, value in settings})
+        groups.append(
+            {"layers": (sorted(finished.layers), plan.layers), "views": (finished.views, plan.views)}
         )
-    return (
-        is_asked
-        and taken.automatic == is_chosen
-        and plan.out_dtype == taken.out_dtype
-        and tuple(plan.patterns) == tuple(taken.sites)
-        and plan.sample_digests == dict(taken.sample_digests)
-        and (is_chosen or plan.views == dict(taken.views))
-        and plan.shrink.get("asked") == taken.shrink.get("asked")
+    groups.append(
+        {
+            "n": (finished.samples, plan.counts),
+            "auto": (finished.automatic, is_chosen),
+            "out_dtype": (finished.out_dtype or "the base's", plan.out_dtype or "the base's"),
+            "sites": ([*finished.sites], [*plan.patterns]),
+            "samples": (finished.sample_digests, plan.sample_digests),
+            "shrink": (finished.shrink.get("asked"), plan.shrink.get("asked")),
+        }
     )
-
-
-@contextmanager
-def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
-    """A block that, stopped by the user or by a full disk, says how to go on with what it has left behind."""
-    try:
-        yield
-    except (Cancelled, RunError) as error:
-        if found := how():
-            told = f"What was finished is kept: {found}."
-            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
-        raise
+    for group in groups:
+        before, now = ({name: pair[side] for name, pair in group.items()} for side in (0, 1))
+        if text := reopening.difference(before, now):
+            return text
+    return ""
 
 
 class _Work:
@@ -334,8 +331,8 @@ class _Work:
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
         if attached and (finder := self.phases.finder) is not None:
             info = dataclasses.replace(info, found_out=self.team.once(finder.shares))
-        said = [f"{plan.variant}: {text}" for text in notices]
-        self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+        run_notices = [f"{plan.variant}: {text}" for text in notices]
+        self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=run_notices)
 
     def _save_elsewhere(self, info: CalibrationInfo) -> None:
         """Save the model where the user wants it as well, or, where it is, tell in its card what is measured by now."""
@@ -402,10 +399,10 @@ class _Work:
 
     def _look(self, on_first: Callable[[str], None] | None) -> None:
         self.reporter.step("look", 0, 1)
-        said = first_look(open_run(self.writer.folder), self.study, self.plan.variant, self.plan.counts)
-        self.reporter.step("look", 1, 1, said)
+        summary = first_look(open_run(self.writer.folder), self.study, self.plan.variant, self.plan.counts)
+        self.reporter.step("look", 1, 1, summary)
         if on_first is not None:
-            on_first(said)
+            on_first(summary)
 
     def complete(self, *, attribution: bool) -> None:
         """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
@@ -434,23 +431,23 @@ class _Work:
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
     # Those of files are drawn apart.
-    seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    seen += trained_on(plan.samples, study) if plan.automatic or "curve" in plan.shrink else []
+    notices = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
+    notices += trained_on(plan.samples, study) if plan.automatic or "curve" in plan.shrink else []
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.kinds)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
-        return [*seen, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
+        return [*notices, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries and not plan.calibrator.needs_task_id:
-        return seen
+        return notices
     if plan.boundaries:
-        told = "weights are those of the merged model; what is attached wants to know the task of an input"
+        notice = "weights are those of the merged model; what is attached wants to know the task of an input"
         if not study.tells_tasks:
-            told += (
+            notice += (
                 ", which nobody tells: scores are of the maps of the task that the base's final feature says"
             )
-        return [*seen, told]
-    return [*seen, f"this is {plan.unchanged}"]
+        return [*notices, notice]
+    return [*notices, f"this is {plan.unchanged}"]
 
 
 def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
@@ -473,12 +470,12 @@ class _Candidates(Reporter):
     """Keeps what is measured of every candidate among the run's events, for whoever watches."""
 
     def __init__(self, reporter: Reporter, writer: RunWriter, name: str) -> None:
-        self._reporter, self._writer, self._of = reporter, writer, name
+        self._reporter, self._writer, self._calibration = reporter, writer, name
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
         """As of a `Reporter`."""
         if "score" in metrics:
-            self._writer.event(layout.CANDIDATE, of=self._of, name=label, **metrics)
+            self._writer.event(layout.CANDIDATE, of=self._calibration, name=label, **metrics)
         self._reporter.step(phase, done, total, label, **metrics)
 
 
@@ -505,10 +502,10 @@ class CalibrationScratch(Begun):
         """Refuse what `go_on` would, if anything was begun."""
         if not self.is_there:
             return
-        before, now, skipped = self.begun, dict(settings), {"selection", COMMAND}
-        if asked and (chosen := before.get("selection")):
-            before, now, skipped = before | chosen["asked"], {**now, **asked}, {*skipped, "sites", "views"}
-        self.require_same(*({name: of[name] for name in of if name not in skipped} for of in (before, now)))
+        then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
+        if asked and (chosen := then.get("selection")):
+            then, now, skip = then | chosen["asked"], {**now, **asked}, {*skip, "sites", "views"}
+        self.require_same(*({name: side[name] for name in side if name not in skip} for side in (then, now)))
 
     def solved(self) -> dict[int, CalibratedLayer]:
         """The layers that are kept, by index; their values stay on disk until they are asked for."""
@@ -575,9 +572,9 @@ def solve(
 
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
 
-    def step(now: Step) -> None:
-        said = metrics if now.loss is None else {"loss": now.loss}
-        reporter.step(PHASE, now.done, now.total, now.label, **said)
+    def step(progress: Step) -> None:
+        values = metrics if progress.loss is None else {"loss": progress.loss}
+        reporter.step(PHASE, progress.done, progress.total, progress.label, **values)
 
     ground = Ground(
         study.pool,
@@ -595,7 +592,7 @@ def solve(
         like=study.like,
     )
     for layer in plan.calibrator.calibrate(ground):
-        solution.attachments |= {(task, layer.layer): each for task, each in layer.attachments.items()}
+        solution.attachments |= {(task, layer.layer): added for task, added in layer.attachments.items()}
         if study.team.leads and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, elapsed())
         if layer.reports:

@@ -119,21 +119,22 @@ class CalibrationPlan(Chosen):
         else:
             shown = study.blinded(self.samples)
             assert choose.choose is not None
-            calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter, kept)
-            selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
+            calibrator, record = choose.choose(shown, self.calibrator, self.sites, reporter, kept)
+            selection = {**record, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
         plan = dataclasses.replace(self, automatic=True, selection=selection)
         if "share" in selection:
-            shrink = {**self.shrink, "share": selection["share"], "curve": selection["curve"]}
-            plan = dataclasses.replace(plan, shrink=shrink)
+            # A share that was asked for is none that the curve speaks for.
+            curve = {} if "share" in self.shrink else {"curve": selection["curve"]}
+            plan = dataclasses.replace(plan, shrink={**self.shrink, "share": selection["share"], **curve})
         if "merge" in selection:
-            made = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
-            study.pool.add(plan.kept, merged_within(study.blinded(self.samples), made))
+            merge = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
+            study.pool.add(plan.kept, merged_within(study.blinded(self.samples), merge))
         if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")
         if "views" in selection:
             views = Views(**selection["views"])
-            samples = {task: dataclasses.replace(at, views=views) for task, at in self.samples.items()}
+            samples = {task: dataclasses.replace(drawn, views=views) for task, drawn in self.samples.items()}
             plan = dataclasses.replace(plan, samples=samples)
         if type(calibrator) is not type(self.calibrator):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
@@ -152,8 +153,8 @@ class CalibrationPlan(Chosen):
     @property
     def asked(self) -> dict[str, Any]:
         """What a choice begins with, as plain values: a finished calibration is known again by it."""
-        known = {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
-        return known | ({"views": self.views} if self.views else {})
+        start = {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
+        return start | ({"views": self.views} if self.views else {})
 
     @property
     def variant(self) -> str:
@@ -211,8 +212,8 @@ class CalibrationPlan(Chosen):
     @property
     def views(self) -> dict[str, str]:
         """Which copies of samples are read beside them, as was asked for, by task."""
-        given = {task: samples.views for task, samples in self.samples.items()}
-        return {task: str(views) for task, views in given.items() if views is not None}
+        by_task = {task: samples.views for task, samples in self.samples.items()}
+        return {task: str(views) for task, views in by_task.items() if views is not None}
 
     def info(
         self,
@@ -315,11 +316,11 @@ def plan_calibration(
     return plan.settled(calibrator, study)
 
 
-def _shrink_of(asked: float | str | None) -> dict[str, Any]:
+def _shrink_of(share: float | str | None) -> dict[str, Any]:
     """What is known of the share before it is chosen."""
-    if asked is None:
+    if share is None:
         return {}
-    return {"asked": asked} if asked == "auto" else {"asked": asked, "share": asked}
+    return {"asked": share} if share == "auto" else {"asked": share, "share": share}
 
 
 def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:
@@ -339,7 +340,7 @@ def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, m
         raise SpecError(
             f"{method} is pulled towards no other model than the merged one, so there is no control without that"
         )
-    if len(counts := {len(of) for of in samples.values()}) > 1:
+    if len(counts := set(map(len, samples.values()))) > 1:
         raise SpecError(
             f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
             hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
@@ -348,8 +349,8 @@ def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, m
 
 def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
     """All hyperparameters as JSON would give them back."""
-    given = calibrator.get_params()
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    settings = calibrator.get_params()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
 def preset_of(calibrator: Calibrator) -> str:
@@ -362,8 +363,8 @@ def preset_of(calibrator: Calibrator) -> str:
 def _beginning(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
     """The first `count` samples, as drawing fewer would have given, or all."""
     if samples is None or len(samples) < (count or 1):
-        there = 0 if samples is None else len(samples)
-        raise DataError(f"task {task} has {there} calibration samples, {count or 'some'} are asked for")
+        available = 0 if samples is None else len(samples)
+        raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are asked for")
     return samples if count is None else part_of(samples, range(count))
 
 
@@ -398,8 +399,8 @@ def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]
 
     notices = []
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
-        own = pool.chain.owned(layer).items()
-        keys = {slot.key for name, slot in own if (layer.index, name) not in calibrated}
+        slots = pool.chain.owned(layer).items()
+        keys = {slot.key for name, slot in slots if (layer.index, name) not in calibrated}
         if moved := ", ".join(filter(differs, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
@@ -411,13 +412,13 @@ def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]
 def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """One notice per task some of whose diagnosis samples are among these calibration samples, by their content."""
     notices = []
-    for task, given in samples.items():
-        solved_on, seen = set(given.digests), study.tasks[task].diagnosis.digests
-        count = sum(sample in solved_on for sample in seen)
+    for task, drawn in samples.items():
+        solved_on, measured_on = set(drawn.digests), study.tasks[task].diagnosis.digests
+        count = sum(sample in solved_on for sample in measured_on)
         if count:
             notices.append(
-                f"{count} of the {len(seen)} diagnosis samples of task {task} are among its calibration samples, so "
-                "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
+                f"{count} of the {len(measured_on)} diagnosis samples of task {task} are among its calibration "
+                "samples, so drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
             )
     return notices
 
@@ -431,26 +432,27 @@ def trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     draws of 64 samples that experts were trained on, and of 0.6 to 1.6 % of others.
     """
     means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
-    for task, given in samples.items():
+    for task, drawn in samples.items():
         model, head = expert_of(task), study.head(task, expert_of(task))
-        others = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
-        if head is None or min(len(given), len(others)) < 2:
+        diagnosed = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
+        if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
         sure = []
-        for of in (replace(given, views=None), others):
-            found = final_features(study.pool, model, task, of, study.settings.pool)
-            sure.append(wide(head.scores(found)).softmax(dim=1).amax(dim=1).cpu().numpy())
+        for part in (replace(drawn, views=None), diagnosed):
+            features = final_features(study.pool, model, task, part, study.settings.pool)
+            sure.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
         means.append((float(sure[0].mean()), float(sure[1].mean())))
         groups += sure
     if not means:
         return []
-    error, freedom = standard_error([of / len(means) for of in groups])
-    own, other = np.mean(means, axis=0)
-    if not own - other > student(freedom, 0.98) * error:
+    error, freedom = standard_error([part / len(means) for part in groups])
+    on_drawn, on_diagnosed = np.mean(means, axis=0)
+    if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
         return []
     return [
-        f"experts were probably trained on the calibration samples: they are surer of them ({own:.1%} on average) than "
-        f"of the diagnosis samples ({other:.1%}). What is chosen on such samples misleads; bring others"
+        f"experts were probably trained on the calibration samples: they are surer of them ({100 * on_drawn:.1f} % on "
+        f"average) than of the diagnosis samples ({100 * on_diagnosed:.1f} %). What is chosen on such samples "
+        "misleads; bring others"
     ]
 
 
@@ -463,12 +465,13 @@ def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
 
 def method_called(calibrator: Calibrator) -> str:
     """The name under which the calibrator's class, or the one it extends, is registered."""
-    for known, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
+    for name, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
-            return known
+            return name
     raise SpecError(
-        f"{type(calibrator).__name__} is no registered calibrator",
-        hint=f"There are {', '.join(calibrators)}.",
+        f"{calibrator!r} is no registered calibrator",
+        hint="Give an instance, such as dl.FeatCal(), or a name, as dl.calibrate(run, method='featcal', name=...); "
+        f"there are {', '.join(calibrators)}.",
     )
 
 
@@ -477,8 +480,8 @@ def calibrator_of(
 ) -> Calibrator:
     """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults."""
     method = method_of(request, section)
-    given = dict(calibrators[method].with_views) if has_views else {}
+    parameters = dict(calibrators[method].with_views) if has_views else {}
     if section is not None and section.method == method:  # else its settings are another method's
-        given |= over_preset(method, section.preset, section.parameters)
-    given |= over_preset(method, request.preset, request.parameters)
-    return calibrators[method](**resolve(calibrators[method], given, method))
+        parameters |= over_preset(method, section.preset, section.parameters)
+    parameters |= over_preset(method, request.preset, request.parameters)
+    return calibrators[method](**resolve(calibrators[method], parameters, method))

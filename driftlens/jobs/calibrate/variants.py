@@ -126,16 +126,16 @@ def unreached(solution: Solution) -> list[str]:
         f"{counted(len(routers), 'router')} of mixtures stay as merged, because they don't choose by the largest of "
         f"softmax or sigmoid scores: {some_of(routers)}"
     )
-    said = (f"{text}; more samples reach more of them", tokens), (unknown, routers)
-    return [notice for notice, holds in said if holds]
+    notices = (f"{text}; more samples reach more of them", tokens), (unknown, routers)
+    return [notice for notice, concerned in notices if concerned]
 
 
 def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:
     """Rows of the calibration table: one per site, layer index first."""
-    known = CALIBRATION.names
+    columns = CALIBRATION.names
     return [
         {"name": name, "layer": layer}
-        | {key: value for key, value in dataclasses.asdict(report).items() if key in known}
+        | {key: value for key, value in dataclasses.asdict(report).items() if key in columns}
         for layer, report in reports
     ]
 
@@ -205,9 +205,7 @@ def kept_change(run: pathlib.Path, name: str) -> dict[str, Any]:
 
 def lost_of(change: Mapping[str, Any]) -> list[str]:
     """What is said of that; empty where next to nothing is lost."""
-    return (
-        saved_words(Change(**change), "the calibration", "calibrate", "the merged model's") if change else []
-    )
+    return saved_words(Change(**change), "the calibration", "the merged model's") if change else []
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
@@ -279,8 +277,8 @@ class Export:
         if not weights.is_file():
             raise RunError(f"{self.run} keeps no weights of {self.name!r}: {weights.name} is gone", hint=hint)
         measured = manifest.models.get(calibrated(self.name))
-        kept = model_info(self._architecture.chain, self._model(weights), self._attached, "")
-        if measured is not None and kept.digest != measured.digest:
+        stored = model_info(self._architecture.chain, self._model(weights), self._attached, "")
+        if measured is not None and stored.digest != measured.digest:
             raise CheckpointError(f"{weights} is not the model that was measured: it has changed", hint=hint)
 
     def require_place(self) -> None:
@@ -346,8 +344,8 @@ class Export:
 
     def _is_same(self) -> bool:
         keys, attached = self._architecture.chain.parameter_keys(), self._attached_file
-        ours, theirs = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
-        if ours != theirs or attached.exists() != bool(self._attached):
+        kept, saved = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
+        if kept != saved or attached.exists() != bool(self._attached):
             return False
         portable = TensorsSource(ATTACHED_FILE, self._portable)
         return not self._attached or content_digest(open_checkpoint(attached)) == content_digest(portable)
@@ -355,11 +353,11 @@ class Export:
     @property
     def _portable(self) -> dict[str, Tensor]:
         """What is attached by the paths of the library's own modules."""
-        known, prefix = self._architecture, ""
+        architecture, prefix = self._architecture, ""
         if not self._is_file:
-            first = next(iter(known.chain.blocks[0].parameters.values())).key
-            prefix = library_prefix(known, self.models.own_form, first)
-        return portable_tensors(known.skeleton, known.chain, self._attached, prefix)
+            first = next(iter(architecture.chain.blocks[0].parameters.values())).key
+            prefix = library_prefix(architecture, self.models.own_form, first)
+        return portable_tensors(architecture.skeleton, architecture.chain, self._attached, prefix)
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
@@ -370,12 +368,12 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
         return card
     loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
 
-    def more(usage: str) -> str:
+    def extended(usage: str) -> str:
         lines = usage.splitlines(keepends=True)
-        made = next((at for at, line in enumerate(lines) if line.startswith("model")), None)
-        if made is None:
+        model_line = next((index for index, line in enumerate(lines) if line.startswith("model")), None)
+        if model_line is None:
             return card(f"{usage}{loader}")
-        lines.insert(made + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        lines.insert(model_line + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
         return card(f"{loader}{''.join(lines)}")
 
-    return more
+    return extended

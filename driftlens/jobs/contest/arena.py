@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled
+from driftlens.base.errors import Cancelled, SpecError, did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
@@ -40,17 +40,17 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, SweepRe
 from driftlens.suites.reproduce import Protocol, Suite, protocol_called
 
 
-def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
+def entrants(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
     """The repairs asked for by method and settings, under names that calibrations can have; as `candidates`."""
 
     def name_of(method: str, settings: Mapping[str, object]) -> str:
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
         return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
 
-    found = candidates(given, calibrators, calibrators.__getitem__, name_of, beside=BESIDE)
-    for entrant in found:
+    repairs = candidates(asked, calibrators, calibrators.__getitem__, name_of, beside=BESIDE)
+    for entrant in repairs:
         request_of(entrant)
-    return found
+    return repairs
 
 
 BESIDE = ("views", "shrink")
@@ -59,29 +59,40 @@ BESIDE = ("views", "shrink")
 
 def request_of(entrant: Candidate, **more: Any) -> CalibrationRequest:
     """The calibration that an entrant is; a SpecError where that can't be asked for."""
-    asked: dict[str, Any] = {name: entrant.settings[name] for name in BESIDE if name in entrant.settings}
-    own = {name: value for name, value in entrant.settings.items() if name not in BESIDE}
-    return CalibrationRequest(name=entrant.name, method=entrant.method, parameters=own, **asked, **more)
+    settings = dict(entrant.settings)
+    beside: dict[str, Any] = {name: settings.pop(name) for name in BESIDE if name in settings}
+    return CalibrationRequest(name=entrant.name, method=entrant.method, parameters=settings, **beside, **more)
 
 
 def compete(
     run: PathLike,
-    wanted: Sequence[Candidate],
+    repairs: Sequence[Candidate],
     context: Context = Context(),
     *,
     samples: int | None = None,
     attribution: bool = True,
+    against: str | None = None,
 ) -> dict[str, str]:
     """Calibrate a run with every repair in turn, on the same samples; those that are there are left as they are.
 
     `views` and `shrink` among an entrant's settings are the calibration's. Settings are those published for models of
     the run's kind, over which the entrant's own count; those of the spec's `calibration` take their place where it is
     of the same method and says some. One that was interrupted goes on where it stopped. Given is why those that could
-    not be made could not, by name.
+    not be made could not, by name. A repair that all will be compared with, `against`, has to be among them or in the
+    run.
     """
-    loader = str(open_run(run).manifest.architecture.get("loader"))
-    spec = Path(run) / layout.SPEC
-    section = load_spec(spec).calibration if spec.is_file() else None  # runs of live modules have none
+    manifest = open_run(run).manifest
+    known = [*manifest.calibrations, *(entrant.name for entrant in repairs)]
+    if against is not None and against not in known:
+        raise SpecError(
+            f"no repair is called {against!r}; there will be {', '.join(dict.fromkeys(known))}",
+            hint=did_you_mean(against, known),
+        )
+    loader = str(manifest.architecture.get("loader"))
+    section = None
+    if context.live is None:
+        reopening.require_spec(Path(run), manifest)
+        section = load_spec(Path(run) / layout.SPEC).calibration
 
     def attempt(entrant: Candidate) -> Outcome[None]:
         kind = calibrators[entrant.method]
@@ -97,13 +108,13 @@ def compete(
         return Outcome()
 
     try:
-        met = contest(wanted, one_by_one(attempt, context.access.team))
-        outcomes = {entrant.name: outcome for entrant, outcome in met}
+        results = contest(repairs, one_by_one(attempt, context.access.team))
+        outcomes = {entrant.name: outcome for entrant, outcome in results}
     except Cancelled as error:
         error.hint = "What was finished is kept; the same command goes on where it stopped."
         raise
     require_any(outcomes.values())
-    return {name: at.error.message for name, at in outcomes.items() if at.error is not None}
+    return {name: outcome.error.message for name, outcome in outcomes.items() if outcome.error is not None}
 
 
 def reproduce(
@@ -117,7 +128,7 @@ def reproduce(
 ) -> tuple[dict[str, DriftRun], dict[str, str]]:
     """The runs of a protocol by merge method, each under `out`, and why repairs are missing."""
     study = protocol_called(protocol)
-    wanted = entrants([*study.repairs(suite).items()])
+    repairs = entrants([*study.repairs(suite).items()])
     specs = {merger: suite.run_spec(name, merger, folder) for merger in study.of(suite)}
     runs, failed = dict[str, DriftRun](), dict[str, str]()
     for merger, spec in specs.items():
@@ -126,7 +137,7 @@ def reproduce(
         if study.is_excess:
             measure_excess(place, study.repairs(suite)["featcal"], context, resume=True)
         elif study.vary is None:
-            missing = compete(place, wanted, context, attribution=study.traces)
+            missing = compete(place, repairs, context, attribution=study.traces)
             failed |= {f"{merger} {repair}": why for repair, why in missing.items()}
         else:
             sweep(place, sweep_of(study, suite), context)
@@ -134,16 +145,16 @@ def reproduce(
     return runs, failed
 
 
-def sweep_of(study: Protocol, suite: Suite) -> SweepRequest:
+def sweep_of(protocol: Protocol, suite: Suite) -> SweepRequest:
     """What a protocol that varies something sweeps on each of its runs, whose specs may have published settings."""
-    assert study.vary is not None
-    repairs = {name: dict(settings) for name, settings in study.repairs(suite).items()}
+    assert protocol.vary is not None
+    repairs = {name: dict(settings) for name, settings in protocol.repairs(suite).items()}
     return SweepRequest(
-        param={name: [*values] for name, values in study.vary(suite).items()},
+        param={name: [*values] for name, values in protocol.vary(suite).items()},
         method=tuple(repairs),
         settings=repairs,
-        seeds=study.seeds,
-        ablate=study.ablate,
+        seeds=protocol.seeds,
+        ablate=protocol.ablate,
         resume=True,
     )
 
@@ -230,8 +241,8 @@ def measure_excess(
         def work() -> None:
             rows.clear()
             for layers in calibrate_side_by_side(trials.ground(parts, plan.sites), lanes):
-                known = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
-                rows.extend({**known, **row} for row in heard)
+                columns = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
+                rows.extend({**columns, **row} for row in heard)
                 heard.clear()
             writer.append("excess", pd.DataFrame(rows), replace=True)
 

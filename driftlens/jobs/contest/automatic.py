@@ -47,7 +47,6 @@ from driftlens.jobs.contest.contest import (
     Scored,
     Trials,
     contest,
-    drift_scores,
     unlabelled,
 )
 from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, share_entry, shares_of_the_way
@@ -133,14 +132,14 @@ def choose_settings(
     calibrators, `share` fixes the share of the way from the base. What becomes of each is kept in `kept`, where an
     earlier sitting may have left some.
     """
-    counts = {task: len(at.calibration or ()) for task, at in study.tasks.items()}
-    told = {"has_base": study.has_base, "has_views": study.is_told_views}
-    entrants = _entrants(start, counts, others=others, **told)
-    ways = [1.0] if not study.has_base else [at for at in SHARES if at] if share is None else [share]
+    counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}
+    flags = {"has_base": study.has_base, "has_views": study.is_told_views}
+    entrants = _entrants(start, counts, others=others, **flags)
+    shares = [1.0] if not study.has_base else [*filter(None, SHARES)] if share is None else [share]
     with temporary_folder() as folder:
-        tries = _Tries(study, sites, entrants, ways, kept, reporter, folder)
-        left = _halved(tries, entrants)
-        record = _record(tries, left)
+        tries = _Tries(study, sites, entrants, shares, kept, reporter, folder)
+        rivals = _halved(tries, entrants)
+        record = _record(tries, rivals)
         tries.bar.finish()
     choice = tries.entrants.get(record["choice"])
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
@@ -149,7 +148,7 @@ def choose_settings(
         "judged_by": tries.judge.measure,
         "start": plain_settings(start),
         "chosen": None if record["kept"] else plain_settings(chosen),
-        "num_held_out": {task: len(at) for task, at in tries.samples.items()},
+        "num_held_out": {task: len(judged) for task, judged in tries.samples.items()},
         "num_calibrations": tries.num_fits,
         "cost_in_calibrations": tries.spent / _dearest(entrants),
         "seconds": round(tries.ledger.seconds, 3),
@@ -162,7 +161,7 @@ def _as_they_are(has_base: bool) -> list[str]:
 
 
 def _dearest(entrants: Sequence[Entrant]) -> float:
-    return max(at.cost for at in entrants)
+    return max(entrant.cost for entrant in entrants)
 
 
 def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
@@ -170,27 +169,30 @@ def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
 
     Nothing is left behind that the best isn't clearly better than, unless the budget ends.
     """
-    left, most = list(entrants), BUDGET * _dearest(entrants)
+    rivals, budget = list(entrants), BUDGET * _dearest(entrants)
     for part in range(NUM_PARTS):
-        tries.bar.expect(min(_of_part(left) * (NUM_PARTS - part), max(most - tries.spent, _of_part(left))))
-        tries.make(left, part)
-        parts, left = range(part + 1), [at for at in left if at.name not in tries.failures]
-        scores = {at.name: tries.best_of(at.name, parts)[1] for at in left}
-        left.sort(key=lambda at: scores[at.name].mean)
-        among = max(1, len(left) - 1)
-        left = [
-            at for at in left if not scores[left[0].name].compared_with(scores[at.name], among=among).is_clear
+        cost = _cost_of_part(rivals)
+        tries.bar.expect(min(cost * (NUM_PARTS - part), max(budget - tries.spent, cost)))
+        tries.make(rivals, part)
+        parts, rivals = range(part + 1), [rival for rival in rivals if rival.name not in tries.failures]
+        if not rivals:
+            break
+        scores = {rival.name: tries.best_of(rival.name, parts)[1] for rival in rivals}
+        rivals.sort(key=lambda rival: scores[rival.name].mean)
+        best, among = scores[rivals[0].name], max(1, len(rivals) - 1)
+        rivals = [
+            rival for rival in rivals if not best.compared_with(scores[rival.name], among=among).is_clear
         ]
-        if not left or (len(left) == 1 and tries.is_settled(scores[left[0].name], parts)):
+        if len(rivals) == 1 and tries.is_settled(best, parts):
             break
         if part + 1 < NUM_PARTS:
-            while len(left) > 1 and _of_part(left) > most - tries.spent:
-                left.pop()
-    return left
+            while len(rivals) > 1 and _cost_of_part(rivals) > budget - tries.spent:
+                rivals.pop()
+    return rivals
 
 
-def _of_part(entrants: Sequence[Entrant]) -> float:
-    return sum(at.cost_of_part for at in entrants)
+def _cost_of_part(entrants: Sequence[Entrant]) -> float:
+    return sum(entrant.cost_of_part for entrant in entrants)
 
 
 class _OneBar(Reporter):
@@ -202,30 +204,30 @@ class _OneBar(Reporter):
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._most = self._spent = self._batch = self._at = 0.0
+        self._total = self._spent = self._batch = self._reached = 0.0
 
     def begin(self, effort: float) -> None:
         """The batch at hand is over, and one begins that takes `effort`."""
         self._spent, self._batch = self._spent + self._batch, effort
-        self._most = max(self._most, self._spent + effort)
+        self._total = max(self._total, self._spent + effort)
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
         """As of a `Reporter`, of the batch at hand."""
-        self._at = max(self._at, self._spent + self._batch * done / (total or 1))
-        self._reporter.step(phase, round(100 * self._at), round(100 * self._most), label, **metrics)
+        self._reached = max(self._reached, self._spent + self._batch * done / (total or 1))
+        self._reporter.step(phase, round(100 * self._reached), round(100 * self._total), label, **metrics)
 
     def expect(self, ahead: float) -> None:
         """The batch at hand is over, and those from here on take `ahead`."""
-        self._most = self._spent + self._batch + ahead
+        self._total = self._spent + self._batch + ahead
 
     def tell(self, name: str, **measured: float) -> None:
         """What was measured of an entrant, beside the bar as it stands."""
-        self._reporter.step(PHASE, round(100 * self._at), round(100 * self._most), name, **measured)
+        self._reporter.step(PHASE, round(100 * self._reached), round(100 * self._total), name, **measured)
 
     def finish(self) -> None:
         """All is tried."""
-        self._at = self._spent + self._batch
-        self._reporter.step(PHASE, round(100 * self._at), round(100 * self._at))
+        self._reached = self._spent + self._batch
+        self._reporter.step(PHASE, round(100 * self._reached), round(100 * self._reached))
 
 
 class _Tries:
@@ -242,34 +244,34 @@ class _Tries:
         folder: Path,
     ) -> None:
         self.study, self.shares, self.judge = study, shares, Judge(study)
-        self.entrants = {at.name: at for at in entrants}
+        self.entrants = {entrant.name: entrant for entrant in entrants}
         self.bar, self.samples = _OneBar(reporter), unlabelled(study)
-        self.parts = {task: folds_of(len(at), task, parts=NUM_PARTS) for task, at in self.samples.items()}
-        self.ledger = KeptScores[Trial](kept, self._known_by, study.team)
+        self.parts = {task: folds_of(len(data), task, parts=NUM_PARTS) for task, data in self.samples.items()}
+        self.ledger = KeptScores[Trial](kept, self._key, study.team)
         self.failures: dict[str, str] = {}
         self.spent, self.num_fits = 0.0, 0
         self._sites, self._folder = sites, folder
         self._measured: dict[Trial, dict[float, Values]] = {}
         self._merges: dict[str, StateSource] = {}
-        self._whole = HeldOut(study, self.samples, self._measure)
+        self._whole = HeldOut(study, self.samples, self.judge.with_drift)
 
     def make(self, entrants: Sequence[Entrant], part: int) -> None:
         """Make entrants without a part of the samples, and judge them on it; what can't be made is in `failures`."""
-        tried: list[Trial] = []
+        candidates, tried = [Trial(entrant.name, part) for entrant in entrants], list[Trial]()
 
         def attempts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
             tried.extend(trials)
             by_views: dict[Views | None, list[Entrant]] = {}
-            for at in (self.entrants[trial.name] for trial in trials):
-                if at.calibrator is None:
-                    self.bar.begin(at.cost_of_part)
-                    yield Trial(at.name, part), self._merged(at, part)
+            for entrant in (self.entrants[trial.name] for trial in trials):
+                if entrant.calibrator is None:
+                    self.bar.begin(entrant.cost_of_part)
+                    yield Trial(entrant.name, part), self._merged(entrant, part)
                 else:
-                    by_views.setdefault(at.views, []).append(at)
-            for views, several in by_views.items():
-                yield from self._fitted(several, views, part)
+                    by_views.setdefault(entrant.views, []).append(entrant)
+            for views, group in by_views.items():
+                yield from self._fitted(group, views, part)
 
-        for trial, outcome in contest([Trial(at.name, part) for at in entrants], attempts, self.ledger):
+        for trial, outcome in contest(candidates, attempts, self.ledger):
             cost = self.entrants[trial.name].cost_of_part
             if trial not in tried:  # what an earlier sitting has kept counts as if it was done here
                 self.bar.begin(cost)
@@ -290,11 +292,11 @@ class _Tries:
         try:
             source = self._merges.get(entrant.name) or pool.source("merged")
             if entrant.merge is not None and entrant.name not in self._merges:
-                rest = {
-                    task: part_of(at, sorted({*range(len(at))} - {*self.parts[task][part]}))
-                    for task, at in self.samples.items()
+                shown = {
+                    task: part_of(drawn, sorted({*range(len(drawn))} - {*self.parts[task][part]}))
+                    for task, drawn in self.samples.items()
                 }
-                source = merged_within(self.study.blinded(rest), entrant.merge)
+                source = merged_within(self.study.blinded(shown), entrant.merge)
                 if not entrant.merge.method.runs_models:
                     self._merges[entrant.name] = source
         except (DataError, NumericsError, SpecError) as error:
@@ -304,41 +306,41 @@ class _Tries:
         return Outcome(self._judged(entrant.name, part), seconds)
 
     def _fitted(
-        self, entrants: Sequence[Entrant], views: Views | None, part: int
+        self, group: Sequence[Entrant], views: Views | None, part: int
     ) -> Iterator[tuple[Trial, Outcome[Scored]]]:
         """Calibrations on all parts but one, and their scores on that."""
         rest = frozenset(range(NUM_PARTS)) - {part}
-        of = {Fit(at.calibrator, rest): at for at in entrants if at.calibrator is not None}
+        fits = {Fit(entrant.calibrator, rest): entrant for entrant in group if entrant.calibrator is not None}
         trials = Trials(
             self.study,
             self.samples
             if views is None
-            else {t: replace(at, views=views) for t, at in self.samples.items()},
+            else {task: replace(drawn, views=views) for task, drawn in self.samples.items()},
             self.parts,
             lambda update: updated_sites(self.study.pool.chain, self._sites, update),
             self.bar,
             PHASE,
             self._folder / "features",
-            begin=lambda fits: self.bar.begin(sum(of[fit].cost_of_part for fit in fits)),
+            begin=lambda begun: self.bar.begin(sum(fits[fit].cost_of_part for fit in begun)),
         )
-        for fit, outcome in trials.outcomes([*of], lambda fit: self._judged(of[fit].name, part)):
-            yield Trial(of[fit].name, part), outcome
+        for fit, outcome in trials.outcomes([*fits], lambda fit: self._judged(fits[fit].name, part)):
+            yield Trial(fits[fit].name, part), outcome
 
     def parts_of(self, name: str) -> list[int]:
         """Those that an entrant was judged on; none if it can't be made."""
-        found = [part for part in range(NUM_PARTS) if Trial(name, part) in self._measured]
-        return [] if name in self.failures else found
+        judged = [part for part in range(NUM_PARTS) if Trial(name, part) in self._measured]
+        return [] if name in self.failures else judged
 
     def scores(self, name: str, parts: Sequence[int], share: float = 1.0) -> Scores:
         """At a share of the way from the base, on these parts, each judged by a model that was made without it."""
-        return Scores({task: of["score"] for task, of in self._values(name, parts, share).items()})
+        return Scores({task: numbers["score"] for task, numbers in self._values(name, parts, share).items()})
 
     def best_of(self, name: str, parts: Sequence[int]) -> tuple[float, Scores]:
         """The share with the lowest mean score on these parts, the largest of equals, and the scores there."""
         shares = sorted(self._measured[Trial(name, parts[0])], reverse=True)
-        found = {share: self.scores(name, parts, share) for share in shares}
-        best = min(shares, key=lambda share: found[share].mean)
-        return best, found[best]
+        scores = {share: self.scores(name, parts, share) for share in shares}
+        best = min(shares, key=lambda share: scores[share].mean)
+        return best, scores[best]
 
     def is_settled(self, scores: Scores, parts: Sequence[int]) -> bool:
         """Whether what is left is clearly better than the models as they are, whenever one might have asked."""
@@ -348,24 +350,24 @@ class _Tries:
 
     def curve(self, name: str, parts: Sequence[int]) -> list[dict[str, Any]]:
         """See `CalibrationInfo.shrink`."""
-        at = {share: self._values(name, parts, share) for share in self._measured[Trial(name, parts[0])]}
-        at[0.0] = self._values("base", parts, 1.0)
-        return [share_entry(share, values, self.judge.measure) for share, values in sorted(at.items())]
+        points = {share: self._values(name, parts, share) for share in self._measured[Trial(name, parts[0])]}
+        points[0.0] = self._values("base", parts, 1.0)
+        return [share_entry(share, values, self.judge.measure) for share, values in sorted(points.items())]
 
     def _values(self, name: str, parts: Sequence[int], share: float) -> Values:
         if name in self.entrants:
-            found = [self._measured[Trial(name, part)][share] for part in parts]
+            pieces = [self._measured[Trial(name, part)][share] for part in parts]
         else:
             whole = self._as_it_is(name)
-            found = [
+            pieces = [
                 {
-                    task: {kind: of[list(self.parts[task][part])] for kind, of in at.items()}
-                    for task, at in whole.items()
+                    task: {kind: numbers[list(self.parts[task][part])] for kind, numbers in values.items()}
+                    for task, values in whole.items()
                 }
                 for part in parts
             ]
         return {
-            task: {kind: np.concatenate([of[task][kind] for of in found]) for kind in found[0][task]}
+            task: {kind: np.concatenate([piece[task][kind] for piece in pieces]) for kind in pieces[0][task]}
             for task in self.samples
         }
 
@@ -387,74 +389,68 @@ class _Tries:
         Scores along the way fall and rise again, so that what lies beyond isn't the best. Other parts take the shares
         of the first.
         """
-        pool, found = self.study.pool, dict[float, Values]()
+        pool, by_share = self.study.pool, dict[float, Values]()
         first = self._measured.get(Trial(name, 0))
         places = {task: folds[part] for task, folds in self.parts.items()}
-        samples = {task: part_of(at, places[task]) for task, at in self.samples.items()}
-        held_out = _Part(self.study, samples, self._measure, whole=self._whole, positions=places)
-        made, means = pool.source(LANE), list[float]()
+        samples = {task: part_of(drawn, places[task]) for task, drawn in self.samples.items()}
+        held_out = _Part(self.study, samples, self.judge.with_drift, whole=self._whole, positions=places)
+        model, means = pool.source(LANE), list[float]()
         for share in sorted(self.shares if first is None else first, reverse=True):
             if share != 1:
-                pool.add(LANE, self._at_hand(Between(pool.source("base"), made, share)))
-            found[share] = held_out.of(LANE)
-            means.append(Scores({task: of["score"] for task, of in found[share].items()}).mean)
+                pool.add(LANE, self._at_hand(Between(pool.source("base"), model, share)))
+            by_share[share] = held_out.of(LANE)
+            means.append(Scores({task: numbers["score"] for task, numbers in by_share[share].items()}).mean)
             if first is None and means[-1] > min(means):
                 break
-        return _flat(found)
+        return _flat(by_share)
 
     def _at_hand(self, source: StateSource) -> StateSource:
         """The same, read once for all tasks where it takes no more memory than features may."""
-        size = sum(math.prod(of.shape) * of.dtype.itemsize for of in source.headers.values())
+        size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
         if size > self.study.settings.feature_budget:
             return source
         return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
 
-    def _measure(
-        self, model: str, task: str, found: Tensor, expert: Tensor
-    ) -> dict[str, NDArray[np.float64]]:
-        drift = drift_scores(found, expert).cpu().numpy()
-        return {"score": self.judge(model, task, found, expert), "drift": drift}
-
-    def _known_by(self, trial: Trial) -> str:
+    def _key(self, trial: Trial) -> str:
         """What is kept of a trial goes by its settings, not by its name."""
-        at = self.entrants.get(trial.name)
+        entrant = self.entrants.get(trial.name)
         return (
             trial.name
-            if at is None
-            else f"{at.calibrator or at.name!r} {at.views} {trial.part} of {NUM_PARTS}"
+            if entrant is None
+            else f"{entrant.calibrator or entrant.name!r} {entrant.views} {trial.part} of {NUM_PARTS}"
         )
 
 
 def _flat(measured: Mapping[float, Values]) -> Scored:
     """By names of two levels, as a ledger keeps it."""
-    return {f"{share:g} {task}": of for share, at in measured.items() for task, of in at.items()}
+    return {f"{share:g} {task}": kinds for share, tasks in measured.items() for task, kinds in tasks.items()}
 
 
 def _by_share(flat: Scored) -> dict[float, Values]:
-    found = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
-    for name, of in flat.items():
+    by_share = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
+    for name, numbers in flat.items():
         share, task = name.split(" ", 1)
-        found.setdefault(float(share), {})[task] = of
-    return {**found}
+        by_share.setdefault(float(share), {})[task] = numbers
+    return {**by_share}
 
 
-def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
+def _record(tries: _Tries, rivals: Sequence[Entrant]) -> dict[str, Any]:
     """The decision among what is left and the models as they are, and every candidate, as plain values."""
     plain = _as_they_are(tries.study.has_base)
-    parts = tries.parts_of(left[0].name) if left else [0]
-    standing = {at.name for at in left}
-    by_cost = sorted(tries.entrants.values(), key=lambda at: at.cost)
-    best = {at.name: tries.best_of(at.name, parts) for at in by_cost if at.name in standing}
+    parts = tries.parts_of(rivals[0].name) if rivals else [0]
+    standing = {rival.name for rival in rivals}
+    by_cost = sorted(tries.entrants.values(), key=lambda entrant: entrant.cost)
+    best = {rival.name: tries.best_of(rival.name, parts) for rival in by_cost if rival.name in standing}
     scores = {name: tries.scores(name, parts) for name in plain} | {
-        name: of for name, (_, of) in best.items()
+        name: at_best for name, (_, at_best) in best.items()
     }
     decision = decide(scores, [[*best]], among=len(plain) + len(tries.entrants) - 1)
     compared = [_entry(tries, name, None, scores[name], decision) for name in plain]
     for name in tries.entrants:
         # What was left behind is told on the parts that it was judged on, beside the merged model on the same.
-        own = tries.parts_of(name)
-        share, found = best.get(name) or (tries.best_of(name, own) if own else (None, None))
-        compared.append(_entry(tries, name, share, found, decision))
+        judged = tries.parts_of(name)
+        share, result = best.get(name) or (tries.best_of(name, judged) if judged else (None, None))
+        compared.append(_entry(tries, name, share, result, decision))
     record: dict[str, Any] = {
         "kept": decision.name if decision.name in _PLAIN else "",
         "choice": decision.name,
@@ -468,23 +464,23 @@ def _record(tries: _Tries, left: Sequence[Entrant]) -> dict[str, Any]:
         return record
     if tries.study.has_base:
         record |= {"share": best[decision.name][0], "curve": tries.curve(decision.name, parts)}
-    at = tries.entrants[decision.name]
-    if at.calibrator is None:
-        record["kept"] = "merged" if at.merge is None else "merge"
-    if at.merge is not None:
-        record["merge"] = at.merge.record
-    return record | ({} if at.views is None else {"views": at.views.model_dump()})
+    entrant = tries.entrants[decision.name]
+    if entrant.calibrator is None:
+        record["kept"] = "merged" if entrant.merge is None else "merge"
+    if entrant.merge is not None:
+        record["merge"] = entrant.merge.record
+    return record | ({} if entrant.views is None else {"views": entrant.views.model_dump()})
 
 
 def _entry(
     tries: _Tries, name: str, share: float | None, scores: Scores | None, decision: Decision
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": name, "title": _PLAIN.get(name, "")}
-    at = tries.entrants.get(name)
-    if at is not None:
-        entry |= {"title": at.title}
-    if at is not None and at.calibrator is not None:
-        entry |= {"method": method_called(at.calibrator), "settings": plain_settings(at.calibrator)}
+    entrant = tries.entrants.get(name)
+    if entrant is not None:
+        entry |= {"title": entrant.title}
+    if entrant is not None and entrant.calibrator is not None:
+        entry |= {"method": method_called(entrant.calibrator), "settings": plain_settings(entrant.calibrator)}
     if share is not None:
         entry["share"] = share
     if scores is None:
@@ -510,9 +506,8 @@ def outlook(
     entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
     for task, count in counts.items():
         folds_of(count, task, parts=NUM_PARTS)
-    return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(at.title for at in entrants)], (
-        BUDGET + 1
-    ) * _dearest(entrants)
+    titles = [*(_PLAIN[name] for name in _as_they_are(has_base)), *(entrant.title for entrant in entrants)]
+    return titles, (BUDGET + 1) * _dearest(entrants)
 
 
 HELD_OUT = Chooser(choose_settings, outlook)
@@ -535,7 +530,7 @@ def choice_of(request: CalibrationRequest) -> Chooser | None:
     return Chooser(outlook=_with_shares, shares=shares_of_the_way)
 
 
-def _with_shares(start: Calibrator, counts: Mapping[str, int], **told: bool) -> tuple[list[str], float]:
+def _with_shares(start: Calibrator, counts: Mapping[str, int], **_: bool) -> tuple[list[str], float]:
     """An outlook of a choice of the share alone, which calibrates once more without a fold."""
     for task, count in counts.items():
         folds_of(count, task, SHRINKING)
@@ -552,58 +547,52 @@ def _entrants(
     """
     if not start.takes_sites:
         raise SpecError(f"{type(start).__name__} has no closed form to choose", hint="Leave out --auto.")
-    found = {"start": start}
+    repairs = {"start": start}
     for method, kind in calibrators.items():
-        own = vars(kind).get("candidates", ())  # what a method inherits is the other one's
-        for settings in own if others or isinstance(start, kind) else ():
-            made = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
+        declared = vars(kind).get("candidates", ())  # what a method inherits is the other one's
+        for settings in declared if others or isinstance(start, kind) else ():
+            repair = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
             try:
-                made.check(has_base=has_base)
+                repair.check(has_base=has_base)
             except SpecError:  # it takes a base, and there is none
                 continue
-            if all(_is_other(at, made) for at in found.values()):
-                found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
-    viewable = [at for at in found.values() if at.with_views and not has_views]
+            if all(_is_other(other, repair) for other in repairs.values()):
+                repairs[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = repair
+    viewable = [repair for repair in repairs.values() if repair.with_views and not has_views]
     viewed: list[Entrant] = []
     if viewable:
-        at = max(viewable, key=lambda at: at.effort)
-        at = at.changed(**at.with_views)
-        few = min(counts.values(), default=_MANY) < _MANY
-        views = Views(copies=7 if few else 3)
-        name = f"{method_called(at)} views={views.copies}"
-        title = f"{_title(name, at, start)} and {views.copies} views of every sample"
-        viewed = [Entrant(name, title, at, at.cost(1 + views.copies), views)]
+        dearest = max(viewable, key=lambda repair: repair.effort)
+        dearest = dearest.changed(**dearest.with_views)
+        is_few = min(counts.values(), default=_MANY) < _MANY
+        views = Views(copies=7 if is_few else 3)
+        name = f"{method_called(dearest)} views={views.copies}"
+        title = f"{_title(name, dearest, start)} and {views.copies} views of every sample"
+        viewed = [Entrant(name, title, dearest, dearest.cost(1 + views.copies), views)]
         # On no suite of docs/arena.md were the same settings better without views, and they are dear.
-        found = {key: of for key, of in found.items() if of is start or _is_other(of, at)}
-    entrants = [Entrant(name, _title(name, at, start), at, at.cost()) for name, at in found.items()] + viewed
+        repairs = {key: kept for key, kept in repairs.items() if kept is start or _is_other(kept, dearest)}
+    entrants = [
+        Entrant(key, _title(key, repair, start), repair, repair.cost()) for key, repair in repairs.items()
+    ] + viewed
     if not others:
         return entrants
     shrunk = [Entrant("shrunk", "the merged model, shrunk towards the base", None, 0.0)] if has_base else []
-    merges = [merge_called(name) for name in _MERGES]
-    made_by = [
-        Entrant(
-            f"merge {at.method.name}",
-            f"a merge by {at.method.title}",
-            None,
-            1.0,
-            None,
-            at,
-        )
-        for at in merges
+    merged = [
+        Entrant(f"merge {merge.method.name}", f"a merge by {merge.method.title}", None, 1.0, merge=merge)
+        for merge in map(merge_called, _MERGES)
     ]
-    return [*shrunk, *made_by, *entrants]
+    return [*shrunk, *merged, *entrants]
 
 
 def _is_other(one: Calibrator, other: Calibrator) -> bool:
     return type(one) is not type(other) or one.get_params() != other.get_params()
 
 
-def _title(name: str, at: Calibrator, start: Calibrator) -> str:
-    method, preset = method_called(at), preset_of(at)
+def _title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
+    kind, method, preset = type(calibrator), method_called(calibrator), preset_of(calibrator)
     if preset:
         return f"{method} ({preset})"
-    before = (start if type(at) is type(start) and name != "start" else type(at)()).get_params()
-    changed = [f"{key} {value}" for key, value in at.get_params().items() if value != before[key]]
+    usual = (start if kind is type(start) and name != "start" else kind()).get_params()
+    changed = [f"{key} {value}" for key, value in calibrator.get_params().items() if value != usual[key]]
     return f"{method} with {', '.join(changed)}" if changed else method
 
 

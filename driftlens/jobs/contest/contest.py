@@ -30,6 +30,7 @@ from driftlens.base.errors import (
     SingularGramError,
     SpecError,
 )
+from driftlens.base.intervals import Interval, mean_interval
 from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE, Team
@@ -64,7 +65,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(
-    given: Sequence[tuple[str, Mapping[str, object]]],
+    asked: Sequence[tuple[str, Mapping[str, object]]],
     every: Iterable[str],
     owner_of: Callable[[str], Callable[..., Any]],
     name_of: Callable[[str, Mapping[str, object]], str],
@@ -76,18 +77,18 @@ def candidates(
 
     Settings called as those `beside` are none of the method's, and stay as they are given.
     """
-    asked = [
+    expanded = [
         (method, settings)
-        for name, settings in given
+        for name, settings in asked
         for method in (sorted(every) if name == "all" and not settings else (name,))
     ]
     by_name: dict[str, Candidate] = {}
-    for method, settings in asked:
-        own = {key: value for key, value in settings.items() if key not in beside}
-        resolved = {**settings, **resolve(owner_of(method), own, f"{kind} {method!r}" if kind else method)}
+    for method, settings in expanded:
+        values = {key: value for key, value in settings.items() if key not in beside}
+        resolved = {**settings, **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method)}
         # YAML reads `off` as false; a name says what the method reads.
-        said = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
-        name = name_of(method, said)
+        named = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
+        name = name_of(method, named)
         if name in by_name:
             raise SpecError(f"{name} is asked for twice", hint="Name every candidate once.")
         by_name[name] = Candidate(name, method, settings)
@@ -230,7 +231,7 @@ class Judge:
     @property
     def bare(self) -> list[str]:
         """Tasks without a score map."""
-        return [task for task, at in self.study.tasks.items() if at.head is None]
+        return [task for task, data in self.study.tasks.items() if data.head is None]
 
     @property
     def score(self) -> str:
@@ -244,29 +245,36 @@ class Judge:
         """The same, as records call it."""
         return "drift_rel" if self.bare else "hellinger"
 
-    def __call__(self, model: str, task: str, found: Tensor, expert: Tensor) -> NDArray[np.float64]:
+    def __call__(self, model: str, task: str, features: Tensor, expert: Tensor) -> NDArray[np.float64]:
         """One value per sample of a task, [n], from final features of a model and of the expert, [n, d] each."""
         if self.bare:
-            return drift_scores(found, expert).cpu().numpy()
-        return self._by(distances, model, task, found, expert)
+            return drift_scores(features, expert).cpu().numpy()
+        return self._by(distances, model, task, features, expert)
 
-    def divergence(self, model: str, task: str, found: Tensor, expert: Tensor) -> NDArray[np.float64]:
+    def with_drift(
+        self, model: str, task: str, features: Tensor, expert: Tensor
+    ) -> dict[str, NDArray[np.float64]]:
+        """The `score` of every sample, [n], and its relative final drift as `drift`."""
+        drift = drift_scores(features, expert).cpu().numpy()
+        return {"score": self(model, task, features, expert), "drift": drift}
+
+    def divergence(self, model: str, task: str, features: Tensor, expert: Tensor) -> NDArray[np.float64]:
         """KL(expert || model) of every sample, [n], in nat, which decides nothing; every task has a head."""
-        return self._by(divergences, model, task, found, expert)
+        return self._by(divergences, model, task, features, expert)
 
     def _by(
         self,
         measure: Callable[[Tensor, ScoreMap, Tensor, ScoreMap], Tensor],
         model: str,
         task: str,
-        found: Tensor,
+        features: Tensor,
         expert: Tensor,
     ) -> NDArray[np.float64]:
-        at = self.study.tasks[task]
-        own = at.own_heads.get("merged" if model == LANE else model, at.head)
-        given, wanted = self.study.pool.score_map(own, model), self.study.head(task, expert_of(task))
-        assert given is not None and wanted is not None
-        return measure(found, given, expert, wanted).cpu().numpy()
+        data = self.study.tasks[task]
+        head = data.own_heads.get("merged" if model == LANE else model, data.head)
+        score_map, expert_map = self.study.pool.score_map(head, model), self.study.head(task, expert_of(task))
+        assert score_map is not None and expert_map is not None
+        return measure(features, score_map, expert, expert_map).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -306,26 +314,31 @@ class HeldOut(Generic[T]):
         return final_features(self.study.pool, model, task, self.samples[task], self.study.settings.pool)
 
 
-def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
+def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
     """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
     sizes = wide(lengths(expert))
-    return wide(lengths(found - expert)) / sizes.mean()
+    return wide(lengths(features - expert)) / sizes.mean()
 
 
-def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
     """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
-    wanted = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
-    given = F.log_softmax(wide(head.scores(found)), dim=1)
-    return (wanted.exp() * (wanted - given)).sum(dim=1)
+    expert_log = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
+    model_log = F.log_softmax(wide(head.scores(features)), dim=1)
+    return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
-def distances(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
     """Hellinger distance of each sample's class probabilities from the expert's, [n], 0 to 1; no label is needed."""
     roots = [
-        (F.log_softmax(wide(by.scores(of)), dim=1) / 2).exp()
-        for by, of in ((expert_head, expert), (head, found))
+        (F.log_softmax(wide(score_map.scores(final)), dim=1) / 2).exp()
+        for score_map, final in ((expert_head, expert), (head, features))
     ]
     return ((roots[0] - roots[1]).square().sum(dim=1) / 2).sqrt()
+
+
+def over_samples(values: NDArray[np.float64]) -> Interval:
+    """The mean of numbers of samples, [n], with its interval."""
+    return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
 Sites = Mapping[int, Sequence[str]]
@@ -341,10 +354,10 @@ class Fit(NamedTuple):
 def unlabelled(study: Study) -> dict[str, SampleSet]:
     """The calibration samples by task, without labels, which no choice may see; refuses a task without samples."""
     samples: dict[str, SampleSet] = {}
-    for task, at in study.tasks.items():
-        if at.calibration is None:
+    for task, data in study.tasks.items():
+        if data.calibration is None:
             raise DataError(f"task {task} has no calibration samples")
-        samples[task] = replace(at.calibration, labels=None)
+        samples[task] = replace(data.calibration, labels=None)
     return samples
 
 
@@ -390,16 +403,16 @@ class Trials:
     def _side_by_side(
         self, fits: Sequence[Fit], sites: Sites, measure: Callable[[Fit], T]
     ) -> Iterator[tuple[Fit, Outcome[T]]]:
-        left = list(fits)
+        waiting = list(fits)
         try:
             for seconds in self._walked_together(fits, sites):
-                outcome = Outcome(measure(left[0]), seconds)
-                yield left.pop(0), outcome
+                outcome = Outcome(measure(waiting[0]), seconds)
+                yield waiting.pop(0), outcome
         except SingularGramError as error:  # without a word on whose
-            if len(left) == 1:
-                yield left[0], Outcome(error=error)
+            if len(waiting) == 1:
+                yield waiting[0], Outcome(error=error)
             else:
-                for fit in left:
+                for fit in waiting:
                     yield from self._side_by_side([fit], sites, measure)
 
     @cached_property
@@ -412,7 +425,7 @@ class Trials:
     def _samples_of(self, fit: Fit) -> dict[str, SampleSet]:
         """What a fit reads that walks alone, in the order of the samples."""
         return {
-            task: part_of(self.samples[task], sorted(at for part in fit.parts for at in parts[part]))
+            task: part_of(self.samples[task], sorted(index for part in fit.parts for index in parts[part]))
             for task, parts in self.parts.items()
         }
 
@@ -421,13 +434,11 @@ class Trials:
         pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
         attached: dict[tuple[str, int], Attachment] = {}
         sites = self.sites(fit.calibrator.kinds) if fit.calibrator.takes_sites else {}
-        parts, started = (
-            {task: [samples] for task, samples in self._samples_of(fit).items()},
-            time.perf_counter(),
-        )
+        parts: Parts = {task: [samples] for task, samples in self._samples_of(fit).items()}
+        started = time.perf_counter()
         for layer in fit.calibrator.calibrate(self.ground(parts, sites)):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
-            attached |= {(task, layer.layer): each for task, each in layer.attachments.items()}
+            attached |= {(task, layer.layer): added for task, added in layer.attachments.items()}
         seconds, source = time.perf_counter() - started, pool.source("merged")
         if updates:
             source = with_parameters(pool.chain, source, self.study.like, updates)
@@ -437,9 +448,9 @@ class Trials:
     def ground(self, parts: Parts, sites: Sites) -> Ground:
         """What a walk over these parts of samples is done on."""
 
-        def step(now: Step) -> None:
-            metrics = {} if now.loss is None else {"loss": now.loss}
-            self.reporter.step(self.phase, now.done, now.total, now.label, **metrics)
+        def step(progress: Step) -> None:
+            metrics = {} if progress.loss is None else {"loss": progress.loss}
+            self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
         settings = self.study.settings
         return Ground(
@@ -470,8 +481,8 @@ class Trials:
             updates: list[dict[ParameterKey, Tensor]] = [{} for _ in lanes]
             seconds = [0.0] * len(lanes)
 
-            def step(now: Step, done: int = done) -> None:
-                self.reporter.step(self.phase, done + now.done, total, now.label)
+            def step(progress: Step, done: int = done) -> None:
+                self.reporter.step(self.phase, done + progress.done, total, progress.label)
 
             ground = replace(self.ground(self._sample_parts, sites), on_step=step)
             for layers in calibrate_side_by_side(ground, lanes):

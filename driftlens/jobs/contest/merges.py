@@ -20,7 +20,7 @@ from torch import Tensor
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
-from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
+from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
@@ -40,6 +40,7 @@ from driftlens.jobs.contest.contest import (
     contest,
     drift_scores,
     one_by_one,
+    over_samples,
     require_any,
     unlabelled,
 )
@@ -62,7 +63,7 @@ MEASURES = ("hellinger", "drift_rel")
 Values = NDArray[np.float64]
 
 
-def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
+def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
     """The merges asked for by method and settings, `all` being every method; as `candidates`."""
 
     def name_of(method: str, settings: Mapping[str, object]) -> str:
@@ -71,7 +72,7 @@ def wanted_merges(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Can
     def owner_of(method: str) -> Callable[..., Any]:
         return merge_methods[method].function
 
-    return candidates(given, merge_methods, owner_of, name_of, kind="merge method")
+    return candidates(asked, merge_methods, owner_of, name_of, kind="merge method")
 
 
 def require_place(out: PathLike) -> None:
@@ -83,12 +84,12 @@ def require_place(out: PathLike) -> None:
 @exact_products()
 def compare_merges(
     spec: RunSpec,
-    wanted: Sequence[Candidate],
+    merges: Sequence[Candidate],
     context: Context = Context(),
     *,
     out: PathLike | None = None,
     keep: bool = False,
-    write: Callable[[Mapping[str, Any], Path], object] = lambda found, folder: None,
+    write: Callable[[Mapping[str, Any], Path], object] = lambda comparison, folder: None,
 ) -> dict[str, Any]:
     """Merges ranked by how near their final features and class probabilities are to the experts', as plain values.
 
@@ -103,11 +104,11 @@ def compare_merges(
     """
     study, models = open_study(spec, access=context.access)
     place = None if out is None else Path(out)
-    wanted, present = _with_present(spec, wanted)
-    compared = _Compared(study, models, wanted, place if keep else None, context.reporter(), context.cancel)
+    merges, present = _with_present(spec, merges)
+    compared = _Compared(study, models, merges, place if keep else None, context.reporter(), context.cancel)
     with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
         outcomes = compared.outcomes(kept)
-        found = {
+        comparison = {
             "name": spec.name,
             "score": compared.judge.measure,
             "samples": {task: len(samples) for task, samples in compared.judged.items()},
@@ -116,8 +117,8 @@ def compare_merges(
             "merges": _ranked(outcomes, compared.judge.measure, present),
         }
         if place is not None:
-            write(found, place)
-    return found
+            write(comparison, place)
+    return comparison
 
 
 class _Compared:
@@ -127,34 +128,34 @@ class _Compared:
         self,
         study: Study,
         models: OpenModels,
-        wanted: Sequence[Candidate],
+        merges: Sequence[Candidate],
         keep: Path | None,
         reporter: Reporter,
         cancel: CancelToken | None,
     ) -> None:
-        self._study, self._models, self._wanted, self._reporter = study, models, wanted, reporter
+        self._study, self._models, self._merges, self._reporter = study, models, merges, reporter
         self._places = (
-            {} if keep is None else {at.name: keep / re.sub(r"[ /]", "_", at.name) for at in wanted}
+            {} if keep is None else {merge.name: keep / re.sub(r"[ /]", "_", merge.name) for merge in merges}
         )
         for place in self._places.values():
             if not place.exists():
                 require_target(models.architecture, place)
         self._quiet = Reporter(cancel=cancel)
-        self.held_out = any(merge_methods[merge.method].runs_models for merge in wanted)
+        self.held_out = any(merge_methods[merge.method].runs_models for merge in merges)
         self.shown, self.judged = _samples(study, held_out=self.held_out)
         self.judge, self._done, self._name = Judge(study), 0, ""
 
     def outcomes(self, kept: Kept) -> list[tuple[Candidate, Outcome[Scored]]]:
         """What became of the models that are there, which have no method, and of every merge, in their order."""
         held_out = HeldOut(self._study, self.judged, self._measured, self._say)
-        there = [Candidate(name, "", {}) for name in ("base", "merged") if name in self._study.pool]
+        existing = [Candidate(name, "", {}) for name in ("base", "merged") if name in self._study.pool]
 
         def attempt(candidate: Candidate) -> Outcome[Scored]:
             self._name = candidate.name
             if not candidate.method:
                 return Outcome(held_out.of(candidate.name))
-            self._done = self._wanted.index(candidate)
-            self._reporter.step(PHASE, self._done, len(self._wanted), candidate.name)
+            self._done = self._merges.index(candidate)
+            self._reporter.step(PHASE, self._done, len(self._merges), candidate.name)
             source, seconds = self._made(candidate, folder)
             self._study.pool.add(LANE, source)
             return Outcome(held_out.of(LANE), seconds)
@@ -167,12 +168,12 @@ class _Compared:
                 held_out.expert(task)
             ledger = KeptScores[Candidate](kept, lambda candidate: candidate.name)
             met = {
-                at.name: outcome
-                for at, outcome in contest([*there, *self._wanted], one_by_one(attempt), ledger)
+                merge.name: outcome
+                for merge, outcome in contest([*existing, *self._merges], one_by_one(attempt), ledger)
             }
-        require_any(met[merge.name] for merge in self._wanted)
-        self._reporter.step(PHASE, len(self._wanted), len(self._wanted))
-        return [(candidate, met[candidate.name]) for candidate in (*there, *self._wanted)]
+        require_any(met[merge.name] for merge in self._merges)
+        self._reporter.step(PHASE, len(self._merges), len(self._merges))
+        return [(candidate, met[candidate.name]) for candidate in (*existing, *self._merges)]
 
     @cached_property
     def _doubts(self) -> list[str]:
@@ -181,13 +182,13 @@ class _Compared:
 
     def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
         """A merge, saved where it is to be kept, and the seconds that took."""
-        began, seen = time.perf_counter(), self._study.blinded(self.shown)
-        made = merge_called(merge.method, merge.settings)
-        source = merged_source(self._models, made, seen, beside=folder / "merged", reporter=self._quiet)
+        started, shown = time.perf_counter(), self._study.blinded(self.shown)
+        method = merge_called(merge.method, merge.settings)
+        source = merged_source(self._models, method, shown, beside=folder / "merged", reporter=self._quiet)
         if (place := self._places.get(merge.name)) is not None:
             remove_tree(place)  # of a sitting that was stopped before it was measured
-            save_merge(self._models, made, place, seen, source=source, notices=self._doubts)
-        return source, round(time.perf_counter() - began, 3)
+            save_merge(self._models, method, place, shown, source=source, notices=self._doubts)
+        return source, round(time.perf_counter() - started, 3)
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:
         values = {"drift_rel": drift_scores(features, expert).cpu().numpy()}
@@ -197,7 +198,7 @@ class _Compared:
 
     def _say(self, task: str, model: str) -> None:
         label = f"expert of {task}" if model == expert_of(task) else f"{self._name} on {task}"
-        self._reporter.step(PHASE, self._done, len(self._wanted), label)
+        self._reporter.step(PHASE, self._done, len(self._merges), label)
 
 
 class _Comparison(Begun):
@@ -242,10 +243,11 @@ def _identity(
     for name, source in models.stored.items():
         place = Path(source.name)
         parts = sorted(place.glob("*")) if place.is_dir() else [place]
-        files[name] = [[str(at), at.stat().st_size, at.stat().st_mtime_ns] for at in parts if at.is_file()]
-    samples = {task: ids_digest(of.identities) for task, of in judged.items()}
-    known = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples}
-    return dict(from_json(json.dumps(known | {"device": study.pool.device.type})))  # as it will be read
+        stats = ((file, file.stat()) for file in parts if file.is_file())
+        files[name] = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+    samples = {task: ids_digest(drawn.identities) for task, drawn in judged.items()}
+    identity = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples}
+    return dict(from_json(json.dumps(identity | {"device": study.pool.device.type})))  # as it will be read
 
 
 @torch.no_grad()
@@ -264,7 +266,7 @@ def scaled_layers(
     if not study.has_base:
         raise SpecError("scaling a layer takes a base to scale from, and the run has none")
     pool, reporter = study.pool, context.reporter()
-    rest, held = (
+    choosing, judging = (
         HeldOut(
             study,
             samples,
@@ -283,19 +285,19 @@ def scaled_layers(
         pool.add(LANE, with_parameters(pool.chain, merged, base, parameters))
         return LANE
 
-    before, start, rows = drift("merged", held), drift("merged", rest), []
+    unscaled, start, rows = drift("merged", judging), drift("merged", choosing), []
     for index in reporter.track(layers, "scale", lambda index: f"layer {index}"):
-        found = {scale: start if scale == 1 else drift(scaled(index, scale), rest) for scale in SCALES}
-        best = min(found, key=lambda scale: (found[scale].mean, abs(scale - 1)))
+        drifts = {scale: start if scale == 1 else drift(scaled(index, scale), choosing) for scale in SCALES}
+        best = min(drifts, key=lambda scale: (drifts[scale].mean, abs(scale - 1)))
         row: dict[str, Any] = {
             "layer": index,
             "scale": best,
             "tried": SCALES,
-            "drift_rel": before.mean,
-            "n": sum(map(len, held.samples.values())),
+            "drift_rel": unscaled.mean,
+            "n": sum(map(len, judging.samples.values())),
         }
         if best != 1:
-            gain = drift(scaled(index, best), held).compared_with(before, among=len(layers))
+            gain = drift(scaled(index, best), judging).compared_with(unscaled, among=len(layers))
             row |= {
                 **_ends("advantage", Interval(gain.advantage, gain.low, gain.high)),
                 "is_clear": gain.is_clear,
@@ -322,32 +324,32 @@ def _samples(
     return shown, judged
 
 
-def _with_present(spec: RunSpec, wanted: Sequence[Candidate]) -> tuple[Sequence[Candidate], str]:
+def _with_present(spec: RunSpec, merges: Sequence[Candidate]) -> tuple[Sequence[Candidate], str]:
     """The merges wanted, the spec's own among them, and what that one is called: "merged" where it is stored."""
     if spec.merge is None:
-        return wanted, "merged"
-    given = spec.merge.method, spec.merge.parameters
-    made = merge_called(*given)
-    names = [merge.name for merge in wanted if merge_called(merge.method, merge.settings) == made]
+        return merges, "merged"
+    asked = spec.merge.method, spec.merge.parameters
+    present = merge_called(*asked)
+    names = [merge.name for merge in merges if merge_called(merge.method, merge.settings) == present]
     if names:
-        return wanted, names[0]
-    own = wanted_merges([given])
-    return [*wanted, *own], own[0].name
+        return merges, names[0]
+    added = wanted_merges([asked])
+    return [*merges, *added], added[0].name
 
 
 def _ranked(
-    met: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str, present: str
+    outcomes: Sequence[tuple[Candidate, Outcome[Scored]]], deciding: str, present: str
 ) -> list[dict[str, Any]]:
     """A row for each that was compared with its numbers, best first; those that can't be made come last."""
     ranking = {
-        merge.name: Scores({task: of[deciding] for task, of in outcome.value.items()})
-        for merge, outcome in met
+        merge.name: Scores({task: numbers[deciding] for task, numbers in outcome.value.items()})
+        for merge, outcome in outcomes
         if outcome.value is not None
     }
     order = sorted(ranking, key=lambda name: ranking[name].mean)
     pairs = max(1, len(order) * (len(order) - 1) // 2)
     rows = []
-    for merge, outcome in met:
+    for merge, outcome in outcomes:
         row: dict[str, Any] = {"place": None, "merge": merge.name, "method": merge.method}
         row |= {"settings": dict(merge.settings), "reason": ""}
         if outcome.error is not None:
@@ -356,16 +358,16 @@ def _ranked(
         elif merge.method:
             row["seconds"] = outcome.seconds
         if outcome.value is not None:
-            own = ranking[merge.name]
+            scores = ranking[merge.name]
             row["place"] = order.index(merge.name) + 1
             row |= _measures(outcome.value)
-            behind = ranking[order[0]].compared_with(own, among=pairs)
+            behind = ranking[order[0]].compared_with(scores, among=pairs)
             row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
             row["is_tied"] = row["place"] > 1 and not behind.is_clear
             if present in ranking and merge.name != present:
-                gain = own.compared_with(ranking[present], among=pairs)
+                gain = scores.compared_with(ranking[present], among=pairs)
                 row |= _ends("nearer", Interval(gain.advantage, gain.low, gain.high))
-            row["n"] = sum(map(len, own.by_task.values()))
+            row["n"] = sum(map(len, scores.by_task.values()))
         rows.append(row)
     return sorted(rows, key=lambda row: row["place"] or math.inf)
 
@@ -373,16 +375,13 @@ def _ranked(
 def _measures(scores: Scored) -> dict[str, Any]:
     """Means over tasks with their intervals, and those by task."""
     row: dict[str, Any] = {}
-    for measure in MEASURES:
-        values = {task: of[measure] for task, of in scores.items() if measure in of}
-        by_task = {
-            task: mean_interval(float(of.mean()), float(of.std()), len(of)) for task, of in values.items()
-        }
-        row |= _ends(measure, mean_over_tasks([*by_task.values()]))
-        row.setdefault("by_task", {})[measure] = {task: _ends("value", at) for task, at in by_task.items()}
+    for name in MEASURES:
+        by_task = {task: over_samples(values[name]) for task, values in scores.items() if name in values}
+        row |= _ends(name, mean_over_tasks([*by_task.values()]))
+        row.setdefault("by_task", {})[name] = {task: _ends("value", mean) for task, mean in by_task.items()}
     return row
 
 
-def _ends(name: str, found: Interval) -> dict[str, float | None]:
-    ends = {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+def _ends(name: str, interval: Interval) -> dict[str, float | None]:
+    ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return {key: value if math.isfinite(value) else None for key, value in ends.items()}

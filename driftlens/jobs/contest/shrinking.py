@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from driftlens.base.files import temporary_folder
-from driftlens.base.intervals import mean_interval, mean_over_tasks
+from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import NUM_FOLDS, folds_of
 from driftlens.calibration.calibrator import Calibrator
@@ -32,7 +31,7 @@ from driftlens.jobs.contest.contest import (
     Scored,
     Trials,
     contest,
-    drift_scores,
+    over_samples,
     unlabelled,
 )
 from driftlens.jobs.study.reopening import Kept
@@ -50,16 +49,9 @@ def shares_of_the_way(
 ) -> list[dict[str, Any]]:
     """See `Choice.shares`: of every share score and drift, each with its interval over the `n` held-out samples."""
     samples = unlabelled(study)
-    folds = {task: folds_of(len(at), task, SHRINKING) for task, at in samples.items()}
-    judge = Judge(study)
-
-    def measure(model: str, task: str, found: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
-        return {
-            "score": judge(model, task, found, expert),
-            "drift": drift_scores(found, expert).cpu().numpy(),
-        }
-
-    held_out = HeldOut(study, {task: part_of(at, folds[task][-1]) for task, at in samples.items()}, measure)
+    folds = {task: folds_of(len(drawn), task, SHRINKING) for task, drawn in samples.items()}
+    judge, judged = Judge(study), {task: part_of(drawn, folds[task][-1]) for task, drawn in samples.items()}
+    held_out = HeldOut(study, judged, judge.with_drift)
     base, pool = study.pool.source("base"), study.pool
 
     def scores(missing: Sequence[float]) -> dict[float, Scored]:
@@ -102,7 +94,6 @@ def share_entry(
     """Means over tasks with their intervals, samples being strata by task."""
     entry: dict[str, Any] = {"share": share, "judged_by": judged_by}
     for name in ("score", "drift"):
-        tasks = [of[name] for of in by_task.values()]
-        mean = mean_over_tasks([mean_interval(float(of.mean()), float(of.std()), len(of)) for of in tasks])
+        mean = mean_over_tasks([over_samples(numbers[name]) for numbers in by_task.values()])
         entry |= {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
-    return entry | {"n": sum(len(of["score"]) for of in by_task.values())}
+    return entry | {"n": sum(len(numbers["score"]) for numbers in by_task.values())}

@@ -81,8 +81,8 @@ class Setting:
     @classmethod
     def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> Setting:
         """The setting with these values over the method's defaults."""
-        found = resolve(calibrators[method], settings, method)
-        return cls(method, json.dumps(found), n, written(corruption))
+        resolved = resolve(calibrators[method], settings, method)
+        return cls(method, json.dumps(resolved), n, written(corruption))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -102,9 +102,9 @@ class Setting:
 
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""
-        found = self.values | dict(values)
-        count, corruption = int(found.pop("n")), found.pop("corruption")
-        return Setting.of(self.method, found, count, corruption)
+        updated = self.values | dict(values)
+        count, corruption = int(updated.pop("n")), updated.pop("corruption")
+        return Setting.of(self.method, updated, count, corruption)
 
     def stored(self, row: Mapping[Any, Any]) -> Setting:
         """The setting of a row of the sweep table, around this one."""
@@ -147,9 +147,9 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     corruptions = tuple(dict.fromkeys(setting.corruption for setting in settings))
-    for at in samples[opened.study.seed].values():
+    for clean in samples[opened.study.seed].values():
         for name in corruptions:
-            corrupted(at, name, opened.study.seed)  # refused here where it can't be
+            corrupted(clean, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[Setting, DriftLensError]()
@@ -186,8 +186,8 @@ def _visit(
 def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun:
     """The run with what a calibration reaches pulled towards the merged model, unless it is there; else as `sweep`."""
     run = open_run(path)
-    made = run.manifest.calibrations[name]
-    if calibrators[made.method](**made.settings).anchor_reach == 1 or rho_control(run, name):
+    info = run.manifest.calibrations[name]
+    if calibrators[info.method](**info.settings).anchor_reach == 1 or rho_control(run, name):
         return run
     return sweep(path, SweepRequest(control=name), context)
 
@@ -203,31 +203,31 @@ def _open(
         spec = load_spec(folder / layout.SPEC)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
-    wanted = int(max(request.param.get("n", ()), default=0))
-    asked = _asked(folder, request, None if count is None else max(count, wanted, 1))
-    count = asked[0].samples if request.control else count
-    opened = open_calibration(folder, asked[0], context)
+    largest = int(max(request.param.get("n", ()), default=0))
+    requests = _asked(folder, request, None if count is None else max(count, largest, 1))
+    count = requests[0].samples if request.control else count
+    opened = open_calibration(folder, requests[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
-    if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
+    if largest > fewest:  # of samples that were handed in as many were taken as calibrations take
         raise DataError(
-            f"n is {wanted}, but there are {fewest} calibration samples",
+            f"n is {largest}, but there are {fewest} calibration samples",
             hint="Hand in more, and set `samples`.",
         )
-    starts = [calibrator_of(one, section, has_views=opened.study.has_views) for one in asked]
-    return opened, [Setting.of(method_called(at), at.get_params(), count or fewest) for at in starts]
+    starts = [calibrator_of(start, section, has_views=opened.study.has_views) for start in requests]
+    return opened, [Setting.of(method_called(start), start.get_params(), count or fewest) for start in starts]
 
 
 def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
     """The calibrations that sweeps vary around, one a method."""
     if request.control:
-        made = open_run(folder).manifest.calibrations[request.control]
-        layers, sites = made.layers or None, made.sites or None
+        info = open_run(folder).manifest.calibrations[request.control]
+        layers, sites = info.layers or None, info.sites or None
         return [
             CalibrationRequest(
                 name=PHASE,
-                method=made.method,
-                parameters=dict(made.settings),
-                samples=max(made.samples.values()),
+                method=info.method,
+                parameters=dict(info.settings),
+                samples=max(info.samples.values()),
                 layers=None if layers is None else tuple(layers),
                 sites=None if sites is None else tuple(sites),
             )
@@ -253,8 +253,8 @@ def _require_own_samples(request: SweepRequest, study: Study) -> None:
             f"a sweep of live modules can't draw its samples {request.seeds} times",
             hint="Leave `seeds` out, or hand in other samples as `data` and sweep again.",
         )
-    for task, at in study.tasks.items():
-        if at.calibration is None or at.calibration is at.diagnosis:
+    for task, data in study.tasks.items():
+        if data.calibration is None or data.calibration is data.diagnosis:
             raise SpecError(
                 f"task {task}: no samples to calibrate on but those on which drift is measured, and settings that are "
                 "compared on these are chosen for fitting them",
@@ -271,13 +271,13 @@ def _as_drawn(samples: SampleSet, opened: OpenCalibration) -> SampleSet:
 
 
 def _measured(
-    study: Study, model: str, task: str, found: Tensor, expert: Tensor, *, accuracy: bool
+    study: Study, model: str, task: str, features: Tensor, expert: Tensor, *, accuracy: bool
 ) -> dict[str, Any]:
     """Drift and accuracy of one model on one task, as columns of the sweep table."""
-    row = {"task": task, **final_drift(found, expert)}
+    row = {"task": task, **final_drift(features, expert)}
     judge = Judge(study)
     if not judge.bare:
-        row["kl"] = float(judge.divergence(model, task, found, expert).mean())
+        row["kl"] = float(judge.divergence(model, task, features, expert).mean())
     # One process has the task, whatever others do meanwhile.
     alone = dataclasses.replace(study, team=ALONE)
     scored = scores_of(alone, task, [model], Reporter()) if accuracy else None
@@ -305,7 +305,7 @@ class _Visits:
     def scored(self) -> tuple[str, ...]:
         """The tasks whose test samples are scored too."""
         tasks = self.study.tasks.items() if self.request.accuracy else ()
-        return tuple(task for task, at in tasks if at.test is not None and metrics_of(self.study, task))
+        return tuple(task for task, data in tasks if data.test is not None and metrics_of(self.study, task))
 
     def attempts(
         self, drawn: Mapping[str, SampleSet], seed: int, settings: Sequence[Setting]
@@ -315,19 +315,20 @@ class _Visits:
         for setting in settings:
             groups.setdefault(setting.walks_with or setting, []).append(setting)
         for kind, group in sorted(groups.items(), key=lambda entry: isinstance(entry[0], tuple)):
-            samples = {task: corrupted(at, group[0].corruption, seed) for task, at in drawn.items()}
-            cuts = sorted({at.n for at in (*group, *self.settings) if at in group or at.walks_with == kind})
+            samples = {task: corrupted(clean, group[0].corruption, seed) for task, clean in drawn.items()}
+            beside = (setting for setting in self.settings if setting.walks_with == kind)
+            cuts = sorted({setting.n for setting in (*group, *beside)})
             parts = [range(low, high) for low, high in itertools.pairwise([0, *cuts])]
             by_task = dict.fromkeys(samples, parts)
             trials = Trials(self.study, samples, by_task, self._sites, self.reporter, PHASE, self.spill, seed)
-            fits = {Fit(at.calibrator, frozenset(range(cuts.index(at.n) + 1))): at for at in group}
+            fits = {Fit(one.calibrator, frozenset(range(cuts.index(one.n) + 1))): one for one in group}
             for fit, outcome in trials.outcomes([*fits], lambda _: self._held_out.of(LANE)):
                 yield fits[fit], outcome
 
     @cached_property
     def _held_out(self) -> HeldOut[dict[str, Any]]:
         measure = functools.partial(_measured, self.study, accuracy=self.request.accuracy)
-        return HeldOut(self.study, {task: at.diagnosis for task, at in self.study.tasks.items()}, measure)
+        return HeldOut(self.study, {task: data.diagnosis for task, data in self.study.tasks.items()}, measure)
 
     def _sites(self, update: Collection[str]) -> Mapping[int, Sequence[str]]:
         layers = self.plan.layers if self.request.control else None
@@ -347,16 +348,16 @@ class _Table:
         self.points: list[_Point] = []
         self.outdated: set[str] = set()
         for name, settings in sweeps.items():
-            there = rows[rows["sweep"] == name].to_dict("records")
-            known = {settings[0].stored(row): int(row["point"]) for row in there}
+            present = rows[rows["sweep"] == name].to_dict("records")
+            numbers = {settings[0].stored(row): int(row["point"]) for row in present}
             # A sweep that took another's place and was stopped has no points but these.
-            if request.replace and known and not (request.resume and known.keys() <= {*settings}):
+            if request.replace and numbers and not (request.resume and numbers.keys() <= {*settings}):
                 self.outdated.add(name)
-                known = {}
-            _require_same_rest(name, settings, known)
-            following = itertools.count(max(known.values(), default=-1) + 1)
+                numbers = {}
+            _require_same_rest(name, settings, numbers)
+            following = itertools.count(max(numbers.values(), default=-1) + 1)
             self.points += [
-                _Point(name, known[setting] if setting in known else next(following), setting)
+                _Point(name, numbers[setting] if setting in numbers else next(following), setting)
                 for setting in settings
             ]
         self.rows = rows[~rows["sweep"].isin(self.outdated)] if request.resume else rows[:0]
@@ -382,19 +383,19 @@ class _Ledger:
         if self.table.outdated:  # once: their rows go, and the others keep their exact values
             self.writer.drop("sweeps", "sweep", self.table.outdated)
             self.table.outdated.clear()
-        known = {name: value for name, value in setting.values.items() if name in SWEEPS.names}
-        known |= {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
+        columns = {name: value for name, value in setting.values.items() if name in SWEEPS.names}
+        columns |= {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
         rows = [
-            {"sweep": point.sweep, "point": point.point, **known, **row}
+            {"sweep": point.sweep, "point": point.point, **columns, **row}
             for point in self._missing(setting)
             for row in outcome.value.values()
         ]
         self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
     def _missing(self, setting: Setting) -> list[_Point]:
-        return [at for at in self.table.points if at.setting == setting and not self._is_there(at)]
+        return [point for point in self.table.points if point.setting == setting and not self._is_done(point)]
 
-    def _is_there(self, point: _Point) -> bool:
+    def _is_done(self, point: _Point) -> bool:
         """Whether the run has a point's rows for all tasks, with a score for those that are scored."""
         rows = self.table.rows
         rows = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point)]
@@ -407,13 +408,13 @@ def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[
     """Keep the first sample's picture as it is and under each corruption, beside those of other sweeps."""
     if samples.picture is None:
         return
-    found, clean = open_run(writer.folder).corruptions(), samples.picture(0)
+    pictures, clean = open_run(writer.folder).corruptions(), samples.picture(0)
     for name in (CLEAN, *corruptions):
         kind, severity = parse(name)
         drawn = seed, f"{samples.task}/{samples.ids[0]}"
-        found[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
+        pictures[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
     with writer.file(layout.CORRUPTIONS) as path, path.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **found)
+        np.savez_compressed(file, allow_pickle=False, **pictures)
 
 
 def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
@@ -431,8 +432,8 @@ def _require_something(request: SweepRequest) -> None:
     """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
     if not request.param and not request.ablate and not request.control:
         raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
-    for name, wanted in request.param.items():
-        if not wanted:
+    for name, values in request.param.items():
+        if not values:
             raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
     for count in request.param.get("n", ()):
         if not isinstance(count, int | float) or count != int(count) or count < 1:
@@ -451,33 +452,33 @@ def _settings_of(
     for start in around:
         for names in groups:
             combinations = itertools.product(*(values[name] for name in names))
-            found = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
-            sweeps[sweep_named("+".join(names), start.method)] = list(dict.fromkeys(found))
+            settings = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
+            sweeps[sweep_named("+".join(names), start.method)] = list(dict.fromkeys(settings))
         ablations = calibrators[start.method].ablations if request.ablate else ()
         if ablations:
             sweeps[sweep_named(ABLATION, start.method)] = [start, *map(start.changed, ablations)]
         elif request.ablate:
             raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
     if request.control:
-        called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
+        name = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
         unpulled = around[0].calibrator.at_merged()
-        sweeps[sweep_named(called, around[0].method)] = [
+        sweeps[sweep_named(name, around[0].method)] = [
             around[0].changed({} if unpulled is None else unpulled.get_params())
         ]
     return sweeps
 
 
-def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
-    varied, now = sweep.rpartition(":")[2].split("+"), settings[0].values
-    varied = [*now] if varied == [CONTROL] else varied  # each calibration is a point of its own
+def _require_same_rest(sweep: str, settings: Sequence[Setting], earlier: Collection[Setting]) -> None:
+    varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
+    varied = [*values] if varied == [CONTROL] else varied  # each calibration is a point of its own
     if varied == [ABLATION]:
-        varied = [name for at in calibrators[settings[0].method].ablations for name in at]
-    for name, value in now.items():
-        before = [at.values[name] for at in known]
+        varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
+    for name, value in values.items():
+        before = [setting.values[name] for setting in earlier]
         if name not in varied and any(other != value for other in before):
-            there = ", ".join(dict.fromkeys(_written(other) for other in before))
+            listed = ", ".join(dict.fromkeys(_written(other) for other in before))
             raise SpecError(
-                f"the run has a sweep of {sweep} with {name} {there}; now {name} is {_written(value)}",
+                f"the run has a sweep of {sweep} with {name} {listed}; now {name} is {_written(value)}",
                 hint="Points of one curve share everything else; --replace takes the earlier ones out.",
             )
 
@@ -495,32 +496,32 @@ def _samples_by_seed(
     among them where a task's splits draw from the same place.
     """
     first, architecture = opened.plan.samples, opened.models.architecture
-    drawn_first = {
-        task: _as_drawn(at, opened) if is_live(opened.manifest) else at for task, at in first.items()
-    }
-    found, tasks, sources = {seeds[0]: drawn_first}, dict(opened.study.tasks), {}
+    drawn_first = dict(first)
+    if is_live(opened.manifest):
+        drawn_first = {task: _as_drawn(samples, opened) for task, samples in first.items()}
+    by_seed, tasks, sources = {seeds[0]: drawn_first}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / layout.SPEC)
         drawn = reopening.redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
-        found[seed] = {
+        by_seed[seed] = {
             task: with_own_answers(data.calibration, opened.study.pool) for task, data in sources.items()
         }
     for task, data in sources.items():
-        seen = {name for samples in found.values() for name in samples[task].ids}
-        at = tasks[task]
-        diagnosis = _without(at.diagnosis, seen) if data.shares("diagnosis") else at.diagnosis
-        test = _without(at.test, seen) if data.shares("test") and at.test is not None else at.test
+        used = {name for samples in by_seed.values() for name in samples[task].ids}
+        diagnosis, test = tasks[task].diagnosis, tasks[task].test
+        diagnosis = _without(diagnosis, used) if data.shares("diagnosis") else diagnosis
+        test = _without(test, used) if data.shares("test") and test is not None else test
         if not len(diagnosis) or (test is not None and not len(test)):
             raise DataError(
                 f"task {task}: over {len(seeds)} seeds every sample serves calibration, none is left to measure with",
                 hint="Sweep with fewer seeds or fewer samples, or give calibration a split of its own.",
             )
-        tasks[task] = dataclasses.replace(at, diagnosis=diagnosis, test=test)
-    return found, tasks
+        tasks[task] = dataclasses.replace(tasks[task], diagnosis=diagnosis, test=test)
+    return by_seed, tasks
 
 
 def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
     """The samples whose ids are not among `ids`; the very same set where that is all of them."""
-    kept = [position for position, sample in enumerate(samples.ids) if sample not in ids]
-    return samples if len(kept) == len(samples) else part_of(samples, kept)
+    positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
+    return samples if len(positions) == len(samples) else part_of(samples, positions)

@@ -64,16 +64,15 @@ def rehearse(
         checks.attempt("save-weights", export.require_place)
     _describe(opened, checks)
     if choose is not None:
-        look, given, study = choose.outlook, (plan.calibrator, plan.counts), opened.study
-        told = {"has_base": study.has_base, "has_views": study.is_told_views}
-        outlook = checks.attempt("auto", lambda: look(*given, **told))
+        flags = {"has_base": opened.study.has_base, "has_views": opened.study.is_told_views}
+        outlook = checks.attempt("auto", lambda: choose.outlook(plan.calibrator, plan.counts, **flags))
         if outlook is not None:
             checks.ok("candidates", "; ".join(outlook[0]))
     unpulled = plan.calibrator.at_merged() if request.control and plan.calibrator.anchor_reach != 1 else None
     if unpulled is not None:
-        before = plan.calibrator.get_params()
+        pulled = plan.calibrator.get_params()
         changed = [
-            f"{name} {value}" for name, value in unpulled.get_params().items() if value != before[name]
+            f"{name} {value}" for name, value in unpulled.get_params().items() if value != pulled[name]
         ]
         checks.ok(", ".join(changed), "the same calibration is solved for once more")
     if checks.problems or not estimate:
@@ -156,12 +155,12 @@ def plan(
                     )
                     repairs[trial.method] = opened.calibration(request)
             more = _together(trials, repairs)
-        others = [found.text for found in checks.findings if found.level != "ok"]
+        remarks = [finding.text for finding in checks.findings if finding.level != "ok"]
         runs[merger] = {
             "cost": checks.cost and vars(checks.cost),
             "more": more and vars(more),
             "calibrations": sum(trial.times for trial in trials),
-            "text": checks.cost.text() if checks.cost else "; ".join(others),
+            "text": checks.cost.text() if checks.cost else "; ".join(remarks),
             "more_text": more.text() if more else "",
         }
     return {
@@ -180,22 +179,22 @@ class Trial(NamedTuple):
     is_kept: bool = False
 
 
-def trials_of(study: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
+def trials_of(protocol: Protocol, suite: Suite, spec: RunSpec) -> Iterator[Trial]:
     """The calibrations that a protocol makes on one of the suite's runs."""
     count = max(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
-    for method in study.repairs(suite):
-        if study.is_excess:
+    for method in protocol.repairs(suite):
+        if protocol.is_excess:
             yield Trial(
                 method, 3, count
             )  # on features of the merged model, of the expert and of the deployed one
-        elif study.vary is None:
+        elif protocol.vary is None:
             yield Trial(method, 1, count, is_kept=True)
-        elif study.ablate:
-            yield Trial(method, study.seeds * (1 + len(calibrators[method].ablations)), count)
+        elif protocol.ablate:
+            yield Trial(method, protocol.seeds * (1 + len(calibrators[method].ablations)), count)
         else:
-            for name, values in study.vary(suite).items():
+            for name, values in protocol.vary(suite).items():
                 for value in values:
-                    yield Trial(method, study.seeds, int(value) if name == "n" else count)
+                    yield Trial(method, protocol.seeds, int(value) if name == "n" else count)
 
 
 def _together(trials: Sequence[Trial], repairs: Mapping[str, Rehearsed]) -> Cost:

@@ -73,10 +73,10 @@ def preflight(
     if request.deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif request.deep:
-        whole = checks.attempt("experts", lambda: opening.open_study(spec, access=access))
-        if whole is not None:
-            with suitable_threads(None, "validate", whole[0]):
-                _score_experts(whole[0], checks)
+        study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
+        if study is not None:
+            with suitable_threads(None, "validate", study):
+                _score_experts(study, checks)
     return checks
 
 
@@ -86,14 +86,14 @@ def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]
     Heads that are made of prompts, which takes long to read, are of random numbers there.
     """
     checks, started = Preflight(), time.perf_counter()
-    place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
-    if place is not None:
-        checks.ok("device", f"{place}, {spec.compute.dtype}")
+    device = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
+    if device is not None:
+        checks.ok("device", f"{device}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
     data = _check_data(spec, architecture, checks, access)
     pool = None
-    if models is not None and models.sources and place is not None:
+    if models is not None and models.sources and device is not None:
         pool = checks.attempt("models", lambda: opening.open_pool(spec, models, device=access.device))
     width = _final_width(spec, pool, models, data)
     heads: dict[str, ScoreMap] = {}
@@ -111,7 +111,7 @@ def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]
     if (
         models is not None
         and models.sources
-        and not any(at.subject == "calibration" for at in checks.problems)
+        and not any(problem.subject == "calibration" for problem in checks.problems)
     ):
         _check_sites(spec, models.architecture.chain, next(iter(models.sources.values())), checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
@@ -131,31 +131,31 @@ def _final_width(
     name, samples = pool.names[0], next(iter(data.values())).diagnosis
     batch = Batch(0, 1, samples.load([0]))
     short = ShortPool.of(pool, models.architecture, [name], blocks=1)
-    how = spec.layers.pool or pool.chain.modality.pool
+    pooling = spec.layers.pool or pool.chain.modality.pool
     try:
         with torch.no_grad():
-            [(_, features)] = forward(short, name, [batch], pooling=how)
+            [(_, features)] = forward(short, name, [batch], pooling=pooling)
     except DriftLensError:  # weights that are no numbers are another check's
         return None
     return features.shape[-1]
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
-    found = checks.attempt("architecture", lambda: opening.open_architecture(spec, access))
-    if found is None:
+    opened = checks.attempt("architecture", lambda: opening.open_architecture(spec, access))
+    if opened is None:
         return None
-    paths = [layer.path for layer in found.chain.layers]
-    settings = ", ".join(f"{name} {value}" for name, value in found.chain.settings.items())
+    paths = [layer.path for layer in opened.chain.layers]
+    settings = ", ".join(f"{name} {value}" for name, value in opened.chain.settings.items())
     checks.ok(
-        "architecture", f"{found.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(found)
+        "architecture", f"{opened.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(opened)
     )
-    for text in found.notices:
+    for text in opened.notices:
         checks.notice("architecture", text)
-    check_ties(found.chain, checks)
+    check_ties(opened.chain, checks)
     stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
     if stored is not None:
         checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
-    return found
+    return opened
 
 
 def _quick_gelu_hint(architecture: Architecture) -> str:
@@ -177,13 +177,13 @@ def _check_merge(
     data: Mapping[str, TaskData],
     checks: Preflight,
 ) -> None:
-    merge = spec.merge
+    section = spec.merge
+    if section is None:
+        return
+    merge = checks.attempt("merge", lambda: merge_of(spec, section.method, section.parameters))
     if merge is None:
         return
-    found = checks.attempt("merge", lambda: merge_of(spec, merge.method, merge.parameters))
-    if found is None:
-        return
-    entry, settings = found
+    entry, settings = merge
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
     if entry.reads_sites and entry.others != entry.name:
@@ -207,8 +207,8 @@ def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) 
     if not entry.reads_moments or not data:
         return 0
     samples = sum(task.calibration.num_read for task in data.values())
-    one = next(iter(data.values())).diagnosis.load([0])
-    return 2 * samples * waiting_bytes(pool, pool.names[0], one)
+    sample = next(iter(data.values())).diagnosis.load([0])
+    return 2 * samples * waiting_bytes(pool, pool.names[0], sample)
 
 
 def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight) -> None:
@@ -328,29 +328,29 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
 def _score_experts(study: Study, checks: Preflight) -> None:
     """File what every expert scores, and the base beside it, on as many test samples as a diagnosis has."""
     scored = {
-        task: dataclasses.replace(at, test=at.test and few_of(at.test, len(at.diagnosis)))
-        for task, at in study.tasks.items()
+        task: dataclasses.replace(data, test=data.test and few_of(data.test, len(data.diagnosis)))
+        for task, data in study.tasks.items()
     }
     study = dataclasses.replace(study, tasks=scored)
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
         subject = f"expert of {task}"
-        found = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
-        if found is None:
+        scores = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
+        if scores is None:
             continue
-        rows = [row for row in found.rows if row["metric"] == found.rows[0]["metric"]]
+        rows = [row for row in scores.rows if row["metric"] == scores.rows[0]["metric"]]
         if not rows:
-            why = "; ".join(found.notices) or f"{task} has no head, or no labels"
+            why = "; ".join(scores.notices) or f"{task} has no head, or no labels"
             checks.notice(subject, f"the {subject} is not scored: {why}")
             continue
-        metric, at = metric_called(str(rows[0]["metric"])), study.tasks[task]
-        known: dict[str, Any] = {"choices": at.choices, "head": () if at.head is None else at.head.classes}
+        metric, data = metric_called(str(rows[0]["metric"])), study.tasks[task]
+        classes: dict[str, Any] = {"choices": data.choices, "head": data.head.classes if data.head else ()}
         _judge(
             checks,
             subject,
             {str(row["variant"]): row for row in rows},
             metric,
-            len(known.get(metric.needs, ())),
+            len(classes.get(metric.needs, ())),
         )
 
 
@@ -365,33 +365,33 @@ def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
         return
     with pool.sent(samples.load([0])) as inputs:
         states = pool.library_states(name, inputs)
-    said = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
-    if said:
-        checks.notice(f"expert of {task}", said)
-    elif said is not None:
+    notice = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
+    if notice:
+        checks.notice(f"expert of {task}", notice)
+    elif notice is not None:
         checks.ok(f"expert of {task}", "its final features are those of its adapters as peft runs them")
 
 
 def _judge(
     checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
 ) -> None:
-    found = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
-    told = {name: with_interval(value, metric.kind) for name, value in found.items()}
-    expert, base, chance = found["expert"], found.get("base"), 1 / max(num_classes, 1)
-    text = f"the {subject} scores {told['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
+    scores = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
+    shown = {name: with_interval(value, metric.kind) for name, value in scores.items()}
+    expert, base, chance = scores["expert"], scores.get("base"), 1 / max(num_classes, 1)
+    text = f"the {subject} scores {shown['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
     if num_classes > 1 and expert.low <= chance:
         error = DataError(
-            f"{text}, which can't be told from guessing among {num_classes} classes ({chance:.1%})",
+            f"{text}, which can't be told from guessing among {num_classes} classes ({100 * chance:.1f} %)",
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
         checks.problem(subject, error)
     elif base is None:
         checks.ok(subject, text)
     elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:
-        checks.ok(subject, f"{text}, the base {told['base']}")
+        checks.ok(subject, f"{text}, the base {shown['base']}")
     else:
         checks.notice(
-            subject, f"{text}, the base {told['base']}: no better", "Was it fine-tuned on this task?"
+            subject, f"{text}, the base {shown['base']}: no better", "Was it fine-tuned on this task?"
         )
 
 
@@ -408,10 +408,10 @@ def check_ties(chain: LayerChain, checks: Preflight) -> None:
             places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
             if (layer.index, name.rpartition(".")[0]) in sites:
                 solved.add((slot.key, slot.rows))
-    tied = {slot[0]: found for slot, found in places.items() if len(found) > 1 and slot in solved}
-    for key, found in tied.items():
+    tied = {slot[0]: names for slot, names in places.items() if len(names) > 1 and slot in solved}
+    for key, names in tied.items():
         checks.notice(
-            "ties", f"{key} is {' and '.join(found)}", "To calibrate one of them changes the others too."
+            "ties", f"{key} is {' and '.join(names)}", "To calibrate one of them changes the others too."
         )
     if not tied:
         checks.ok("ties", "none: every weight stands in one place")

@@ -66,7 +66,7 @@ class SpecStudy:
             phases = Phases(writer, short.study, Reporter())
             run_phases(writer, phases.analysis(attribution=attribution))
 
-        found, passes = rehearsed(self.study, self.models, job), 0.0
+        rehearsal, passes = rehearsed(self.study, self.models, job), 0.0
         seconds = self.opening + reading_prompts(self.spec, self.models, self.data)
         if self.spec.merge is not None and self._has_stand_in:
             entry, settings = self._method
@@ -74,9 +74,9 @@ class SpecStudy:
             passes = _THERE_AND_BACK * model_runs(entry, settings, self.data, self.models)
             work = work_of(entry, settings, len(self.study.tasks), chain, self.models)
             seconds += seconds_of_work(work, chain, self.models)
-        merged = self._model_bytes if self.spec.merge is not None else 0
-        resident = found.resident + unmerged_bytes(self.study)
-        return dataclasses.replace(found, resident=resident, opening=seconds, passes=passes, models=merged)
+        size = self._model_bytes if self.spec.merge is not None else 0
+        resident = rehearsal.resident + unmerged_bytes(self.study)
+        return dataclasses.replace(rehearsal, resident=resident, opening=seconds, passes=passes, models=size)
 
     def calibration(self, request: CalibrationRequest) -> Rehearsed:
         """What a calibration of the analyzed run takes; errors as for `analysis`, or of the request."""
@@ -93,8 +93,8 @@ class SpecStudy:
             calibration(plan, attribution=request.attribution)(short, writer)
 
         rounds = rounds_of(calibrator_of(request, self.spec.calibration))
-        found = rehearsed(self.study, self.models, job, before=before, is_trained=rounds > 0)
-        return dataclasses.replace(found, rounds=rounds, models=variants * self._model_bytes)
+        rehearsal = rehearsed(self.study, self.models, job, before=before, is_trained=rounds > 0)
+        return dataclasses.replace(rehearsal, rounds=rounds, models=variants * self._model_bytes)
 
     @property
     def _model_bytes(self) -> int:
@@ -106,19 +106,17 @@ class SpecStudy:
             return
         merge = merge_called("average") if self._has_stand_in else self._method
         if self._has_stand_in:
-            passes = {
-                f"{PASSES}:{task}": functools.partial(_pass, short.study, task) for task in short.study.tasks
-            }
-            run_phases(writer, [Phase(name, work, short.study) for name, work in passes.items()])
-        count, whole = max(short.size.samples), self.study
+            works = {task: functools.partial(_pass, short.study, task) for task in short.study.tasks}
+            run_phases(writer, [Phase(f"{PASSES}:{task}", work, short.study) for task, work in works.items()])
+        count, full = max(short.size.samples), self.study
         tasks = {
-            task: first_samples(at, count, whole.pool, short.size.batch) for task, at in whole.tasks.items()
+            task: first_samples(data, count, full.pool, short.size.batch) for task, data in full.tasks.items()
         }
-        asked = dataclasses.replace(short.study, tasks=tasks)
+        study = dataclasses.replace(short.study, tasks=tasks)
 
         def save() -> None:
             with writer.file(MERGED_FILE) as path:
-                save_merge(short.models, merge, path, asked, Reporter())
+                save_merge(short.models, merge, path, study, Reporter())
 
         run_phases(writer, [Phase("merge", save)])
         short.study.pool.add("merged", open_checkpoint(writer.folder / MERGED_FILE))
@@ -150,8 +148,8 @@ def reading_prompts(spec: RunSpec, models: OpenModels, data: Mapping[str, TaskDa
     tower, few = models.architecture.text_tower(models.base), names[:_PROMPTS]
     started = time.perf_counter()
     text_head(tower, few, templates[:1])
-    each = (time.perf_counter() - started) / len(few)
-    return each * sum(len(classes) * len(of) for classes, of in prompts)
+    per_prompt = (time.perf_counter() - started) / len(few)
+    return per_prompt * sum(len(classes) * len(texts) for classes, texts in prompts)
 
 
 _PROMPTS = 8
@@ -182,10 +180,10 @@ def rehearsed_calibration(
     plan, study, models = opened.plan, opened.study, opened.models
     rounds, last = rounds_of(plan.calibrator), max(plan.sites, default=0)
     job = calibration(plan, attribution=attribution)
-    found = rehearsed(study, models, job, before=_measure, is_trained=rounds > 0)
+    rehearsal = rehearsed(study, models, job, before=_measure, is_trained=rounds > 0)
     nbytes = sum(header.nbytes for header in models.own_form.headers.values())
-    found = dataclasses.replace(
-        found,
+    rehearsal = dataclasses.replace(
+        rehearsal,
         rounds=rounds,
         waiting=len(study.tasks) * plan.calibrator.waiting_bytes(study.pool, plan.sites),
         models=len(plan.variants) * nbytes,
@@ -194,15 +192,15 @@ def rehearsed_calibration(
     # Before all else the models are hashed once more, as the analysis did.
     hashing = opened.manifest.phases.get("digests")
     seconds = opening + (hashing.seconds if hashing is not None else 0.0)
-    once = found.phase_seconds("calibrate", shares_of(study))
+    once = rehearsal.phase_seconds("calibrate", shares_of(study))
     if control:
         seconds += once
     if choose is not None:
         # A choice goes its own way on every study; it says itself how many calibrations it makes, in those by FeatCal.
-        told = {"has_base": study.has_base, "has_views": study.is_told_views}
-        _, number = choose.outlook(plan.calibrator, plan.counts, **told)
+        flags = {"has_base": study.has_base, "has_views": study.is_told_views}
+        _, number = choose.outlook(plan.calibrator, plan.counts, **flags)
         seconds += once * (number / plan.calibrator.effort - 1)
-    return dataclasses.replace(found, opening=seconds)
+    return dataclasses.replace(rehearsal, opening=seconds)
 
 
 def calibration(plan: CalibrationPlan, *, attribution: bool) -> Job:
@@ -218,19 +216,19 @@ def calibration(plan: CalibrationPlan, *, attribution: bool) -> Job:
 
 def short_plan(plan: CalibrationPlan, short: Shortened) -> CalibrationPlan:
     """The plan for a study cut short: in every layer that is left, the sites that the plan has in any layer."""
-    wanted = {site for sites in plan.sites.values() for site in sites}
+    planned = {site for sites in plan.sites.values() for site in sites}
     layers, calibrator = short.study.pool.chain.layers, plan.calibrator
-    named = {layer.index: [site.name for site in layer.all_sites if site.name in wanted] for layer in layers}
+    named = {layer.index: [site.name for site in layer.all_sites if site.name in planned] for layer in layers}
+    is_chosen = plan.shrink.get("asked") == "auto"  # what that takes, the choice tells
     if calibrator.repeats:
         calibrator = calibrator.changed(**{calibrator.repeats: min(short.size.rounds, rounds_of(calibrator))})
     return dataclasses.replace(
         plan,
         calibrator=calibrator,
+        shrink={} if is_chosen else plan.shrink,
         sites={index: sites for index, sites in named.items() if sites},
         boundaries=calibrator.boundaries(len(layers)),
-        samples={
-            task: of.calibration for task, of in short.study.tasks.items() if of.calibration is not None
-        },
+        samples=short.study.calibration_sets,
     )
 
 
@@ -250,8 +248,10 @@ def model_runs(
         return 0
     lm = models.architecture.lm
     rows = 1 if lm is None else next(iter(models.sources.values())).headers[lm.key].shape[0]
-    counts = ((len(of.calibration), len(of.class_names or of.answers()) or rows) for of in data.values())
-    return sum(entry.runs(settings, *count) for count in counts)
+    return sum(
+        entry.runs(settings, len(task.calibration), len(task.class_names or task.answers()) or rows)
+        for task in data.values()
+    )
 
 
 def merge_text(entry: MergeMethod, num_tasks: int, models: OpenModels, waiting: int) -> str:
@@ -298,9 +298,9 @@ def seconds_of_work(operations: float, chain: LayerChain, models: OpenModels) ->
 def _matrices(chain: LayerChain, models: OpenModels) -> list[list[tuple[str, tuple[int, int]]]]:
     """By layer what each linear module reads, and the shape of its matrix."""
     headers = next(iter(models.sources.values())).headers
-    found = []
+    matrices = []
     for layer in chain.layers:
         sites = [site for site in layer.sites if site.kind == "linear"]
         slots = [(site.input, layer.parameters.get(f"{site.name}.weight")) for site in sites]
-        found.append([(read, slot.shape(headers[slot.key].shape)) for read, slot in slots if slot])
-    return found  # type: ignore[return-value]
+        matrices.append([(read, slot.shape(headers[slot.key].shape)) for read, slot in slots if slot])
+    return matrices  # type: ignore[return-value]

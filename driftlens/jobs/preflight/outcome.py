@@ -49,13 +49,13 @@ class Preflight:
     def estimate(self, rehearse: Callable[[], Rehearsed]) -> Rehearsed | None:
         """Set `cost` by a rehearsal; where that is not possible, say why there is no estimate."""
         try:
-            found = rehearse()
-            self.cost = found.cost
+            rehearsal = rehearse()
+            self.cost = rehearsal.cost
         except (DriftLensError, MemoryError) as error:
-            told = error.message if isinstance(error, DriftLensError) else "there is too little memory"
-            self.notice("estimate", f"none, as the work could not be rehearsed: {told}")
+            reason = error.message if isinstance(error, DriftLensError) else "there is too little memory"
+            self.notice("estimate", f"none, as the work could not be rehearsed: {reason}")
             return None
-        return found
+        return rehearsal
 
     @property
     def problems(self) -> list[Finding]:

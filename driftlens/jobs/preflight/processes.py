@@ -64,14 +64,14 @@ class Rates:
             return 1.0
         busy = min(processes, self.cores)
         # Memory is shared little by little: between one process and one on every core the loss is taken as even.
-        kept = 1 - (1 - self.crowded) * (busy - 1) / max(1, self.cores - 1)
-        return self.one * kept * min(1.0, self.cores / processes)
+        share = 1 - (1 - self.crowded) * (busy - 1) / max(1, self.cores - 1)
+        return self.one * share * min(1.0, self.cores / processes)
 
     def lines(self) -> dict[str, str]:
         """The same for a person, one line each."""
         return {
-            "processes": f"one thread does {self.one:.0%} of {self.threads}, "
-            f"{self.crowded:.0%} of that with one process per core",
+            "processes": f"one thread does {100 * self.one:.0f} % of {self.threads}, "
+            f"{100 * self.crowded:.0f} % of that with one process per core",
             "wire": f"{self.wire / 1e9:.3g} GB/s, {self.latency * 1e3:.2g} ms at least",
             "start": f"{self.start:.1f} s until a process is there",
         }
@@ -138,8 +138,8 @@ def _together(device: torch.device, threads: int) -> dict[str, float]:
                 f"{number} processes that measure each other could not be started or ended early: {error}",
                 hint="Sums over processes need `gloo` and a loopback interface.",
             ) from error
-        found: dict[str, float] = json.loads(pathlib.Path(folder, "found.json").read_text(encoding="utf-8"))
-    return found | {"start": found["start"] - started}
+        rates: dict[str, float] = json.loads(pathlib.Path(folder, "found.json").read_text(encoding="utf-8"))
+    return rates | {"start": rates["start"] - started}
 
 
 def _member(rank: int, number: int, folder: str, name: str, threads: int) -> None:
@@ -162,17 +162,17 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         distributed.all_reduce(rate)
         tiny, large = torch.zeros(1), torch.zeros(_BYTES // 8, dtype=torch.float64)
         latency, heavy = (
-            _seconds_of(functools.partial(distributed.reduce, part, dst=0)) for part in (tiny, large)
+            _seconds_of(functools.partial(distributed.reduce, numbers, dst=0)) for numbers in (tiny, large)
         )
         if rank == 0:
-            found = {
+            rates = {
                 "one": alone / many,
                 "crowded": min(1.0, float(rate) / number / alone * max(1.0, number / cores())),
                 "wire": _BYTES / heavy,
                 "latency": latency,
                 "start": ready,
             }
-            pathlib.Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
+            pathlib.Path(folder, "found.json").write_text(json.dumps(rates), encoding="utf-8")
     finally:
         distributed.destroy_process_group()
 
@@ -235,31 +235,31 @@ def plan_processes(
     opened: SpecStudy, analysis: Rehearsed, number: int, per_machine: int | None = None
 ) -> Processes:
     """The busiest process's share of an analysis, and of the calibration that the spec or the defaults ask for."""
-    for name, given in (("processes", number), ("per_machine", per_machine)):
-        if given is not None and not 1 <= given <= MOST:
-            raise SpecError(f"{name} is {given}, expected 1 to {MOST}")
+    for name, count in (("processes", number), ("per_machine", per_machine)):
+        if count is not None and not 1 <= count <= MOST:
+            raise SpecError(f"{name} is {count}, expected 1 to {MOST}")
     device = opened.study.pool.device
-    known = measured_rates(device)
-    rates = known or Rates(str(device), cores(), torch.get_num_threads())
-    here = rates.cores if device.type == "cpu" else number_of(device)
-    together = min(number, per_machine or max(1, here))
+    measured = measured_rates(device)
+    rates = measured or Rates(str(device), cores(), torch.get_num_threads())
+    places = rates.cores if device.type == "cpu" else number_of(device)
+    together = min(number, per_machine or max(1, places))
     shares = {"analyze": _share(analysis, number, together, rates, solves=False)}
     request = CalibrationRequest(name="preflight", attribution=False)
     calibrator = calibrator_of(request, opened.spec.calibration)
     if all(task.calibration for task in opened.study.tasks.values()) and not rounds_of(calibrator):
         shares["calibrate"] = _share(opened.calibration(request), number, together, rates, solves=True)
-    return Processes(number, together, known is not None, shares)
+    return Processes(number, together, measured is not None, shares)
 
 
 def _share(whole: Rehearsed, number: int, per_machine: int, rates: Rates, *, solves: bool) -> Share:
     """The busiest process's, of a job rehearsed by one."""
     study = whole.study
     batches = {
-        task: math.ceil(len(at.diagnosis) / at.diagnosis.batch_size) for task, at in study.tasks.items()
+        task: math.ceil(len(data.diagnosis) / data.diagnosis.batch_size) for task, data in study.tasks.items()
     }
     part, tasks = _busiest(batches, number)
-    every = [dataclasses.astuple(share) for share in shares_of(study).values()]
-    even = TaskShare(*np.mean(every, axis=0)) * (part * len(every) / tasks)
+    shares = [dataclasses.astuple(share) for share in shares_of(study).values()]
+    even = TaskShare(*np.mean(shares, axis=0)) * (part * len(shares) / tasks)
     seconds = whole.seconds_of({f"{task}": even for task in range(tasks)})
     # Of tables and features it sends about what its part of the run directory holds of them.
     rows = 0 if number == 1 else int(part * (whole.cost.disk_bytes - whole.models))
@@ -323,7 +323,7 @@ def solved_groups(
                 slot = layer.parameters[f"{site.name}.weight"]
                 out, width = slot.shape(headers[slot.key].shape)
                 outs[site.input, width].append(out)
-        groups.append([Group(width, tuple(of)) for (_, width), of in outs.items()])
+        groups.append([Group(width, tuple(sizes)) for (_, width), sizes in outs.items()])
     return groups
 
 
@@ -347,9 +347,9 @@ def wire_bytes(
         return 0, 0, 0
     every = [group for layer in groups for group in layer]
     moments = sum(group.moments for group in every) * _FLOAT64
-    each = moments * 2 * (number - 1) / number + sum(group.weights for group in every) * _FLOAT32
-    runs = [[rank for rank, *_ in of] for of in shared(batches, number).values()]
-    given = Counter(rank for ranks in runs for rank in ranks[1:])
-    taken = Counter(rank for ranks in runs for rank in ranks[:1] * (len(ranks) - 1))
-    sent, received = (int(each + moments * max(of.values(), default=0)) for of in (given, taken))
-    return sent, received, len(every) * (1 + max(taken.values(), default=0)) + number * len(groups)
+    common = moments * 2 * (number - 1) / number + sum(group.weights for group in every) * _FLOAT32
+    runs = [[rank for rank, *_ in parts] for parts in shared(batches, number).values()]
+    sends = Counter(rank for ranks in runs for rank in ranks[1:])
+    gets = Counter(rank for ranks in runs for rank in ranks[:1] * (len(ranks) - 1))
+    sent, received = (int(common + moments * max(times.values(), default=0)) for times in (sends, gets))
+    return sent, received, len(every) * (1 + max(gets.values(), default=0)) + number * len(groups)

@@ -93,12 +93,12 @@ def extrapolated(what: str, measured: Sequence[Measured], extent: Extent) -> flo
     from scipy.optimize import nnls
 
     least: dict[Extent, float] = {}
-    for at in measured:
-        least[at.extent] = min(at.amount, least.get(at.extent, math.inf))
+    for run in measured:
+        least[run.extent] = min(run.amount, least.get(run.extent, math.inf))
     terms = dict(_varying(what, [*least]))
     # Of what nobody had any, nothing is known: where no test sample has a target, none is scored.
     terms = {name: product for name, product in terms.items() if any(map(product, least))}
-    rows = np.array([[product(at) for product in terms.values()] for at in least])
+    rows = np.array([[product(other) for product in terms.values()] for other in least])
     amounts = np.array([max(amount, _SHORTEST) for amount in least.values()])
     scale = rows.max(axis=0)
     factors, _ = nnls(rows / scale / amounts[:, None], np.ones(len(rows)))
@@ -109,13 +109,13 @@ _SHORTEST = 1e-6
 """Of an amount that others are compared with; a phase that does nothing takes as long."""
 
 _PRODUCTS = {
-    "": lambda at: 1.0,
-    "blocks": lambda at: at.blocks,
-    "samples": lambda at: at.samples,
-    "blocks samples": lambda at: at.blocks * at.samples,
-    "blocks tasks": lambda at: at.blocks * at.tasks,
-    "rounds": lambda at: at.rounds * at.tasks,
-    "rounds blocks": lambda at: at.rounds * at.tasks * at.blocks,
+    "": lambda extent: 1.0,
+    "blocks": lambda extent: extent.blocks,
+    "samples": lambda extent: extent.samples,
+    "blocks samples": lambda extent: extent.blocks * extent.samples,
+    "blocks tasks": lambda extent: extent.blocks * extent.tasks,
+    "rounds": lambda extent: extent.rounds * extent.tasks,
+    "rounds blocks": lambda extent: extent.rounds * extent.tasks * extent.blocks,
 }
 """Done once; by block (weights are read, sites solved for); by sample (stem and head); by both (the walk); by block and
 task (an expert is read); by round and task."""
@@ -124,16 +124,16 @@ task (an expert is read); by round and task."""
 def _varying(what: str, extents: Sequence[Extent]) -> Mapping[str, Any]:
     """The products that can be told apart: whatever didn't vary is part of the others."""
     terms = dict(_PRODUCTS)
-    if len({at.tasks for at in extents}) > 1:
+    if len({extent.tasks for extent in extents}) > 1:
         del terms[
             "samples"
         ]  # of several tasks together: stem and head hardly count beside what there is by task
     else:
         del terms["blocks tasks"]
-    if len({at.rounds for at in extents}) == 1:
+    if len({extent.rounds for extent in extents}) == 1:
         del terms["rounds"], terms["rounds blocks"]
     if what == QUADRATIC:
-        terms["blocks^2 samples"] = lambda at: at.blocks**2 * at.samples
+        terms["blocks^2 samples"] = lambda extent: extent.blocks**2 * extent.samples
     return terms
 
 
@@ -262,7 +262,7 @@ def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Jo
     ):
         if before is not None:
             before(short, writer)
-        earlier, there = {*writer.manifest.phases}, _stored_bytes(writer.folder)
+        earlier, stored = {*writer.manifest.phases}, _stored_bytes(writer.folder)
         _restart_peak()
         log.setLevel(max(level, logging.WARNING))  # a rehearsal tells nobody how it computes
         try:
@@ -275,7 +275,7 @@ def short_run(study: Study, models: OpenModels, size: Size, job: Job, before: Jo
                 for name, phase in writer.manifest.phases.items()
                 if name not in earlier and not name.endswith(_FIRST)
             ],
-            Measured(Extent(short.blocks, diagnosed), _stored_bytes(writer.folder) - there),
+            Measured(Extent(short.blocks, diagnosed), _stored_bytes(writer.folder) - stored),
             _peak(),
             time.perf_counter() - started,
         )
@@ -286,14 +286,14 @@ def _sizes(study: Study, *, is_quick: bool, is_trained: bool, is_joint: bool) ->
     batch, deep = (next(iter(study.tasks.values())).diagnosis.batch_size, 4) if is_quick else (1, 3)
     # Of the tasks that count, one whole batch at least, as that is what the library runs as well.
     first = _FEW if is_joint else 1
-    one, two = max(first, batch), 2 * max(first, batch)
+    small, large = max(first, batch), 2 * max(first, batch)
     sizes = [
-        Size(1, (first, two, one), batch),
-        Size(2, (first, one, one) if is_joint else (first, one), batch),
-        Size(deep, (first, two, one), batch),
+        Size(1, (first, large, small), batch),
+        Size(2, (first, small, small) if is_joint else (first, small), batch),
+        Size(deep, (first, large, small), batch),
     ]
     if is_joint:
-        sizes += [Size(2, (first, one), batch)]
+        sizes += [Size(2, (first, small), batch)]
     if is_trained:
         sizes += [dataclasses.replace(size, rounds=4 * size.rounds) for size in (sizes[0], sizes[2])]
     return sizes
@@ -322,11 +322,12 @@ def _samples_of(phase: str, task: TaskSamples, study: Study) -> int:
 
 def shares_of(study: Study) -> dict[str, Share]:
     """All samples of all tasks."""
-    sizes = {task: _sample_bytes(at.diagnosis) for task, at in study.tasks.items()}
+    sizes = {task: _sample_bytes(data.diagnosis) for task, data in study.tasks.items()}
     first = next(iter(sizes.values()))
     return {
-        task: Share(len(at.diagnosis), len(at.test or ()), len(at.calibration or ())) * (sizes[task] / first)
-        for task, at in study.tasks.items()
+        task: Share(len(data.diagnosis), len(data.test or ()), len(data.calibration or ()))
+        * (sizes[task] / first)
+        for task, data in study.tasks.items()
     }
 
 
@@ -341,11 +342,11 @@ def features_bytes(study: Study, part: float = 1.0, beside: int = 0) -> int:
 
     `part` of the samples of the largest task, where processes share them; `beside` is what waits with all samples'.
     """
-    pool, layers = study.pool, study.pool.chain.layers
+    pool, layers, tasks = study.pool, study.pool.chain.layers, study.tasks.values()
     task, at_hand = next(iter(study.tasks.items()))
-    read = (at.calibration.num_read for at in study.tasks.values() if at.calibration is not None)
+    num_read = (samples.num_read for samples in study.calibration_sets.values())
     per_sample = waiting_bytes(pool, pool.expert(task), at_hand.diagnosis.load([0]), 1 + len(study.variants))
-    largest = max(*(len(at.diagnosis) for at in study.tasks.values()), *(read if study.has_views else ()), 0)
+    largest = max(*(len(data.diagnosis) for data in tasks), *(num_read if study.has_views else ()), 0)
     count = math.ceil(part * largest)
     at_once = per_sample * count + beside, per_sample * min(count, at_hand.diagnosis.batch_size) * len(layers)
     return sum(min(study.settings.feature_budget, number) for number in at_once)

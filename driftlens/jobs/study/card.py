@@ -78,31 +78,31 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     from driftlens.findings.verdict import shareable, task_sheet, verdict
 
     compared_variants(run, name)  # says which calibrations there are when this is none
-    manifest, info, own = run.manifest, run.manifest.calibrations[name], calibrated(name)
+    manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated(name)
     judgement = verdict(run, name)
     tasks = task_sheet(run, judgement)
-    parents = {model: made for model, made in manifest.models.items() if part_of(model) in _PARENTS}
-    models = [(model, _shown(made.source), _code(made.digest)) for model, made in parents.items()]
-    models.append((own, "this model", _code(manifest.models[own].digest)))
+    parents = {model: entry for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
+    models = [(model, _shown(entry.source), _code(entry.digest)) for model, entry in parents.items()]
+    models.append((variant, "this model", _code(manifest.models[variant].digest)))
     digests = info.sample_digests
     samples = [(task, count, _code(digests[task])) for task, count in info.samples.items()]
     known_by = "contents" if is_live(manifest) else "ids"  # of live objects nobody but their content knows
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
         *manifest.warnings,
-        *(said for said in manifest.notices if not said.startswith(calibrated(""))),
+        *(notice for notice in manifest.notices if not notice.startswith(calibrated(""))),
         *info.notices,
     ]
     command = "" if is_live(manifest) else printable(calibration_command(name, info))
-    return _written(
+    return _rendered(
         manifest.architecture,
-        {model: made.source for model, made in parents.items()},
+        {model: entry.source for model, entry in parents.items()},
         notices,
         run.name,
         tags=() if info.kept else ("feature-calibration", info.method),
         is_merge=info.kept != "base",
         results=_measured(run, name),
-        heading=f"{run.name}: {title(own)}",
+        heading=f"{run.name}: {title(variant)}",
         about=_about(run, info),
         is_synthetic=manifest.synthetic,
         headline=signs(sentence(headline(run, name))),
@@ -125,11 +125,11 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
 def unmeasured_card(run: DriftRun, name: str, info: CalibrationInfo, usage: str = "") -> str:
     """The same of one that is saved before anything is measured of it; it is written anew as soon as that is."""
     manifest = run.manifest
-    parents = {model: made.source for model, made in manifest.models.items() if part_of(model) in _PARENTS}
+    parents = {model: entry.source for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
     unmeasured = (
         "Nothing is measured of it yet: this card is written anew once its drift and accuracy are known."
     )
-    return _written(
+    return _rendered(
         manifest.architecture,
         parents,
         [unmeasured, *manifest.warnings, *info.notices],
@@ -162,7 +162,7 @@ def merge_card(
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
     unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
-    return _written(
+    return _rendered(
         architecture,
         parents,
         [unmeasured, *notices],
@@ -232,7 +232,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("card.md.jinja")
 
 
-def _written(
+def _rendered(
     architecture: Mapping[str, Any],
     origins: Mapping[str, str],
     notices: Sequence[str],
@@ -292,8 +292,8 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
             "the maps."
         )
     is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
-    by = "by gradients" if is_trained else "in closed form, layer by layer,"
-    return f"{text} calibrated {by} so that its features follow each expert's. Same architecture, no added modules."
+    how = "by gradients" if is_trained else "in closed form, layer by layer,"
+    return f"{text} calibrated {how} so that its features follow each expert's. Same architecture, no added modules."
 
 
 def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -315,8 +315,8 @@ def _license(origin: str) -> dict[str, Any]:
         stated = metadata_load(card) or {}
     except Exception:  # somebody's file: whatever is wrong with it, it states no license
         return {}
-    known = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
-    return known if "license" in known and all(isinstance(said, str) for said in known.values()) else {}
+    terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
+    return terms if "license" in terms and all(isinstance(value, str) for value in terms.values()) else {}
 
 
 def _measured(run: DriftRun, name: str) -> list[EvalResult]:
@@ -331,7 +331,7 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
     kind = _SIMILARITY if EMBEDDED in architecture else _TASKS.get(str(architecture.get("loader")))
     kind = kind or _TASKS.get(str(architecture.get("adapter")))
     # Older runs don't say what their models read.
-    read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
+    reads = architecture.get("reads", "image" if run.manifest.preprocessing else "")
     by_input = {"image": "image-classification", "text": "text-classification"}
     results = []
     for row in run.accuracy(variant=calibrated(name)).to_dict("records"):
@@ -340,7 +340,7 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
         tool = tool_of(run, calibrated(name), task) if metric.is_attached else None
         results.append(
             EvalResult(
-                task_type=kind or by_input.get(read, "classification"),
+                task_type=kind or by_input.get(reads, "classification"),
                 dataset_type=_hub_id(str(data.get(task, {}).get("path", ""))) or task,
                 dataset_name=task,
                 dataset_split="test",
@@ -359,8 +359,8 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
 def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     """What was merged and calibrated, and how."""
     info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
-    given = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
-    merged = f"{merge['method']}{f' ({given})' if given else ''}" if merge else "a given checkpoint"
+    parameters = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
+    merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
     if info.kept:
         yield "Calibration", f"none; this is {info.unchanged}"
@@ -384,11 +384,10 @@ def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
     if solved.empty:  # a trained calibrator solves for none
         return
-    is_linear = solved["kind"] == "linear"
-    kinds = [kind for kind, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
-    meant = ", ".join(run.manifest.calibrations[name].sites)
-    meant = meant or f"every {' and '.join(kinds)} module of these layers"
-    yield "Sites", f"{meant} ({counted(len(solved), 'module')})"
+    kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
+    sites = ", ".join(run.manifest.calibrations[name].sites)
+    sites = sites or f"every {' and '.join(kinds)} module of these layers"
+    yield "Sites", f"{sites} ({counted(len(solved), 'module')})"
     if "upstream_share" in rows and rows["upstream_share"].notna().any():
         means = rows.groupby("layer")["upstream_share"].mean().dropna()
         by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
@@ -423,8 +422,8 @@ def _code(digest: str) -> Markup:
     return Markup(f"`{digest}`")
 
 
-def _listed_versions(known: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {known[name]}" for name in _SHOWN_VERSIONS if name in known)
+def _listed_versions(installed: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {installed[name]}" for name in _SHOWN_VERSIONS if name in installed)
 
 
 def _shown(origin: str) -> str:

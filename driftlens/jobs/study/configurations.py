@@ -18,8 +18,8 @@ def contradictions(
     architecture: Architecture, folder: pathlib.Path, called: str
 ) -> Iterator[tuple[str, str]]:
     """Every contradiction between the configuration in a folder and the architecture, with what to do about it."""
-    read = _READERS.get(architecture.loader)
-    for file, key, stated, used in read(architecture, folder) if read else ():
+    reader = _READERS.get(architecture.loader)
+    for file, key, stated, used in reader(architecture, folder) if reader else ():
         if not _equal(stated, used):
             text = f"{file} of {called} has {key} {stated}, but all models are computed with {used}"
             yield text, _remedy(file, key)
@@ -102,13 +102,13 @@ def _hf_any(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statem
         return
     with running(str(folder)):
         ours, theirs = (
-            CONFIG_MAPPING[kind].from_dict(with_floats(given)).to_dict() for given in (used, config)
+            CONFIG_MAPPING[kind].from_dict(with_floats(stated)).to_dict() for stated in (used, config)
         )
     for section in ("", "vision_config", "text_config"):
-        mine, own = (given.get(section, {}) if section else given for given in (ours, theirs))
+        our, their = (whole.get(section, {}) if section else whole for whole in (ours, theirs))
         for key in _HF_COMPUTED:
-            if key in mine or key in own:
-                yield ("config.json", key, own.get(key), mine.get(key))
+            if key in our or key in their:
+                yield ("config.json", key, their.get(key), our.get(key))
     if architecture.preprocess is not None:
         file = "preprocessor_config.json"
         yield from _pixels(file, _HF_PIXELS, _file(folder, file), architecture.preprocess.settings)

@@ -8,7 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from driftlens.base.access import Access
-from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, expanded, require_free
 from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import (
@@ -42,11 +41,7 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
         DriftLensError: `path` is taken, a model is missing or has another shape than the first, slices end elsewhere
             than the models, a parameter is missing.
     """
-    place = Path(path)
-    if place.suffix != ".safetensors":
-        require_free(place)
-    elif place.is_dir():
-        raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
+    require_free(path)
     folders = {name: _folder(name, access) for name in recipe.models}
     first = recipe.home
     home = folders[first]
@@ -75,28 +70,28 @@ def require_foreseeable(recipe: Recipe, path: PathLike, access: Access) -> None:
         return
     if other := next((name for name, depth in depths.items() if depth != layers), None):
         raise refused(f"{other} has {depths[other]} layers, and {first} {layers}", ALIKE)
-    shared = set.intersection(*(set(each) for each in shapes.values() if each))
+    shared = set.intersection(*(set(stated) for stated in shapes.values() if stated))
     keys = [key for key in shapes[first] if key in shared and (layer_of(key) or 0) < layers]
     require_settings(recipe, keys, layers)
-    for name, each in shapes.items():
-        _require_all(first, shapes[first], name, each)
-        _require_no_more(first, shapes[first], name, each, layers)
-        _require_no_more(name, each, first, shapes[first], layers)
-        _require_same_shapes(recipe, first, shapes[first], name, each, keys)
+    for name, stated in shapes.items():
+        _require_all(first, shapes[first], name, stated)
+        _require_no_more(first, shapes[first], name, stated, layers)
+        _require_no_more(name, stated, first, shapes[first], layers)
+        _require_same_shapes(recipe, first, shapes[first], name, stated, keys)
 
 
 def _require_decoder(name: str, folder: Path, first: str, home: Path | None) -> None:
     """Refuse what its configuration says to be no causal language model, or another than the first model."""
-    config, wanted = (read_config(str(each), "config.json", offline=True) or {} for each in (folder, home))
-    kind, other = config.get("model_type"), wanted.get("model_type")
+    config, theirs = (read_config(str(place), "config.json", offline=True) or {} for place in (folder, home))
+    kind, home_kind = config.get("model_type"), theirs.get("model_type")
     is_nested = (
-        "text_config" in config or "text_config" in wanted
+        "text_config" in config or "text_config" in theirs
     )  # of images and texts, whose decoder may be meant
     if not is_nested and not may_have_lm_head(config):
-        what = f"{kind} model ({config['architectures'][0]})"
-        raise refused(f"{name} is a {what}, no causal language model", _OTHERS)
-    if not is_nested and kind and other not in (None, kind):
-        raise refused(f"{name} is a {kind} model, and {first} a {other} model", ALIKE)
+        described = f"{kind} model ({config['architectures'][0]})"
+        raise refused(f"{name} is a {described}, no causal language model", _OTHERS)
+    if not is_nested and kind and home_kind not in (None, kind):
+        raise refused(f"{name} is a {kind} model, and {first} a {home_kind} model", ALIKE)
 
 
 def require_settings(recipe: Recipe, keys: Iterable[str], layers: int) -> None:
@@ -132,8 +127,8 @@ def require_tokens(recipe: Recipe, name: str, folder: Path, home: Path) -> None:
     if recipe.tokenizer is None:
         return
     require_same_tokenizer(home, folder)
-    ids, known = (token_ids(json_object(place, "tokenizer.json")) for place in (folder, home))
-    more = [token for token in ids if token not in known]
+    ids, home_ids = (token_ids(json_object(place, "tokenizer.json")) for place in (folder, home))
+    more = [token for token in ids if token not in home_ids]
     if more and recipe.tokenizer in ("union", name):
         raise refused(
             f"{name} has {some_of([*map(repr, more)])}, which {recipe.home} lacks, and the tokenizer that is asked for "
@@ -179,43 +174,43 @@ def _layers(folder: Path | None) -> int | None:
         return None
     stated = read_config(str(folder), "config.json", offline=True) or {}
     nested = stated.get("text_config")
-    counts = [each.get(key) for each in (stated, nested) if isinstance(each, dict) for key in _DEPTHS]
+    counts = [part.get(key) for part in (stated, nested) if isinstance(part, dict) for key in _DEPTHS]
     return next((count for count in counts if type(count) is int), None)
 
 
-def _require_all(first: str, wanted: Shapes, name: str, shapes: Shapes) -> None:
+def _require_all(first: str, reference: Shapes, name: str, shapes: Shapes) -> None:
     """Refuse a model that lacks in one layer what it has in others, as the first model has it in all."""
     kinds = {_LAYER.sub(".*.", key, count=1) for key in shapes}
-    lacking = [key for key in wanted if key not in shapes and _LAYER.sub(".*.", key, count=1) in kinds]
+    lacking = [key for key in reference if key not in shapes and _LAYER.sub(".*.", key, count=1) in kinds]
     if lacking:
         raise refused(f"{name} lacks {some_of([*map(repr, lacking)])}, which {first} has", ALIKE)
 
 
-def _require_no_more(first: str, wanted: Shapes, name: str, shapes: Shapes, layers: int) -> None:
+def _require_no_more(first: str, reference: Shapes, name: str, shapes: Shapes, layers: int) -> None:
     """Refuse a model that has all the weights of another in its layers, and more; buffers are none."""
 
-    def kinds(of: Shapes) -> dict[str, str]:
-        inside = (key for key in of if (number := layer_of(key)) is not None and number < layers)
+    def kinds(stated: Shapes) -> dict[str, str]:
+        inside = (key for key in stated if (number := layer_of(key)) is not None and number < layers)
         return {_LAYER.sub(".*.", key, count=1): key for key in inside if key.endswith((".weight", ".bias"))}
 
-    known, held = kinds(wanted), kinds(shapes)
-    lists = {kind.partition("*")[0] for kind in known}
-    owners = {kind.rpartition(".")[0] for kind in known}
-    containers = {end for owner in owners for end in accumulate(owner.split("."), "{}.{}".format)} - owners
-    more = [
+    theirs, own = kinds(reference), kinds(shapes)
+    lists = {kind.partition("*")[0] for kind in theirs}
+    owners = {kind.rpartition(".")[0] for kind in theirs}
+    parents = {end for owner in owners for end in accumulate(owner.split("."), "{}.{}".format)} - owners
+    further = [
         key
-        for kind, key in held.items()
-        if kind not in known and kind.partition("*")[0] in lists and kind.rpartition(".")[0] not in containers
+        for kind, key in own.items()
+        if kind not in theirs and kind.partition("*")[0] in lists and kind.rpartition(".")[0] not in parents
     ]
-    if known.keys() <= held.keys() and more:
-        raise refused(f"{name} has {some_of([*map(repr, more)])}, which {first} lacks", ALIKE)
+    if theirs.keys() <= own.keys() and further:
+        raise refused(f"{name} has {some_of([*map(repr, further)])}, which {first} lacks", ALIKE)
 
 
 def _require_same_shapes(
-    recipe: Recipe, first: str, wanted: Shapes, name: str, shapes: Shapes, keys: Iterable[str]
+    recipe: Recipe, first: str, reference: Shapes, name: str, shapes: Shapes, keys: Iterable[str]
 ) -> None:
-    unlike = [key for key in keys if key in shapes and shapes[key] != wanted[key]]
-    tables = [key for key in unlike if layer_of(key) is None and shapes[key][1:] == wanted[key][1:]]
+    unlike = [key for key in keys if key in shapes and shapes[key] != reference[key]]
+    tables = [key for key in unlike if layer_of(key) is None and shapes[key][1:] == reference[key][1:]]
     if recipe.tokenizer is not None:  # rows of tokens are then those of the base
         unlike = [key for key in unlike if key not in tables]
     if unlike:
@@ -223,6 +218,6 @@ def _require_same_shapes(
         further = " With `tokenizer_source: base` rows of further tokens are left out."
         raise refused(
             f"{some_of([*map(repr, unlike)])} of {name} and of {first} differ in shape: {list(shapes[key])} for "
-            f"{list(wanted[key])}",
+            f"{list(reference[key])}",
             ALIKE + further * (unlike == tables),
         )

@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,7 @@ from driftlens.jobs.study import opening
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
-from driftlens.linalg.gram import GramSum
+from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
@@ -108,24 +108,34 @@ class _Merge:
         entry, settings = self.merge
         function = entry.function
         if entry.reads == "samples":
-            for key, value in function(self.base, self.experts, self.study, **settings):
+            for key, value in self._pairs(function(self.base, self.experts, self.study, **settings)):
                 yield Slot(key), value
         elif entry.reads == "model":
-            named = _named(self.chain, self.base)
+            named = _slots_by_name(self.chain, self.base)
             experts = {task: expert.under(named) for task, expert in self.experts.items()}
-            for name, value in function(self.base.under(named), experts, **settings):
+            for name, value in self._pairs(function(self.base.under(named), experts, **settings)):
                 yield named.get(name, Slot(name)), value
         else:
-            for part in self.apart(place_of):
-                yield from self.made(part)
+            for part in self.separate_parts(place_of):
+                yield from self.merge_part(part)
 
-    def apart(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
+    def _pairs(self, made: Any) -> Iterator[tuple[str, Tensor]]:
+        """What a method yields that reads whole models."""
+        wanted = "it is to yield (name, tensor)"
+        if not isinstance(made, Iterable):
+            raise ShapeError(f"{self.name}: the method returned {type(made).__name__}; {wanted}")
+        for pair in made:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise ShapeError(f"{self.name}: the method yielded {type(pair).__name__}; {wanted}")
+            yield pair
+
+    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
         """What is merged by itself, one after the other, of a method that reads no whole models."""
         entry = self.merge.method
         if entry.reads_sites:
             yield from self._sites(place_of)
         elif entry.reads == "tensor":
-            for name, slot in _named(self.chain, self.base).items():
+            for name, slot in _slots_by_name(self.chain, self.base).items():
                 yield _Part(self.merge, {name: slot})
         else:
             most = PIECE if entry.reads == "entry" else None
@@ -136,19 +146,19 @@ class _Merge:
     def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
         """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
         entry, rest = self.merge.method, self.merge.rest
-        none: tuple[Mapping[str, Tensor], ...] = ()
+        extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
         walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
             (layer, None) for layer in self.chain.layers
         )
         if self.study is not None and entry.reads_moments:
             merged = place_of if entry.reads == "prefix" else None
             walk = site_moments(self.study, norms=entry.norms, merged=merged)
-            none = ({},) if entry.others == entry.name else ()
+            extra_of_rest = ({},) if entry.others == entry.name else ()
         for layer, moments in walk:
-            once = {
+            names = {
                 slot: name for name, slot in self.chain.owned(layer).items()
             }  # two sites may share a weight
-            owned = {name: slot for slot, name in once.items()}
+            owned = {name: slot for slot, name in names.items()}
             for site in layer.sites:
                 parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
                 is_known = moments is None or site.name in moments
@@ -159,25 +169,30 @@ class _Merge:
                 ):
                     continue
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
-                more = () if moments is None else (moments[site.name],)
-                yield _Part(self.merge, slots, more)
+                extra = () if moments is None else (moments[site.name],)
+                yield _Part(self.merge, slots, extra)
             for slot in owned.values():
-                yield _Part(rest, {slot.key: slot}, none)
-        known = set(self.chain.parameter_keys())
+                yield _Part(rest, {slot.key: slot}, extra_of_rest)
+        layer_keys = set(self.chain.parameter_keys())
         for key in self.base:
-            if key not in known:
-                yield _Part(rest, {key: Slot(key)}, none)
+            if key not in layer_keys:
+                yield _Part(rest, {key: Slot(key)}, extra_of_rest)
 
-    def made(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
+    def merge_part(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
         """What comes of one part of all models: where it belongs, and its value in the files' layout."""
-        merge, slots, more = part
+        merge, slots, extra = part
         base = {name: self.base.at(slot) for name, slot in slots.items()}
         experts = {
             task: {name: expert.at(slot) for name, slot in slots.items()}
             for task, expert in self.experts.items()
         }
-        found = merge.method.function(base, experts, *more, **merge.settings)
-        return ((slot, found[name]) for name, slot in slots.items() if name in found)
+        merged = merge.method.function(base, experts, *extra, **merge.settings)
+        if not isinstance(merged, Mapping):
+            names = ", ".join(map(repr, slots))
+            raise ShapeError(
+                f"{self.name}: the method returned {type(merged).__name__}; it is to return tensors by name: {names}"
+            )
+        return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
 
 
 class _Part(NamedTuple):
@@ -185,13 +200,15 @@ class _Part(NamedTuple):
 
     merge: Merge
     slots: Mapping[str, Slot]
-    more: tuple[object, ...] = ()
+    extra: tuple[object, ...] = ()
 
 
-def _put(
+def _store(
     inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
 ) -> tuple[int, Change | None]:
     """Store what was merged at its place; returns how many entries it has, and the change with what rounding loses."""
+    if not isinstance(value, Tensor):
+        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {type(value).__name__}, not as a tensor")
     value = slot.stored(value).detach()
     if value.shape != place.shape:
         raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
@@ -217,7 +234,7 @@ class StreamedMerge:
         self.headers = _headers(self._inputs.start, models.out_dtype)
         self.change = Change("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_Part]](list)
-        for part in self._inputs.apart():
+        for part in self._inputs.separate_parts():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
                 self._parts[key].append(part)
         self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
@@ -231,9 +248,9 @@ class StreamedMerge:
             return inputs.start.read(key, rows)
         change = None if key in self._done else self.change  # of what a file holds twice once
         merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
-        for slot, value in self._made(key):
+        for slot, value in self._merged_slots(key):
             place = merged if slot.rows is None else merged[slice(*slot.rows)]
-            count, change = _put(inputs, slot, value, place, change)
+            count, change = _store(inputs, slot, value, place, change)
             missing -= count
         _require_whole(inputs, key, missing)
         self._done.add(key)
@@ -242,20 +259,20 @@ class StreamedMerge:
         return merged if rows is None else merged[slice(*rows)]
 
     @torch.no_grad()
-    def _made(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
+    def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
         """What parts of the models make of a tensor; what they make of others waits for these to be read."""
         for part in self._parts[key]:
-            made = self._waiting.pop((key, id(part)), None)
-            if made is None:
+            pairs = self._waiting.pop((key, id(part)), None)
+            if pairs is None:
                 by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
                 with computing_with(1):
-                    for slot, value in self._inputs.made(part):
+                    for slot, value in self._inputs.merge_part(part):
                         by_key[slot.key].append((slot, value))
-                made = by_key.pop(key, [])
+                pairs = by_key.pop(key, [])
                 self._waiting |= {
-                    (other, id(part)): of for other, of in by_key.items() if other not in self._done
+                    (name, id(part)): slots for name, slots in by_key.items() if name not in self._done
                 }
-            yield from made
+            yield from pairs
 
 
 class Merged(TensorsSource):
@@ -291,7 +308,7 @@ def merged_source(
     with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
         for slot, value in inputs.parts(place_of):
             require_key(inputs.start, slot.key)
-            count, change = _put(inputs, slot, value, place_of(slot), change)
+            count, change = _store(inputs, slot, value, place_of(slot), change)
             missing[slot.key] -= count
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
@@ -302,8 +319,8 @@ def merged_source(
 def merged_within(study: Study, merge: Merge) -> Merged:
     """The experts of a study, merged in what it saves in; of its calibration samples a method reads all."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
-    own = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
-    return merged_source(OpenModels(own, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
+    bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
+    return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
@@ -317,13 +334,13 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
         if headless:
             raise no_scores(entry, headless)
     if study is not None and entry.reads == "samples":
-        study = _asked(study, merge, reporter)
+        study = _blinded(study, merge, reporter)
     start = models.sources.get("base", next(iter(experts.values())))
     weights = {task: _Weights(experts[task]) for task in sorted(experts)}
     return _Merge(start, _Weights(start), weights, merge, models.architecture.chain, study)
 
 
-def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
+def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
     """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported."""
     (entry, settings), total, done = merge, 0, 0
 
@@ -339,12 +356,12 @@ def _asked(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
         return dataclasses.replace(samples, load=load)
 
-    given = {task: shown(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
-    for task, samples in given.items() if entry.scores else ():
+    sets = {task: shown(samples) for task, samples in study.calibration_sets.items()}
+    for task, samples in sets.items() if entry.scores else ():
         head = study.head(task, expert_of(task))
         entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
         total += entry.runs(settings, len(samples), 1)
-    return study.blinded(given)
+    return study.blinded(sets)
 
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -379,18 +396,18 @@ def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
     )
 
 
-def _named(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
+def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
     """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
-    found, seen = dict[str, Slot](), set[Slot]()
+    named, seen = dict[str, Slot](), set[Slot]()
     for layer in chain.layers:
         groups, numbers = parameter_groups(layer), Counter[str]()
         for name, slot in chain.owned(layer).items():
             if slot not in seen:
                 seen.add(slot)
-                found[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
+                named[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
                 numbers[groups[name]] += 1
-    known = set(chain.parameter_keys())
-    return found | {key: Slot(key) for key in keys if key not in known}
+    layer_keys = set(chain.parameter_keys())
+    return named | {key: Slot(key) for key in keys if key not in layer_keys}
 
 
 def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
@@ -410,8 +427,9 @@ def site_moments(
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
     ones and sites that run twice left out; of `norms` it is E[z * z] [k] of their normalised inputs z. With `merged`,
     which tells a parameter of a layer that was given, an expert's layer reads what merged layers made of the samples.
+    The matrices of a layer lie where those of the next will.
     """
-    sets = {task: [viewed(at.calibration)] for task, at in study.tasks.items() if at.calibration is not None}
+    sets = {task: [viewed(samples)] for task, samples in study.calibration_sets.items()}
     passage = Passage(study.pool, sets, [_WALKER], is_full=False)
     yield from forward_order(_SiteMoments(passage, norms, merged).visit, study.pool.chain.layers)
 
@@ -426,11 +444,13 @@ class _SiteMoments:
     passage: Passage
     norms: bool
     merged: Callable[[Slot], Tensor] | None
+    grams: GramPool = dataclasses.field(default_factory=GramPool, init=False)
 
     def visit(self, layer: Layer) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
         sites = [site for site in layer.sites if (self.norms or site.kind == "linear") and site.runs == 1]
         readers = {_reader(site): site for site in sites}
         by_site: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
+        self.grams.take_back()  # of the layer before, which is merged
         for task in self.passage.parts:
             means = self._means(layer, task, [*readers.values()])
             for site in sites:
@@ -448,26 +468,27 @@ class _SiteMoments:
                     crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
 
     def _means(self, layer: Layer, task: str, readers: Sequence[Site]) -> dict[str, Tensor]:
-        pool, moments = self.passage.pool, _InputMoments()
+        pool, moments = self.passage.pool, _InputMoments(self.grams)
         parameters, names = pool.parameters(expert_of(task), layer), [site.name for site in readers]
 
-        def heard(state: State, side: SideInputs) -> State:
-            rows, left = rows_and_output(layer, parameters, state, side, names)
+        def layer_call(state: State, side: SideInputs) -> State:
+            rows, output = rows_and_output(layer, parameters, state, side, names)
             for site in readers:
                 x = rows.inputs[site.name]
                 moments.add(site, x, row_weights(pool.chain, layer, site, x, state, rows.side))
-            return left
+            return output
 
         crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
         for batch in crossing:
-            crossing.take(batch, _WALKER, heard, named=expert_of(task), keeps=self.merged is None)
+            crossing.take(batch, _WALKER, layer_call, named=expert_of(task), keeps=self.merged is None)
         return moments.means()
 
 
 class _InputMoments:
     """Of what one task feeds the sites of a layer, by site, in float64: E[x x'], or of norms E[z * z]."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: GramPool) -> None:
+        self._memory = memory
         self._grams: dict[str, GramSum] = {}
         self._squares: dict[str, Tensor] = {}
         self._counts: defaultdict[str, list[float]] = defaultdict(list)
@@ -479,7 +500,7 @@ class _InputMoments:
         self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
         if site.kind == "linear":
             if site.name not in self._grams:
-                self._grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
+                self._grams[site.name] = self._memory.lend(x.shape[-1], torch.float64, x.device)
             self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
             return
         square = normalised(site, x).square()
@@ -488,7 +509,7 @@ class _InputMoments:
 
     def means(self) -> dict[str, Tensor]:
         sums = {name: gram.full() for name, gram in self._grams.items()} | self._squares
-        return {name: (total / sum(self._counts[name])).cpu() for name, total in sums.items()}
+        return {name: total.div_(sum(self._counts[name])).cpu() for name, total in sums.items()}
 
 
 def _reader(site: Site) -> tuple[str, str, str]:
@@ -511,35 +532,34 @@ def save_merge(
 
     Returns what a run says of a merge, and beside the `notices` of the models what its number type has lost.
     """
-    known = models.architecture
-    require_target(known, path)
+    architecture, chain = models.architecture, models.architecture.chain
+    require_target(architecture, path)
     if source is None and (merge.method.runs_models or merge.method.reads == "model"):
         source = merged_source(models, merge, study, beside=path, reporter=reporter)
     elif source is None:
         source = StreamedMerge(models, merge, reporter or Reporter())
     record = merge.record
     if merge.method.runs_models and study is not None:
-        counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]
+        counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
         record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
-    def said() -> list[str]:
+    def rounding_notices() -> list[str]:
         change: Change | None = getattr(source, "change", None)  # of a recipe it is known when all is written
         record.update({} if change is None else {"change": vars(change)})
-        return [*notices, *([] if change is None else saved_words(change, "the merge", "merge"))]
+        return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 
     def card(usage: str) -> str:
         from driftlens.jobs.study.card import merge_card  # its libraries are not those of live modules
 
-        more = [*known.notices, *opening.head_notices(models), *opening.dtype_notices(models), *said()]
-        described = {**known.chain.settings, **known.described, "reads": known.chain.modality.name}
-        return merge_card(record, described, models.origins, more, usage)
+        texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
+        described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
+        return merge_card(record, described, models.origins, [*texts, *rounding_notices()], usage)
 
     heads = opening.head_files(models)
-    save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
-    told = said()
-    return record, told
+    save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
+    return record, rounding_notices()
 
 
 def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:

@@ -130,35 +130,35 @@ def open_models(
     `unread` says that no sample will be read: a decoder's tokenizer stays closed. `by_number` says that rows of
     vocabularies belong together by their number, whatever the tokenizers beside them say.
     """
-    known, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
+    shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
     notices: list[str] = []
-    reads_texts = known.lm is not None or (
-        known.preprocess is not None and known.preprocess.texts is not None
+    reads_texts = shared.lm is not None or (
+        shared.preprocess is not None and shared.preprocess.texts is not None
     )
-    rows, align = vocabulary_keys(known.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
+    rows, align = vocabulary_keys(shared.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
     if align and not rows:
         raise SpecError("architecture.vocab: the model reads no texts by a vocabulary", hint="Take it out.")
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
-            stored[name] = _opened(place, known, stored.get("base"), access)
-            aligned = known.align(stored[name], fallback=sources.get("base"))
+            stored[name] = _opened(place, shared, stored.get("base"), access)
+            aligned = shared.align(stored[name], fallback=sources.get("base"))
             if not reads_texts:
                 return aligned
-            folder, home = model_folder(place, stored[name]), library_folder(known.source)
+            folder, home = model_folder(place, stored[name]), library_folder(shared.source)
             if folder is not None and home is not None and not by_number:
                 require_same_tokenizer(home, folder)
             notices.extend(filter(None, [require_same_reading(home, folder)]))
-            fitted, told = with_rows(aligned, rows, sources.get("base"), folder, align=align)
-            notices.extend(filter(None, [told]))
-            if known.lm is None:
+            fitted, notice = with_rows(aligned, rows, sources.get("base"), folder, align=align)
+            notices.extend(filter(None, [notice]))
+            if shared.lm is None:
                 return fitted
-            table = next(key for key in rows if key != known.lm.key or len(rows) == 1)
+            table = next(key for key in rows if key != shared.lm.key or len(rows) == 1)
             if isinstance(stored[name], LoraSource) and "base" in stored:  # whose base says it
                 folder = model_folder(origins["base"], stored["base"])
-            headed, text = with_head(fitted, stored[name], folder, known.lm, table)
+            headed, text = with_head(fitted, stored[name], folder, shared.lm, table)
             notices.extend(filter(None, [text]))
             return headed
 
@@ -166,41 +166,40 @@ def open_models(
             sources[name] = source
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
-    return OpenModels(known, sound, sources, places, _with_a_head(known, sound, sources), tuple(notices))
+    return OpenModels(shared, sound, sources, places, _with_a_head(shared, sound, sources), tuple(notices))
 
 
 def _with_a_head(
-    known: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
+    architecture: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
 ) -> StateSource | None:
     """The form of saved models where the base's head is its embeddings, and the merged one's is not; None elsewhere."""
-    base = stored.get("base")
-    if base is None or known.layout is None or known.lm is None or not known.lm.is_apart:
+    base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
+    if base is None or layout is None or lm is None or not lm.is_apart:
         return None
-    if known.lm.head in known.layout.key_map(base.headers, known.keys, base.name):  # by whatever name
+    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):  # by whatever name
         return None
-    key = known.layout.wrapper(base.headers, base.name) + known.lm.head
-    return Composed(
-        base.name, {name: (base, name) for name in base.headers} | {key: (sources["base"], known.lm.key)}
-    )
+    parts = {key: (base, key) for key in base.headers}
+    parts[layout.wrapper(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
+    return Composed(base.name, parts)
 
 
-def _opened(place: str, known: Architecture, base: StateSource | None, access: Access) -> StateSource:
+def _opened(place: str, architecture: Architecture, base: StateSource | None, access: Access) -> StateSource:
     """A model that a spec names, under its own key names; adapters are added to `base`, or to what it names."""
-    model, file = known_places(place, known, access)
+    model, file = known_places(place, architecture, access)
     if model is not None:
         base = open_checkpoint(model, offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
-        base = known.lora_base(base.whole if isinstance(base, Refitted) else base, file)
-    opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=known.in_by_out)
-    return known.layout.refitted(opened) if isinstance(known.layout, Spellings) else opened
+        base = architecture.lora_base(base.whole if isinstance(base, Refitted) else base, file)
+    opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=architecture.in_by_out)
+    return architecture.layout.refitted(opened) if isinstance(architecture.layout, Spellings) else opened
 
 
-def known_places(place: str, known: Architecture, access: Access) -> tuple[str | None, str]:
+def known_places(place: str, architecture: Architecture, access: Access) -> tuple[str | None, str]:
     """Where the weights that a spec names lie; of `MODEL+ADAPTER` both parts, of others None and the one."""
     model, plus, adapter = place.partition("+")
     parts = [model, adapter] if plus and model and adapter and not expanded(place).exists() else [place]
     files = [
-        fetched(resolve_pretrained(part, known, offline=access.offline), offline=access.offline)
+        fetched(resolve_pretrained(part, architecture, offline=access.offline), offline=access.offline)
         for part in parts
     ]
     return (files[0] if len(files) == 2 else None), files[-1]
@@ -226,19 +225,19 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         unread=unread,
         pictured=any(getattr(task, "pictures", None) for task in spec.data.tasks.values()),
     )
-    known = load()
-    if known.loader not in CAUSAL or known.lm is None or known.lm.is_apart:
-        return known
+    architecture = load()
+    if architecture.loader not in CAUSAL or architecture.lm is None or architecture.lm.is_apart:
+        return architecture
     base = None
     for name, place in origins_of(spec).items():
         with contextlib.suppress(
             DriftLensError
         ):  # what is wrong with a model, whoever opens all of them says
-            stored = _opened(place, known, base, access)
+            stored = _opened(place, architecture, base, access)
             base = stored if name == "base" else base
-            if own_head(stored, known.align(stored, fallback=None), known.lm) is not None:
+            if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
                 return load(untied=True)
-    return known
+    return architecture
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:
@@ -272,7 +271,7 @@ def open_heads(
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
-        named = data.get(task) or named_by_expert(spec, task, entry) or only_score(entry, task, models)
+        named = data.get(task) or named_by_expert(spec, task, entry) or numbered_rows(entry, task, models)
         classes = classes_of(task, entry, named)
         if isinstance(entry, LinearHead):
             heads[task] = _linear_head(task, entry, classes, models)
@@ -332,14 +331,14 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
             f"heads.{task}: {stored.name} holds no classifier of its own",
             hint=f"Name its key: heads.{task}.weight; or give another head.",
         )
-    own = models.architecture.own_head
-    if own is not None and not entry.weight:
+    form = models.architecture.own_head
+    if form is not None and not entry.weight:
         if entry.normalize:
             raise SpecError(
                 f"heads.{task}: the expert's own head has {len(keys)} weights; it decides what it normalizes",
                 hint="Take `normalize` out.",
             )
-        return own.head(stored, keys, classes)
+        return form.head(stored, keys, classes)
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
@@ -349,14 +348,15 @@ def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, 
     return stated_classes(spec.experts[task].weights) if is_own else None
 
 
-def only_score(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
-    """What the row of an expert's classifier that gives one number is called; None where it gives several."""
+def numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
+    """What the rows of an expert's classifier are called where nobody names them; None of other heads."""
     if not isinstance(entry, LinearHead) or entry.linear != "own":
         return None
     stored = models.stored[expert_of(task)]
     shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
     rows = [shape[0] for shape in shapes if len(shape) == 2]
-    return ("score",) if rows[-1:] == [1] else None
+    count = rows[-1] if rows else 0
+    return ("score",) if count == 1 else tuple(map(str, range(count))) or None
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -410,7 +410,7 @@ def study_of(
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:
-        own = {task: lm_head(at, models.sources[expert_of(task)], lm) for task, at in data.items()}
+        own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
         heads = {**own, **heads}
     settings = settings_of(spec, pool.chain, heads)
     return Study(
@@ -445,7 +445,7 @@ def _notices(
         yield from opened.notices
     for task, entry in heads_of(spec, models).items():
         is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
-        if is_own and not gives_one_score(heads[task]) and named_by_expert(spec, task, entry) is None:
+        if is_own and data[task].class_names and named_by_expert(spec, task, entry) is None:
             yield (
                 f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
                 "the data's order; `heads.TASK.classes` gives another"
@@ -456,8 +456,8 @@ def _notices(
                 f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
                 "answers are chosen by their likelihood"
             )
-    texts = {task: opened.test.texts for task, opened in data.items()}
-    sees = {task for task, of in texts.items() if of is not None and isinstance(of.reader, PictureReader)}
+    texts = ((task, opened.test.texts) for task, opened in data.items())
+    sees = {task for task, text in texts if text is not None and isinstance(text.reader, PictureReader)}
     if sees and (blind := sorted(data.keys() - sees)):
         yield (
             f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, "
@@ -472,7 +472,8 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read."""
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
-        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
+        kind = next((of.kind for of in spec.data.tasks.values()), "imagefolder")
+        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
     if named is None and architecture is not None and architecture.ends_in_classes:
         named = named_by_expert(spec, task, head or LinearHead(linear="own"))
@@ -531,17 +532,17 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
 
     def answers(rows: Sequence[Any]) -> list[str]:
         with pool.loaded(expert_of(samples.task)) as module:
-            found = generate(
+            generated = generate(
                 module, reader, [*map(reader.asked, rows)], NEW_TOKENS, batch_size=samples.at_once
             )
-        return [space + answer if answer else "" for answer in found]
+        return [space + answer if answer else "" for answer in generated]
 
     @functools.cache
     def shown() -> SampleSet:
-        return samples.answering(answers([texts.read(at) for at in range(count)]))
+        return samples.answering(answers([texts.read(position) for position in range(count)]))
 
-    kept = replace(texts, answers=answers)
-    return replace(samples, load=lambda positions: shown().load(positions), texts=kept)
+    answered = replace(texts, answers=answers)
+    return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
 
 
 def task_samples(
@@ -639,8 +640,8 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
     if section is None:
         return None
     require_task_id(spec.task_id, section.method)
-    given = over_preset(section.method, section.preset, section.parameters)
-    return resolve(calibrators[section.method], given, f"calibration: {section.method}")
+    parameters = over_preset(section.method, section.preset, section.parameters)
+    return resolve(calibrators[section.method], parameters, f"calibration: {section.method}")
 
 
 def head_notices(models: OpenModels) -> list[str]:
@@ -658,10 +659,8 @@ def head_notices(models: OpenModels) -> list[str]:
         return (
             [f"no expert brings a classifier: the final feature of a sample is {feature}"] if feature else []
         )
-    held = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
-    text = (
-        f"{', '.join(bring)}: all that reads the features of tokens ({held}) is the task's own; saved models"
-    )
+    modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
+    text = f"{', '.join(bring)}: all that reads the features of tokens ({modules}) is the task's own; saved models"
     return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
 
 
@@ -673,13 +672,13 @@ def head_files(models: OpenModels) -> dict[str, StateSource]:
 def own_heads(models: OpenModels) -> dict[str, StateSource]:
     """By task, the heads that experts bring."""
     experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
-    found = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
-    return {task: head for task, head in found.items() if head is not None}
+    heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
+    return {task: head for task, head in heads.items() if head is not None}
 
 
 def saved_in(models: OpenModels, dtypes: Mapping[str, torch.dtype]) -> OpenModels:
     """The models with a form of their own, in which saved models have these dtypes by the form's own keys."""
-    known, folder = models.architecture, models.architecture.folder
+    architecture, folder = models.architecture, models.architecture.folder
     configs: dict[str, Any] = {} if folder is None else dict(folder.configs)
     config = configs.get("config.json")
     if len({*dtypes.values()}) == 1 and isinstance(config, Mapping) and "model_type" in config:
@@ -687,8 +686,8 @@ def saved_in(models: OpenModels, dtypes: Mapping[str, torch.dtype]) -> OpenModel
         name = str(next(iter(dtypes.values()))).removeprefix("torch.")
         configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
     if folder is not None:
-        known = replace(known, folder=replace(folder, configs=configs))
-    return replace(models, architecture=known, form=InDtypes(models.own_form, dtypes))
+        architecture = replace(architecture, folder=replace(folder, configs=configs))
+    return replace(models, architecture=architecture, form=InDtypes(models.own_form, dtypes))
 
 
 def all_in(models: OpenModels, name: str | None) -> OpenModels:
@@ -701,14 +700,14 @@ def all_in(models: OpenModels, name: str | None) -> OpenModels:
 
 def dtype_notices(models: OpenModels) -> list[str]:
     """That the checkpoints are stored in different dtypes, if they are."""
-    found: dict[str, list[str]] = {}
+    by_dtype: dict[str, list[str]] = {}
     for name, source in models.sources.items():
         if isinstance(models.stored[name], LoraSource):
             continue  # it is the base's, with sums that are not rounded
         keys = models.architecture.chain.parameter_keys()
         for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
-            found.setdefault(dtype, []).append(name)
-    if len(found) < 2:
+            by_dtype.setdefault(dtype, []).append(name)
+    if len(by_dtype) < 2:
         return []
-    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(found.items()))
+    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(by_dtype.items()))
     return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]

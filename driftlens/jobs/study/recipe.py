@@ -71,11 +71,11 @@ class Followed:
         self.change = Change("")
         first = next(iter(models.values()))
         self.headers: Mapping[str, TensorHeader] = {
-            key: TensorHeader(header.shape, self._written(key)) for key, header in first.headers.items()
+            key: TensorHeader(header.shape, self._out_dtype(key)) for key, header in first.headers.items()
         }
         self._threads, self._order = threads, list(self.headers)
         self._places = {key: place for place, key in enumerate(self._order)}
-        self._most = max((header.nbytes for header in self.headers.values()), default=0)
+        self._largest = max((header.nbytes for header in self.headers.values()), default=0)
         self._begun = set[str]()
         self._coming: dict[str, Future[tuple[Tensor, Change]]] = {}
 
@@ -95,7 +95,7 @@ class Followed:
 
     def _begin(self, threads: ThreadPoolExecutor, key: str) -> None:
         """Begin a tensor and those after it, as many as have together no more entries than the largest has."""
-        room = self._most - sum(self.headers[name].nbytes for name in self._coming)
+        room = self._largest - sum(self.headers[name].nbytes for name in self._coming)
         for place in range(self._places[key], len(self._order)):
             name = self._order[place]
             if name in self._coming:
@@ -157,8 +157,8 @@ class Followed:
 
         group = Group(
             read(base) if base is not None and base in names else None,
-            _Asked(read, [name for name in names if name != base]),
-            _Asked(read, names),
+            _LazyTensors(read, [name for name in names if name != base]),
+            _LazyTensors(read, names),
             key,
         )
         # Sums are parted among threads, and rounded by their parts: with one thread a merge is the same everywhere.
@@ -172,12 +172,12 @@ class Followed:
             return promoted(*stored)
         return getattr(torch, self._recipe.dtype)
 
-    def _written(self, key: str) -> torch.dtype:
+    def _out_dtype(self, key: str) -> torch.dtype:
         computed, name = self._computed(key), self._recipe.out_dtype
         return computed if name is None or not computed.is_floating_point else getattr(torch, name)
 
 
-class _Asked(Sequence[Tensor]):
+class _LazyTensors(Sequence[Tensor]):
     """Tensors that are read when they are asked for, and not kept."""
 
     def __init__(self, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
@@ -208,11 +208,11 @@ def merge_recipe(recipe: Recipe, path: PathLike, access: Access) -> list[str]:
             require_tokens(recipe, name, folder, home)
     require_settings(recipe, headers, layers)
     tokenizer, tokens = require_tokenizer(recipe, access), _tokens(recipe, models)
-    known = merge_methods[recipe.known.near]
+    near = merge_methods[recipe.known.near]
     method = MergeMethod(
         f"mergekit:{recipe.method}",
         f"{recipe.method} by mergekit's recipe",
-        known.source,
+        near.source,
         frozenset(),
         KERNELS[recipe.method],
         reads="file",
@@ -270,11 +270,11 @@ def _as_merged(source: StateSource) -> StateSource:
 
 def _tokens(recipe: Recipe, models: OpenModels) -> dict[str, int]:
     """Rows that a token has, of every tensor with a row per token, where the recipe asks for a tokenizer."""
-    known = models.architecture
-    if recipe.tokenizer is None or known.preprocess is None or known.preprocess.texts is None:
+    architecture = models.architecture
+    if recipe.tokenizer is None or architecture.preprocess is None or architecture.preprocess.texts is None:
         return {}
-    count = len(known.preprocess.texts.tokenizer.get_vocab())
-    return {key: count for key, rows in vocabulary_keys(known.skeleton).items() if count < rows}
+    count = len(architecture.preprocess.texts.tokenizer.get_vocab())
+    return {key: count for key, rows in vocabulary_keys(architecture.skeleton).items() if count < rows}
 
 
 def _written_as(
@@ -282,10 +282,10 @@ def _written_as(
 ) -> OpenModels:
     """The models with a form of their own: the dtypes, tokenizer and chat template that the recipe has saved."""
     models = saved_in(models, _by_stored_key(models, merged))
-    known, folder = models.architecture, models.architecture.folder
+    architecture, folder = models.architecture, models.architecture.folder
     assert folder is not None  # that of decoders
     configs: dict[str, Any] = dict(folder.configs)
-    home = tokenizer or library_folder(known.source)
+    home = tokenizer or library_folder(architecture.source)
     texts = dict[str, str]()
     template = _template(recipe.models) if recipe.chat_template == "auto" else recipe.chat_template
     if template is not None:
@@ -295,8 +295,8 @@ def _written_as(
             key: value for key, value in stated.items() if key != "chat_template"
         }
     architecture = replace(
-        known,
-        source=known.source if home is None else str(home),
+        architecture,
+        source=architecture.source if home is None else str(home),
         folder=replace(folder, configs=configs, texts=texts),
     )
     return replace(models, architecture=architecture)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ from driftlens.base.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.base.errors import CheckpointError, DataError, RunError, SpecError
+from driftlens.base.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.team import Team
@@ -43,8 +43,8 @@ from driftlens.jobs.study.study import Study
 from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
-from driftlens.runs.standing import command_to_resume, is_live, unanalyzed
-from driftlens.runs.status import RunLock, living_owner_of
+from driftlens.runs.standing import is_live
+from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter, remove_tree
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def _of_spec(
     spec = driftlens.spec.load_spec(folder / "spec.yaml")
     if num_calibration is not None:
         # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
-        there = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
-        spec = redrawn(spec, {task: max(count, num_calibration) for task, count in there.items()})
+        drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
+        spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
     if with_jacobian and spec.metrics.jacobian is False:
         spec = driftlens.spec.load_spec(spec, ["metrics.jacobian={}"])
     study, models = open_study(spec, access=access)
@@ -128,18 +128,6 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
         )
 
 
-def require_analyzed(folder: pathlib.Path) -> None:
-    """Refuse a run whose analysis was interrupted: to finish here would call it done."""
-    manifest = read_manifest(folder)
-    missing = unanalyzed(manifest)
-    if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
-        command = "dl.analyze(..., resume=True)" if is_live(manifest) else command_to_resume(folder)
-        raise RunError(
-            f"{folder} is unfinished; still to be done: {', '.join(missing)}",
-            hint=f"`{command}` goes on, accuracy included.",
-        )
-
-
 def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
     """The spec with other numbers of calibration samples by task, and perhaps another seed."""
     values = spec.as_dict()
@@ -165,8 +153,8 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 
 def require_same_samples(manifest: Manifest, study: Study) -> None:
     """Refuse data that the run's rows are not about; live samples are numbered, so that a few are looked at, too."""
-    for task, at_hand in study.tasks.items():
-        for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
+    for task, data in study.tasks.items():
+        for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)
             if recorded is None or samples is None:
                 continue
@@ -184,15 +172,27 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
     """The writer of a run, open for the length of the block; all processes enter it and leave it together."""
     team.meet()  # what others still read before they come here must not change
     with ExitStack() as stack:
-        held: list[RunWriter] = []
+        writers: list[RunWriter] = []
 
         def begun() -> tuple[pathlib.Path, Manifest]:
-            held.append(stack.enter_context(opened()))
-            return held[0].folder, held[0].manifest
+            writers.append(stack.enter_context(opened()))
+            return writers[0].folder, writers[0].manifest
 
         folder, manifest = team.once(begun)
-        yield held[0] if held else Follower(folder, manifest)
+        yield writers[0] if writers else Follower(folder, manifest)
     team.meet()  # the run is finished now
+
+
+@contextmanager
+def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
+    """A block that, stopped by the user or by a full disk, says how to go on with what it has left behind."""
+    try:
+        yield
+    except (Cancelled, RunError) as error:
+        if found := how():
+            told = f"What was finished is kept: {found}."
+            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
+        raise
 
 
 def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
@@ -281,12 +281,17 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
                 phase.work()
             else:
                 of_tasks = phase.study.tasks.values()
-                size = max((at.diagnosis.batch_size for at in of_tasks), default=1)
+                size = max((data.diagnosis.batch_size for data in of_tasks), default=1)
                 tell, team = partial(_tell_less, writer, phase, device), phase.study.team
                 with halving_batches(size, tell, sums=phase.sums, team=team) as done:
-                    done(phase.work)
+                    done(partial(_from_its_first_layer, phase.study, phase.work))
             if (peak := peak_memory(device)) is not None:
                 usage["peak_gpu_bytes"] = peak
+
+
+def _from_its_first_layer(study: Study, work: Callable[[], object]) -> None:
+    study.pool.begin_anew()  # what another try expected would lie beside this one
+    work()
 
 
 def _tell_less(writer: RunWriter, phase: Phase, device: torch.device, goes_on_with: str) -> None:
@@ -299,9 +304,9 @@ def suitable_threads(writer: RunWriter | None, name: str, study: Study | None) -
     if study is None or study.pool.device.type != "cpu":
         yield
         return
-    given = torch.get_num_threads()
+    before = torch.get_num_threads()
     with settled_threads(*_layer_size(study), phase=name) as number:
-        if writer is not None and number != given:
+        if writer is not None and number != before:
             writer.describe(threads={**writer.manifest.threads, name: number})
         yield
 
@@ -316,7 +321,7 @@ def _layer_size(study: Study) -> tuple[int, int]:
         if site.kind == "linear"
     ]
     width = min((min(slot.shape(source.headers[slot.key].shape)) for slot in maps), default=_USUAL_WIDTH)
-    batch = min((at_hand.diagnosis.batch_size for at_hand in study.tasks.values()), default=1)
+    batch = min((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
     return batch * _FEW_TOKENS, width
 
 
@@ -422,14 +427,14 @@ class Begun:
         if not self.is_there:
             return {}
         try:
-            found = from_json(self._settings.read_bytes())
-            if not isinstance(found, dict):
-                raise ValueError(f"an object expected, got {type(found).__name__}")
+            content = from_json(self._settings.read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError(f"an object expected, got {type(content).__name__}")
         except (OSError, ValueError) as error:
             raise RunError(
                 f"{self._settings} can't be read: {error}", hint=f"{self.afresh.capitalize()}."
             ) from error
-        return found
+        return content
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Begin afresh: what is there is thrown away."""
@@ -438,14 +443,11 @@ class Begun:
 
     def require_same(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Refuse to go on with other settings than those `before`."""
-        flat_before, flat_now = _flat(before), _flat(now)
-        for name in {**flat_now, **flat_before}:
-            was, given = flat_before.get(name), flat_now.get(name)
-            if was != given:
-                raise SpecError(
-                    f"the interrupted {self.what} had another {name}: {_shown(was)}, now {_shown(given)}",
-                    hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
-                )
+        if text := difference(before, now):
+            raise SpecError(
+                f"the interrupted {self.what} had {text}",
+                hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
+            )
 
     def kept(self, name: str, clock: Callable[[], float] = lambda: 0.0) -> Kept:
         """Results under a name of their own."""
@@ -464,12 +466,22 @@ class Begun:
         remove_tree(self._folder)
 
 
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first setting that has another value `now`, as "another lam: 1, now 2"; empty where none has."""
+    flat_before, flat_now = _flat(before), _flat(now)
+    for name in {**flat_now, **flat_before}:
+        was, value = flat_before.get(name), flat_now.get(name)
+        if was != value:
+            return f"another {name}: {_shown(was)}, now {_shown(value)}"
+    return ""
+
+
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted names, so that a difference can be told where it is."""
     return {
-        (f"{name}.{part}" if part else name): value
-        for name, parts in settings.items()
-        for part, value in (parts.items() if isinstance(parts, Mapping) else [("", parts)])
+        f"{name}.{part}" if part else name: value
+        for name, inner in settings.items()
+        for part, value in (_flat(inner) if isinstance(inner, Mapping) else {"": inner}).items()
     }
 
 

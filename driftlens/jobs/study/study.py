@@ -125,14 +125,19 @@ class Study:
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """The score map of a variant for a task; the expert's own for any other name."""
-        at = self.tasks[task]
-        return self.pool.score_map(at.own_heads.get(variant, at.head), variant)
+        data = self.tasks[task]
+        return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
 
     def asked(self, task: str) -> Asked:
         """A task's calibration samples before its expert's score map, which it must have."""
         samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
         assert samples is not None and head is not None
         return Asked(self.pool, samples, head, self.settings.pool)
+
+    @property
+    def calibration_sets(self) -> dict[str, SampleSet]:
+        """The calibration samples of every task that has some."""
+        return {task: data.calibration for task, data in self.tasks.items() if data.calibration is not None}
 
     @property
     def has_base(self) -> bool:
@@ -142,24 +147,20 @@ class Study:
     @property
     def has_views(self) -> bool:
         """Whether calibrations read copies of samples beside them."""
-        return any(
-            at.calibration is not None and at.calibration.num_read > len(at.calibration)
-            for at in self.tasks.values()
-        )
+        return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
 
     @property
     def is_told_views(self) -> bool:
         """Whether somebody has said which copies calibrations read, be it none."""
-        given = [at.calibration for at in self.tasks.values()]
-        return any(of is not None and of.views is not None for of in given)
+        return any(samples.views is not None for samples in self.calibration_sets.values())
 
     def viewing(self, views: Views | None) -> Study:
         """The study with these views of all its calibration samples; with those that they have if there are none."""
         if views is None:
             return self
         tasks = {
-            task: replace(at, calibration=at.calibration and replace(at.calibration, views=views))
-            for task, at in self.tasks.items()
+            task: replace(data, calibration=data.calibration and replace(data.calibration, views=views))
+            for task, data in self.tasks.items()
         }
         return replace(self, tasks=tasks)
 
@@ -184,9 +185,9 @@ class Study:
     def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
         """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
         tasks = {}
-        for task, at in self.tasks.items():
+        for task, data in self.tasks.items():
             shown = replace(samples[task], labels=None)
-            tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
+            tasks[task] = replace(data, diagnosis=shown, calibration=shown, test=None, picture=None)
         return replace(self, tasks=tasks)
 
 
@@ -197,7 +198,7 @@ def model_info(chain: LayerChain, source: StateSource, attachments: Attachments,
     digest = content_digest(source, keys)
     if attachments:
         attached = attachment_tensors(attachments)
-        both = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
-        digest = hashlib.sha256(both.encode()).hexdigest()
+        combined = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
+        digest = hashlib.sha256(combined.encode()).hexdigest()
         count += sum(value.numel() for value in attached.values())
     return ModelInfo(digest, count, origin)

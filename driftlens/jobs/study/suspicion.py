@@ -106,8 +106,8 @@ def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[
         pairs = [pair for pair in pairs if is_equal(*(tensors[name] for name in pair))]
         if not pairs:
             break
-    others = {other for _, other in pairs}
-    return [(first, other) for first, other in pairs if first not in others]
+    copies = {second for _, second in pairs}
+    return [(first, second) for first, second in pairs if first not in copies]
 
 
 def is_equal(first: Tensor, second: Tensor) -> bool:
@@ -122,10 +122,10 @@ def _distances(sampled: _Sampled) -> list[Finding]:
     close: list[tuple[float, float, int]] = []
     foreign = []
     for name in sampled.names:
-        others = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
-        if name == "base" or not others:
+        anchors = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
+        if name == "base" or not anchors:
             continue
-        distance, anchor = min((sampled.median_distance(name, other), other) for other in others)
+        distance, anchor = min((sampled.median_distance(name, anchor), anchor) for anchor in anchors)
         if distance > FOREIGN:
             text = (
                 f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
@@ -158,13 +158,13 @@ def _plausibility(sampled: _Sampled, name: str) -> Finding:
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
         return Finding("ok", model, f"the {model} is {origin}, up to rounding")
-    for (coefficients, left), which in zip(fits, ("", ", others in every tensor"), strict=True):
-        if left <= EXPLAINED:
-            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{which}"
-            return Finding("ok", model, f"the {model} {text}; {left:.2%} is left")
-    left = fits[0][1]
-    text = f"task vectors from {origin} leave {left:.0%} of the {model} unexplained"
-    if left <= UNEXPLAINED:
+    for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
+        if share <= EXPLAINED:
+            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{note}"
+            return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
+    share = fits[0][1]
+    text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
+    if share <= UNEXPLAINED:
         return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
     hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
     return Finding("notice", model, text, hint)
@@ -205,7 +205,7 @@ class _Sampled:
         changed: dict[str, set[str]] = {name: set() for name in sources}
         broken: dict[str, NumericsError] = {}
         for slot, size, gram in zip(slots, sizes, grams, strict=True):
-            read = 0
+            num_read = 0
             for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
                 pieces = _finite_pieces(sources, slot.key, rows, broken)
                 for name, piece in pieces.items() if "base" in pieces else ():
@@ -213,12 +213,12 @@ class _Sampled:
                         changed[name].add(slot.key)
                 if pieces:
                     stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
-                    at = [position for position, name in enumerate(sources) if name in pieces]
-                    gram[torch.tensor(at)[:, None], at] += stacked @ stacked.T
-                    read += stacked.shape[1]
-            gram *= size / max(read, 1)
+                    present = [position for position, name in enumerate(sources) if name in pieces]
+                    gram[torch.tensor(present)[:, None], present] += stacked @ stacked.T
+                    num_read += stacked.shape[1]
+            gram *= size / max(num_read, 1)
         sound = [position for position, name in enumerate(sources) if name not in broken]
-        found = cls(
+        sampled = cls(
             tuple(name for name in sources if name not in broken),
             grams[:, sound][:, :, sound],
             torch.tensor([len(headers[slot.key].shape) >= 2 for slot in slots]),
@@ -226,7 +226,7 @@ class _Sampled:
             {name: len(keys) for name, keys in changed.items()},
             len({slot.key for slot in slots}),
         )
-        return found, broken
+        return sampled, broken
 
     @property
     def experts(self) -> list[str]:
@@ -285,10 +285,10 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     """
     grams, names = sampled.grams, sampled.names
     experts = [names.index(expert) for expert in sampled.experts]
-    each = torch.eye(len(names), dtype=torch.float64)
+    units = torch.eye(len(names), dtype=torch.float64)
     has_base = "base" in names
-    start = each[names.index("base")] if has_base else each[experts].mean(dim=0)
-    vectors, target = each[experts] - start, each[names.index(name)] - start
+    start = units[names.index("base")] if has_base else units[experts].mean(dim=0)
+    vectors, target = units[experts] - start, units[names.index(name)] - start
     # In these coordinates a model is a vector over models, and a tensor's Gram matrix is the inner product.
     inner, cross = vectors @ grams @ vectors.T, vectors @ (grams @ target)[..., None]
     energies, sizes = grams @ target @ target, torch.diagonal(inner, dim1=1, dim2=2).sum(dim=1)
@@ -300,8 +300,8 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
 
     def fit(coefficients: Tensor) -> tuple[Tensor, float]:
-        left = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
-        return coefficients[moved, :, 0], float(left.sum().clamp_min(0) / energy)
+        residual = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
+        return coefficients[moved, :, 0], float(residual.sum().clamp_min(0) / energy)
 
     shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
     return [fit(shared), fit(_solved(inner, cross))]
@@ -327,8 +327,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     """
     changes = task_vectors(models) if changes is None else changes
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
-    known = models.architecture
-    home = folders.get("base") or Path(known.source)
+    home = folders.get("base") or Path(models.architecture.source)
 
     def doubts(name: str, source: StateSource, called: str) -> Doubt:
         if code := foreign_code(tokenizer_files.json_object(folders[name], "config.json"), needed=False):
@@ -364,8 +363,9 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
         for text, hint in doubts(name, source, f"the {label(name)}")
     ]
     for name, folder in folders.items():
+        called = f"the {label(name)}"
         try:
-            for text, hint in () if folder is None else contradictions(known, folder, f"the {label(name)}"):
+            for text, hint in contradictions(models.architecture, folder, called) if folder else ():
                 findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
         except DriftLensError as error:
             findings.append(problem(label(name), error))
@@ -377,9 +377,10 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
     layout, base = models.architecture.layout, models.base
     if not isinstance(layout, Spellings):
         return
-    keys = layout.passed_over(source.headers, source.name)
+    keys = [*layout.passed_over(source.headers, source.name)]
     if base is not None and base is not source:
-        keys = {key: at for key, at in keys.items() if key not in layout.passed_over(base.headers, base.name)}
+        of_base = layout.passed_over(base.headers, base.name)
+        keys = [key for key in keys if key not in of_base]
     if keys:
         model = models.architecture.chain.settings["model"]
         yield (
@@ -392,43 +393,43 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
 
 def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:
     """What a model changed and no layer reads: it is merged with nothing, and saved folders hold the base's."""
-    known = models.architecture
-    if known.layout is None:
+    architecture, layout = models.architecture, models.architecture.layout
+    if layout is None:
         return
-    wanted, own = (known.layout.beside_tower(model.headers, model.name) for model in (base, source))
-    of_heads = {key for model in (base, source) for key in known.classifier_keys(model) or ()}
+    base_keys, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
+    of_heads = {key for model in (base, source) for key in architecture.classifier_keys(model) or ()}
     # Every task has its own, and they are told.
     of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
-    shared = [key for key in wanted.keys() & own.keys() if own[key] not in of_heads]
-    shared.sort(key=lambda key: (base.headers[wanted[key]].nbytes, key))
-    changed = list(islice((key for key in shared if _differs(base, wanted[key], source, own[key])), 2))
+    shared = [key for key in base_keys.keys() & own.keys() if own[key] not in of_heads]
+    shared.sort(key=lambda key: (base.headers[base_keys[key]].nbytes, key))
+    changed = list(islice((key for key in shared if _differs(base, base_keys[key], source, own[key])), 2))
     if not changed:
         return
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
-    if not isinstance(known.layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
+    if not isinstance(layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
         yield (
             f"{called} has more than its layers changed, which is not used: it is measured and merged with "
             f"nothing, and saved models hold the base's {differ}",
             "Where that decides what the model answers, copy the expert's into the folder that is saved.",
         )
         return
-    what = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
-    heads = "" if known.open_text is None else "heads that are made of prompts are the base's, and "
+    part = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
+    heads = "" if architecture.open_text is None else "heads that are made of prompts are the base's, and "
     yield (
-        f"{called} has {what}, which is not used: {heads}saved models hold the base's {differ}",
+        f"{called} has {part}, which is not used: {heads}saved models hold the base's {differ}",
         "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
     )
 
 
-def _differs(base: StateSource, key: str, source: StateSource, own: str) -> bool:
-    start, header = base.headers[key], source.headers[own]
+def _differs(base: StateSource, key: str, source: StateSource, source_key: str) -> bool:
+    start, header = base.headers[key], source.headers[source_key]
     if start.shape != header.shape:
         return True
     if not start.dtype.is_floating_point:
         return False  # an index
     width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
     rows = (0, min(start.shape[0], max(1, FEW_READ // width))) if start.shape else None
-    return not is_equal(base.read(key, rows), source.read(own, rows))
+    return not is_equal(base.read(key, rows), source.read(source_key, rows))
 
 
 def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> Doubt:
@@ -437,14 +438,14 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
     (stated, revision), base = named_base(folder), models.origins["base"]
     named = tokenizer_files.json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
-    told = ""
+    mismatch = ""
     if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):
-        told = f"{stated!r}, and the base is {base!r}"
+        mismatch = f"{stated!r}, and the base is {base!r}"
     elif revision not in ("", "main") and not any(revision in place for place in places):
-        told = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
-    if told:
+        mismatch = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
+    if mismatch:
         yield (
-            f"the adapters of {called} were trained on {told}",
+            f"the adapters of {called} were trained on {mismatch}",
             "They mean something on their own base alone: name that, unless these are the same weights.",
         )
 
@@ -470,10 +471,10 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> Doub
     start, end = (
         max(
             header.dtype.itemsize
-            for header in models.sources[of].headers.values()
+            for header in models.sources[model].headers.values()
             if header.dtype.is_floating_point
         )
-        for of in ("base", name)
+        for model in ("base", name)
     )
     if start == end:
         if text := coarse_words(change, called):
@@ -483,15 +484,15 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> Doub
         unrounded = "the base's number type; it is measured and merged as it is, unrounded"
         yield (
             f"{text} ({unrounded if start < end else stored})",
-            "A folder in the base's number type rounds what is saved; with --out-dtype float32 it keeps all."
+            "A folder in the base's number type rounds what is saved; with `--out-dtype float32` it keeps all."
             if start < end
             else "If there are weights of more digits, give those.",
         )
 
 
 def _long(changes: Mapping[str, Change], name: str, called: str) -> Doubt:
-    others = [change.norm for other, change in changes.items() if other != name and change.changed]
-    typical = statistics.median(others) if others else 0.0
+    norms = [change.norm for other, change in changes.items() if other != name and change.changed]
+    typical = statistics.median(norms) if norms else 0.0
     # Of one that comes from another base that is told.
     if typical and (norm := changes[name].norm) >= LONG * typical and changes[name].distance <= FOREIGN:
         yield (
@@ -517,7 +518,7 @@ def _rank_stabilised(source: StateSource, called: str) -> Doubt:
 def _names(place: str) -> set[str]:
     """What a path or Hub id calls a model: its last part, or that of the repository in a cache, in lower case."""
     path = PurePosixPath(place.replace("\\", "/").casefold())
-    cached = [found[1] for part in path.parts if (found := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
+    cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
     is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
     return {
         name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name

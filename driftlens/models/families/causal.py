@@ -25,7 +25,7 @@ from driftlens.models.frames import find_features, raw_inputs
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
 from driftlens.models.taking_apart.carried import num_streams
-from driftlens.models.taking_apart.dissection import Dissection, run
+from driftlens.models.taking_apart.dissection import Dissection, is_view, run
 from driftlens.models.taking_apart.interception import call, replaced_forwards
 
 _WRAPPED = (
@@ -65,7 +65,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
             raise not_causal(whole, error.message) from error
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
-    both = (f"{paths[id(table)]}.weight", weight)
+    keys = (f"{paths[id(table)]}.weight", weight)
     is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
         getattr(whole, "_tied_weights_keys", None) or ()
     )
@@ -75,12 +75,12 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         chain,
         architecture=f"hf_{whole.config.model_type}",
         layers=(replace(stem, path=paths[id(table)]), *middle, last),
-        tied=dict.fromkeys(both, both) if is_tied else {},
+        tied=dict.fromkeys(keys, keys) if is_tied else {},
         modality=replace(TEXT, pool="last"),
         settings={**chain.settings, "model": type(whole).__name__},
     )
     return chain, LmScores(
-        key=both[0] if is_tied else weight,
+        key=keys[0] if is_tied else weight,
         head=weight,
         bias="" if head.bias is None else f"{paths[id(head)]}.bias",
         behind=behind,
@@ -122,20 +122,20 @@ class Behind:
         cores: the parts that give the head its features, which do not run, and the classes of what they return; None
             for features alone.
         head: does not run either.
-        asked: what the model is given tokens as.
+        reads: what the model is given tokens as.
     """
 
     whole: Any
     cores: tuple[tuple[nn.Module, Any], ...]
     head: nn.Module
-    asked: tuple[str, ...] = ("input_ids",)
+    reads: tuple[str, ...] = ("input_ids",)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Scores [n, classes] of the head's output for one token each, [n, classes]."""
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
-        return self.made(features, lambda *_: scores[:, None])[:, 0]
+        return self.scores(features, lambda *_: scores[:, None])[:, 0]
 
-    def made(
+    def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
         """Scores of features that leave the cores, by another head; `weights` stand for some of the model's."""
@@ -145,10 +145,10 @@ class Behind:
         ]
         forwards = [(core, lambda *_, answer=answer, **__: answer) for core, answer in answers]
         ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
-        given = {**dict.fromkeys(self.asked, ids), "use_cache": False, "return_dict": True}
+        inputs = {**dict.fromkeys(self.reads, ids), "use_cache": False, "return_dict": True}
         with replaced_forwards([*forwards, (self.head, head)]):
-            made: Tensor = call(self.whole, weights, (), given).logits
-        return made
+            scores: Tensor = call(self.whole, weights, (), inputs).logits
+        return scores
 
 
 def slope(behind: Behind, width: int) -> float:
@@ -163,27 +163,27 @@ class _Trace:
     whole: Any
     head: nn.Module
     paths: list[str]
-    left: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    steps: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     reads_last: bool = True
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def run(self, example: Any) -> tuple[str, Behind | None]:
         """Path of the module whose output the head reads, and what is done to the head's output; None for nothing."""
         blocks = {path: self.whole.get_submodule(path) for path in self.paths}
-        read: list[Tensor] = []
-        given: list[Tensor] = []
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
         numbers = torch.Generator().manual_seed(0)
 
         def score(features: Tensor) -> Tensor:
             shape = (*features.shape[:-1], self.head.out_features)
-            read.append(features)
-            given.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
-            return given[-1]
+            inputs.append(features)
+            outputs.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
+            return outputs[-1]
 
         with replaced_forwards([(self.head, score)]), self._watching():
-            made: Tensor = Dissection(self.whole, blocks).whole(example).logits
+            scores: Tensor = Dissection(self.whole, blocks).whole(example).logits
         behind = Behind(self.whole, tuple(self.answers), self.head)
-        return self._final(read[-1]), self._checked(behind, given[-1][:, -1], made[:, -1])
+        return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
 
     def _final(self, read: Tensor) -> str:
         """The first module outside the blocks whose output this is, which runs once, behind the last block, or else the
@@ -191,12 +191,12 @@ class _Trace:
 
         What it is given may leave that block or, where that gives several streams, be what the model makes of them.
         """
-        order = [step[0] for step in self.left]
-        last = self.left[order.index(self.paths[-1])][2]
-        outputs = [step for step in self.left if step[0] not in self.paths and _is_part(read, step[2])]
+        order = [step[0] for step in self.steps]
+        last = self.steps[order.index(self.paths[-1])][2]
+        outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
         if outputs:
-            path, given, _ = outputs[0]
-            self.reads_last = _is_part(given, last)
+            path, entered, _ = outputs[0]
+            self.reads_last = is_view(entered, last)
             is_behind = order.index(path) > order.index(self.paths[-1])
             is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
             if order.count(path) == 1 and (self.reads_last or is_made):
@@ -204,12 +204,12 @@ class _Trace:
         self.reads_last = False
         return next(path for path, module in self.whole.named_modules() if module is self.head)
 
-    def _checked(self, behind: Behind, given: Tensor, made: Tensor) -> Behind | None:
+    def _checked(self, behind: Behind, outputs: Tensor, scores: Tensor) -> Behind | None:
         """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""
-        few = slice(1, 4)
-        if not torch.equal(behind(given), made) or not torch.equal(behind(given[:, few]), made[:, few]):
+        parts = (slice(None), slice(1, 4))
+        if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):
             raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
-        return None if made.dtype == given.dtype and torch.equal(made, given) else behind
+        return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else behind
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -224,7 +224,7 @@ class _Trace:
                     self.answers.append((module, None))
                 output = output[0] if isinstance(output, tuple | list) else output
                 if isinstance(output, Tensor):
-                    self.left.append((path, find_features(path, args, kwargs)[1], output))
+                    self.steps.append((path, find_features(path, args, kwargs)[1], output))
 
         with contextlib.ExitStack() as hooks:
             for path, module in self.whole.named_modules():
@@ -232,8 +232,3 @@ class _Trace:
                     watch = partial(leave, path)
                     hooks.callback(module.register_forward_hook(watch, with_kwargs=True).remove)
             yield
-
-
-def _is_part(one: Tensor, other: Tensor) -> bool:
-    """Whether one tensor is the other, or a view of it."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -258,9 +258,9 @@ def _followed(skeleton: nn.Module, preprocess: Preprocess, blocks: str | None, s
         ) from error
 
 
-def _unused_classifier(source: str, read: str) -> str:
+def _unused_classifier(source: str, path: str) -> str:
     return (
-        f"{source}: its classifier reads features through {read}, which belongs to each task too: the final features "
+        f"{source}: its classifier reads features through {path}, which belongs to each task too: the final features "
         "are those before, and no expert's own classifier is used."
     )
 
@@ -276,8 +276,8 @@ def _usage(
     files: Collection[str],
 ) -> str:
     """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
-    needed = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
-    if set(needed).isdisjoint(files):
+    required = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
+    if set(required).isdisjoint(files):
         return ""
     heads = [file for file in files if file.startswith(f"{HEADS}/")]
     if reads_pairs:
@@ -324,8 +324,8 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
     if kinds:
         require_own_blocks(request, loader)
     source, hint = request.source, "Give a folder of save_pretrained or a Hub id."
-    what, offline = "a model of transformers", request.access.offline
-    config = needed_config(source, "config.json", what, offline=offline, hint=hint)
+    subject, offline = "a model of transformers", request.access.offline
+    config = needed_config(source, "config.json", subject, offline=offline, hint=hint)
     require_plain(config, source)
     if kinds and (config.get("model_type") not in kinds or num_experts(config)):
         expected = f"one of {', '.join(kinds)}, without a mixture of experts"
@@ -420,14 +420,14 @@ def file_names(skeleton: Any) -> dict[str, str]:
         places = {key: listed.index(start) for key, (start, _) in spans.items() if start in listed}
         parts = {key: (place, place + spans[key][1] - spans[key][0]) for key, place in places.items()}
         if all(listed[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
-            each = {key: probes[key][0].numel() for key in parts}
+            rows = {key: probes[key][0].numel() for key in parts}
             names |= {
-                key: f"{name}[{start // each[key]}:{stop // each[key]}]"
+                key: f"{name}[{start // rows[key]}:{stop // rows[key]}]"
                 for key, (start, stop) in parts.items()
             }
-    for key, found in pieces.items():
-        if sum(size for *_, size in found) == probes[key].numel():
-            names[key] = joint_name([name for _, name, _ in sorted(found)]) or key
+    for key, runs in pieces.items():
+        if sum(size for *_, size in runs) == probes[key].numel():
+            names[key] = joint_name([name for _, name, _ in sorted(runs)]) or key
     return names
 
 
@@ -458,16 +458,16 @@ def _classifier(skeleton: nn.Module, num_labels: int) -> str:
 def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
     core = f"{skeleton.base_model_prefix}."
-    wanted = list(skeleton.state_dict())
-    plain = [{key: names[key] for key in wanted}, {key: key for key in wanted}]
-    if any("LayerNorm" in key for key in wanted):  # as the first checkpoints of BERT call them
+    keys = list(skeleton.state_dict())
+    plain = [{key: names[key] for key in keys}, {key: key for key in keys}]
+    if any("LayerNorm" in key for key in keys):  # as the first checkpoints of BERT call them
         old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
         plain += [
             {
                 key: functools.reduce(lambda name, pair: name.replace(*pair), old.items(), stored)
-                for key, stored in one.items()
+                for key, stored in spelling.items()
             }
-            for one in plain
+            for spelling in plain
         ]
     alone = [{key: stored.removeprefix(core) for key, stored in spelling.items()} for spelling in plain]
     within = [{key: core + stored for key, stored in spelling.items()} for spelling in plain]
@@ -488,8 +488,8 @@ def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tupl
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
     parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
-    known = [key.removeprefix(core) for key in skeleton.state_dict()]
-    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
+    keys = [key.removeprefix(core) for key in skeleton.state_dict()]
+    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in keys)]
     return (*parts, *(core + part for part in parts))
 
 

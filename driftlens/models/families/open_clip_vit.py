@@ -279,12 +279,12 @@ def _require_fit(place: str, model: str, config: dict[str, Any], architecture: A
     """open_clip itself warns of an activation and adopts the preprocessing; here both stand in the architecture."""
     import open_clip
 
-    wanted = bool(config.get("quick_gelu", False))
-    if wanted != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
-        other = f"{model}-quickgelu" if wanted else model.removesuffix("-quickgelu")
+    is_quick = bool(config.get("quick_gelu", False))
+    if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
+        fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
         raise IncompatibleModelsError(
-            f"{place} was trained with {'QuickGELU' if wanted else 'GELU'}, {model} computes with the other",
-            hint=f"Write architecture.source: {other}.",
+            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}, {model} computes with the other",
+            hint=f"Write architecture.source: {fitting}.",
         )
     settings = {} if architecture.preprocess is None else architecture.preprocess.settings
     differing = [
@@ -307,9 +307,9 @@ def _cached(config: dict[str, Any]) -> str | None:
 
     repository, _, name = config.get("hf_hub", "").rpartition("/")
     if repository:
-        given = name or HF_WEIGHTS_NAME
-        safe = HF_SAFE_WEIGHTS_NAME if given == HF_WEIGHTS_NAME else f"{given.rpartition('.')[0]}.safetensors"
-        paths = (try_to_load_from_cache(repository, each) for each in (safe, given))
+        name = name or HF_WEIGHTS_NAME
+        safe = HF_SAFE_WEIGHTS_NAME if name == HF_WEIGHTS_NAME else f"{name.rpartition('.')[0]}.safetensors"
+        paths = (try_to_load_from_cache(repository, file) for file in (safe, name))
         return next((path for path in paths if isinstance(path, str)), None)
     file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
     return str(file) if file.is_file() else None

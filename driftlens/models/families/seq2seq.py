@@ -60,7 +60,7 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
         raise not_seq2seq(whole, reason) from error
     chain = parts.chain()
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return chain, None if head is None else _Scores(whole, parts, head).found()
+    return chain, None if head is None else _Scores(whole, parts, head).traced()
 
 
 def not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
@@ -78,48 +78,48 @@ class _Scores:
     head: Any
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
-    def found(self) -> LmScores:
+    def traced(self) -> LmScores:
         """The head, its scale and bias, and what else is done; refused where that is no map of scores one by one."""
         if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
             raise not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
         cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
         behind = Behind(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
-        features, given = self._random(self.head.in_features), self._random(self.head.out_features)
-        read: list[Tensor] = []
+        features, outputs = self._random(self.head.in_features), self._random(self.head.out_features)
+        inputs: list[Tensor] = []
 
         def score(entered: Tensor) -> Tensor:
-            read.append(entered)
-            return given
+            inputs.append(entered)
+            return outputs
 
-        made = behind.made(features, score)
-        scale = float((read[0] / features).median())
-        if not torch.allclose(read[0], features * scale, rtol=1e-12, atol=0):
+        scores = behind.scores(features, score)
+        scale = float((inputs[0] / features).median())
+        if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
             raise not_seq2seq(
                 self.whole, "what its head reads is not what leaves its decoder, times a number"
             )
         bias = "" if self.head.bias is None else f"{place}.bias"
-        for key, value in self._others(place).items():
+        for key, value in self._outer_weights(place).items():
             shift = self._random(value.numel())[0]
-            shifted = behind.made(features, score, {key: shift.reshape(value.shape)})
-            if torch.equal(shifted, made):
+            shifted = behind.scores(features, score, {key: shift.reshape(value.shape)})
+            if torch.equal(shifted, scores):
                 continue
-            if bias or value.numel() != self.head.out_features or not torch.equal(shifted, given + shift):
+            if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
                 raise not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias of its head")
-            bias, made = key, given
+            bias, scores = key, outputs
         key = self.parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
         lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
-        if torch.equal(made, given):
+        if torch.equal(scores, outputs):
             return lm
         for part in (slice(None), slice(1, 4)):
-            if not torch.equal(behind(given[:, 0, part]), made[:, 0, part]):
+            if not torch.equal(behind(outputs[:, 0, part]), scores[:, 0, part]):
                 raise not_seq2seq(self.whole, "its scores are not made of its head's output, one by one")
         return replace(lm, behind=behind, slope=slope(behind, self.head.out_features))
 
     def _random(self, width: int) -> Tensor:
         return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)
 
-    def _others(self, place: str) -> dict[str, Tensor]:
+    def _outer_weights(self, place: str) -> dict[str, Tensor]:
         """Weights outside the stacks and the head, which lies at `place`."""
         inside = tuple(f"{path}." for path in (*(stack.path for stack in self.parts.stacks), place))
         return {
@@ -249,19 +249,19 @@ def _tie(skeleton: Any, is_apart: bool) -> None:
 
 def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
     """Have the library compute what it never saves (Marian's positions), and say what files may hold of it in vain."""
-    known = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
-    for key in known:
+    unsaved = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
+    for key in unsaved:
         owner, _, leaf = key.rpartition(".")
         module = skeleton.get_submodule(owner).to_empty(device="cpu")
         skeleton._init_weights(module)
         value = module._parameters.pop(leaf).detach()
         module.register_buffer(leaf, value, persistent=False)
-    return tuple(known)
+    return tuple(unsaved)
 
 
 def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
     """Names in files, which hold what is tied under one name or several."""
-    copies = {key: same[0] for key, same in chain.tied.items() if key != same[0]}
+    copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
     plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
     names = [plain, *({**plain, same: copy} for copy, same in copies.items())]
     return Spellings(names, (*copies, *computed), passed_over(skeleton), is_lenient=True)

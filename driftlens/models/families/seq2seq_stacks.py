@@ -42,7 +42,7 @@ from driftlens.models.frames import (
     result,
     without_padding,
 )
-from driftlens.models.taking_apart.dissection import Dissection, run, tied_weights
+from driftlens.models.taking_apart.dissection import Dissection, is_view, run, tied_weights
 from driftlens.models.taking_apart.interception import call, observe, run_until
 from driftlens.models.taking_apart.sites import BLOCK_ITSELF, site_kind, tapped
 
@@ -109,33 +109,34 @@ class Pair:
         """One of both, looked at on a batch."""
         path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
         takes = frozenset(inspect.signature(module.forward).parameters)
-        given = _taken(self._asked(batch), takes)
+        inputs = _taken(self._asked(batch), takes)
         beside: Mapping[str, str] = MappingProxyType({})
         if name == "decoder":
-            given, beside = _taken(self._answered(batch, self._placeholder(batch)), takes), {_READ: "encoder"}
+            inputs = _taken(self._answered(batch, self._placeholder(batch)), takes)
+            beside = {_READ: "encoder"}
         if not path or (name == "decoder" and _READ not in takes):
             raise SpecError(f"its {name} is no module of its own that is called as one")
         listed, blocks = block_list(module, None)
-        tail, answer = _behind_blocks(name, Dissection(module, blocks, beside=beside), given)
-        chain = sequential_chain(module, given, blocks=listed, final=tail, beside=beside)
+        tail, answer = _behind_blocks(name, Dissection(module, blocks, beside=beside), inputs)
+        chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return Stack(name, stream, path, chain, tail, answer, takes)
 
     def batch(self, inputs: Any) -> dict[str, Tensor]:
         """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else {}
-        read, is_text = given.get(self.reads), self.reads == "input_ids"
+        entries = dict(inputs) if isinstance(inputs, Mapping) else {}
+        read, is_text = entries.get(self.reads), self.reads == "input_ids"
         if not isinstance(read, Tensor) or read.dim() < 2:
             raise DataError(
                 f"a batch is a {type(inputs).__name__} without {self.reads} [n, t]; an encoder-decoder wants a dict "
                 "with these",
                 hint=f"It reads {self.reads}, attention_mask and decoder_input_ids, as the model's files make them.",
             )
-        start = made_of(read, lambda of: torch.full((len(of), 1), self.start_token, device=of.device))
-        features = {self.reads: read, "decoder_input_ids": given.get("decoder_input_ids", start)}
+        start = made_of(read, lambda ids: torch.full((len(ids), 1), self.start_token, device=ids.device))
+        features = {self.reads: read, "decoder_input_ids": entries.get("decoder_input_ids", start)}
         batch = dict(features)
         for (name, ids), mask in zip(features.items(), _MASKS, strict=True):
-            if mask in given or (ids.dim() == 2 and not ids.is_floating_point()):
-                of_batch = given.get(mask)
+            if mask in entries or (ids.dim() == 2 and not ids.is_floating_point()):
+                of_batch = entries.get(mask)
                 batch[mask] = (
                     made_of(ids, torch.ones_like) if of_batch is None else made_of(of_batch, Tensor.long)
                 )
@@ -155,10 +156,10 @@ class Pair:
 
     def _answered(self, batch: Mapping[str, Tensor], read: Tensor) -> dict[str, Tensor]:
         """What the decoder is given, which reads `read`."""
-        given = {"input_ids": batch["decoder_input_ids"], "attention_mask": batch["decoder_attention_mask"]}
+        inputs = {"input_ids": batch["decoder_input_ids"], "attention_mask": batch["decoder_attention_mask"]}
         mask = batch.get("attention_mask")
         beside = {} if mask is None else {"encoder_attention_mask": mask}
-        return {**given, _READ: read, **beside}
+        return {**inputs, _READ: read, **beside}
 
     def _placeholder(self, batch: Mapping[str, Tensor], side: SideInputs | None = None) -> Tensor:
         """Features as the encoder's, which the decoder's blocks are known to be given by; they take no memory."""
@@ -170,16 +171,17 @@ class Pair:
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0, which is empty for texts, and the side inputs of both stacks."""
         batch = self.batch(inputs)
-        state, asked = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
-        given = self._answered(batch, self._placeholder(batch, asked))
-        _, answered = self.decoder.chain.start(_taken(given, self.decoder.takes))
+        state, encoder_side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
+        decoder_inputs = self._answered(batch, self._placeholder(batch, encoder_side))
+        _, decoder_side = self.decoder.chain.start(_taken(decoder_inputs, self.decoder.takes))
         tensors: dict[str, Tensor] = {}
-        for stack, side in zip(self.stacks, (asked, answered), strict=True):
+        for stack, side in zip(self.stacks, (encoder_side, decoder_side), strict=True):
             tensors |= {f"{stack.name}.{name}": value for name, value in side.tensors.items()}
             if (mask := side.mask("hidden")) is not None:
                 tensors[f"{stack.stream}_mask"] = mask
-        inputs_of_both = Inputs({"encoder": asked.inputs, "decoder": answered.inputs}, by_keyword=True)
-        return state, SideInputs(tensors, (*asked.frames, *answered.frames), inputs_of_both)
+        sides = {"encoder": encoder_side, "decoder": decoder_side}
+        both = Inputs({name: side.inputs for name, side in sides.items()}, by_keyword=True)
+        return state, SideInputs(tensors, (*encoder_side.frames, *decoder_side.frames), both)
 
     def chain(self) -> LayerChain:
         """Both stacks as one chain, under the whole model's names."""
@@ -223,12 +225,12 @@ class Pair:
         tap: Tap | None = None,
     ) -> State:
         """What both stacks make of what they read."""
-        left: State = {}
+        outputs: State = {}
         for stack in self.stacks:
             weights = {name: parameters[key] for name, key in names[stack.name].items()}
             entered = state if stack is self.encoder else {}
-            left[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
-        return left
+            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
+        return outputs
 
     def _block(self, stack: Stack, block: Layer) -> Layer:
         """A stack's block in the chain of both. Norms are left alone, as the paper has it for language models."""
@@ -253,11 +255,11 @@ class Pair:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        own = stack.side(side)
+        own_side = stack.side(side)
         if stack is self.decoder:
-            own = replace(own, tensors={**own.tensors, f"inputs.{_READ}": state["encoder"]})
-        left = block.call(parameters, {"hidden": state[stack.stream]}, own, tap)
-        return {**state, stack.stream: left["hidden"]}
+            own_side = replace(own_side, tensors={**own_side.tensors, f"inputs.{_READ}": state["encoder"]})
+        output = block.call(parameters, {"hidden": state[stack.stream]}, own_side, tap)
+        return {**state, stack.stream: output["hidden"]}
 
     def _tail(self, stack: Stack) -> Layer:
         """What is behind a stack's blocks: of the encoder a layer between two blocks, of the decoder the head."""
@@ -330,60 +332,55 @@ class Pair:
         decoded = encoded.output
         _, side = self.start(batch)
 
-        def own(stack: Stack, hidden: Tensor) -> Tensor:
+        def unpadded(stack: Stack, hidden: Tensor) -> Tensor:
             return without_padding(stack.path, hidden, side.mask(stack.stream))
 
-        read = [own(self.encoder, hidden) for hidden in encoded.features]
-        read += [own(self.encoder, finished[0])] if self.encoder.tail else []
-        first, *made = (own(self.decoder, hidden) for hidden in decoded.features)
+        encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded.features]
+        encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.tail else []
+        first, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded.features)
         return [
-            *({"encoder": hidden, "hidden": first} for hidden in read),
-            *({"encoder": read[-1], "hidden": hidden} for hidden in made),
-            {"hidden": own(self.decoder, decoded.output)},
+            *({"encoder": hidden, "hidden": first} for hidden in encoder_features),
+            *({"encoder": encoder_features[-1], "hidden": hidden} for hidden in decoder_features),
+            {"hidden": unpadded(self.decoder, decoded.output)},
         ]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
         """See `Dissection.require_shared`, of both stacks."""
         batch, models = self.batch(inputs), list(models)
-        given = {"encoder": self._asked(batch), "decoder": self._answered(batch, self._placeholder(batch))}
+        reads = {"encoder": self._asked(batch), "decoder": self._answered(batch, self._placeholder(batch))}
         for stack in self.stacks:
             assert stack.chain.require_shared is not None
             parts = [(name, module.get_submodule(stack.path)) for name, module in models]
-            stack.chain.require_shared(parts, _taken(given[stack.name], stack.takes))
+            stack.chain.require_shared(parts, _taken(reads[stack.name], stack.takes))
 
 
-def _taken(given: dict[str, Tensor], takes: frozenset[str]) -> dict[str, Tensor]:
-    return {name: value for name, value in given.items() if name in takes}
+def _taken(inputs: dict[str, Tensor], takes: frozenset[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if name in takes}
 
 
-def _behind_blocks(name: str, parts: Dissection, given: Mapping[str, Tensor]) -> tuple[str, Any]:
+def _behind_blocks(name: str, parts: Dissection, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
     """Path of the one module that finishes what leaves a stack's last block, "" for none; and what a stack returns."""
-    left: list[Tensor] = []
+    finals: list[Tensor] = []
     behind: list[tuple[str, Tensor]] = []
 
     def leave(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple | list) else output
         if path == parts.paths[-1]:
-            left.append(output)
-        elif left and path and _same(find_features(path, args, kwargs)[1], left[0]):
-            behind.extend([] if _same(output, left[0]) else [(path, output)])
+            finals.append(output)
+        elif finals and path and is_view(find_features(path, args, kwargs)[1], finals[0]):
+            behind.extend([] if is_view(output, finals[0]) else [(path, output)])
 
     inside = tuple(f"{path}." for path in parts.paths)
     with contextlib.ExitStack() as hooks:
         for path, module in parts.module.named_modules():
             if not path.startswith(inside):
                 hooks.callback(module.register_forward_hook(partial(leave, path), with_kwargs=True).remove)
-        output = parts.whole(dict(given))
+        output = parts.whole(dict(inputs))
     finished = result(output)
-    if _same(finished, left[0]):
+    if is_view(finished, finals[0]):
         return "", type(output)
-    if len(behind) != 1 or not _same(finished, behind[0][1]):
+    if len(behind) != 1 or not is_view(finished, behind[0][1]):
         raise SpecError(
             f"what its {name} returns is not what one module makes, once, of its last block's features"
         )
     return behind[0][0], type(output)
-
-
-def _same(one: Any, other: Tensor) -> bool:
-    """Whether one tensor is the other, or a view of it."""
-    return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -106,6 +106,7 @@ def with_ways_out(
     for path in list(_candidates(module))[:_MOST_TRIED]:
         with suppress(Exception):  # whatever a forward pass raises that is run in other pieces
             attempt(shell, path)
+            attempt(module, path)  # numbers alone show whether features are changed between blocks
             ways.append(path)
     if ways:
         shown = " or ".join(f"blocks={path!r}" for path in ways)
@@ -130,17 +131,17 @@ def _taken_apart(
     """See `sequential_chain`."""
     path, blocks_by_path = block_list(module, blocks)
     parts = Dissection(module, blocks_by_path, mask, final, beside, reads_last)
-    seen = _registered(parts) if example is None else _traced(parts, example)
+    pieces = _registered(parts) if example is None else _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,
             role="block",
             path=parts.paths[position],
             parameters=parts.parameters(position),
-            call=partial(parts.block, position, seen.sites[position]),
-            sites=seen.sites[position],
-            is_residual=seen.is_residual[position],
-            no_sites=no_sites(parts.blocks[position], parts.slots[position], seen.sites[position]),
+            call=partial(parts.block, position, pieces.sites[position]),
+            sites=pieces.sites[position],
+            is_residual=pieces.is_residual[position],
+            no_sites=no_sites(parts.blocks[position], parts.slots[position], pieces.sites[position]),
             router=parts.router(position),
         )
         for position in range(len(parts.blocks))
@@ -148,18 +149,18 @@ def _taken_apart(
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
     # which lists them first. What the example shows nobody using belongs to the stem too.
-    of_blocks = {key for of in parts.computed.values() for key in of.names}
+    of_blocks = {key for entry in parts.computed.values() for key in entry.names}
     stem = {
         name: slot
         for name, slot in outer.items()
-        if (name in seen.before or name not in seen.behind) and name not in of_blocks
+        if (name in pieces.before or name not in pieces.behind) and name not in of_blocks
     }
     if final:  # what is behind it belongs to no layer
-        stem = {name: slot for name, slot in stem.items() if name in seen.before}
+        stem = {name: slot for name, slot in stem.items() if name in pieces.before}
         outer = {
             name: slot
             for name, slot in outer.items()
-            if (name.startswith(f"{final}.") if reads_last else name in seen.behind)
+            if (name.startswith(f"{final}.") if reads_last else name in pieces.behind)
         }
     return LayerChain(
         architecture=NAME,
@@ -173,7 +174,7 @@ def _taken_apart(
         require_shared=parts.require_shared,
         tied=tied_weights(module),
         final=final or None,
-        modality=seen.modality,
+        modality=pieces.modality,
         settings={"blocks": path, "block_classes": sorted({type(block).__name__ for block in parts.blocks})},
     )
 
@@ -182,7 +183,7 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
     """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list."""
     lists = _candidates(module)
     if path is None:
-        path = _found(module, lists)
+        path = _likely_list(module, lists)
     if path not in lists and any(sign in path for sign in "*?["):
         blocks = {name: module.get_submodule(name) for name in _matching(module, path)}
     elif path in lists:
@@ -225,7 +226,7 @@ def _candidates(module: nn.Module) -> dict[str, list[nn.Module]]:
     }
 
 
-def _found(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
+def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         raise SpecError(
             f"{type(module).__name__} has no list of blocks",
@@ -290,7 +291,7 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
     return f"there are {some_of(entries, 8)}"
 
 
-class _Seen(NamedTuple):
+class _Pieces(NamedTuple):
     """What is known of a module's pieces, by block, or by names of outer weights used before or behind the blocks."""
 
     sites: list[tuple[Site, ...]]
@@ -300,15 +301,15 @@ class _Seen(NamedTuple):
     modality: Modality
 
 
-def _registered(parts: Dissection) -> _Seen:
+def _registered(parts: Dissection) -> _Pieces:
     sites = [
         (*registered_sites(block, slots), *parts.experts(position))
         for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True))
     ]
-    return _Seen(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
+    return _Pieces(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
 
 
-def _traced(parts: Dissection, example: Any) -> _Seen:
+def _traced(parts: Dissection, example: Any) -> _Pieces:
     """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
 
     Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
@@ -348,7 +349,7 @@ def _traced(parts: Dissection, example: Any) -> _Seen:
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(frame.left) > 2 for frame in side.frames)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
-    return _Seen(sites, is_residual, among(outer, before), among(outer, behind), modality)
+    return _Pieces(sites, is_residual, among(outer, before), among(outer, behind), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:
@@ -367,8 +368,8 @@ def among(weights: dict[str, Tensor], watch: Watch) -> frozenset[str]:
 def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     """Sites without those that run on something else too: positions, or streams before and behind (AltUp's router)."""
     readers: dict[str, str] = {}
-    kept = [site for site in sites if site.runs == 1]
-    return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in kept)
+    sites_run_once = [site for site in sites if site.runs == 1]
+    return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in sites_run_once)
 
 
 class Watch(TorchFunctionMode):

@@ -97,11 +97,11 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
         )
     hint = "Give a model name of timm, or a folder as timm saves them."
     stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
-    given = stated.get("model_args") or {}
-    name, options = str(stated.get("architecture")), dict(given) if isinstance(given, Mapping) else {}
+    args = stated.get("model_args") or {}
+    name, options = str(stated.get("architecture")), dict(args) if isinstance(args, Mapping) else {}
     if not timm.is_model(name):
         raise wrong_family(stated, source, "a config.json of timm")
-    if odd := [key for key in options if key in _LOADS] + ["model_args"] * (not isinstance(given, Mapping)):
+    if odd := [key for key in options if key in _LOADS] + ["model_args"] * (not isinstance(args, Mapping)):
         raise IncompatibleModelsError(
             f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
             hint="Take it out of `model_args`.",
@@ -115,7 +115,7 @@ def _with_buffers(skeleton: nn.Module) -> nn.Module:
     """The same, where timm computed buffers on the device of weights that have shapes only: one module's at a time."""
     for module in reversed(list(skeleton.modules())):  # inner ones first: what is made of theirs stands
         fill = getattr(module, "_init_buffers", None)
-        if fill is None or not any(b is not None and b.is_meta for b in module._buffers.values()):
+        if fill is None or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
         weights = {id(part): dict(part._parameters) for part in module.modules() if part._parameters}
         module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]

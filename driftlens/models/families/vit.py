@@ -288,8 +288,8 @@ class ClipViT(ABC):
         names = self.names
         parts = (names.patches, names.cls, names.positions, names.stem_norm, self.blocks, names.head_norm)
         missing = ", ".join(part for part in parts if part and _part(tower, part) is None)
-        what = f"{type(module).__name__} is no CLIP image tower of {self.library}"
-        return f"{what} (no {missing})" if missing else None
+        subject = f"{type(module).__name__} is no CLIP image tower of {self.library}"
+        return f"{subject} (no {missing})" if missing else None
 
     def _tower(self, module: nn.Module) -> tuple[Any, str]:
         """The inner transformer and the prefix of its keys."""
@@ -422,10 +422,10 @@ def library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run:
 
     Of tuples (encoder layers of transformers 4) the first entry counts. `run` is what is called, see `_library_pass`.
     """
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        seen[path] = output[0] if isinstance(output, tuple) else output
+        outputs[path] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as hooks, torch.no_grad():
         if module.training:
@@ -433,7 +433,7 @@ def library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run:
         for path in paths:
             hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
         (getattr(module, run) if run else module)(pixels_in(inputs))
-    return [{"hidden": seen[path]} for path in paths]
+    return [{"hidden": outputs[path]} for path in paths]
 
 
 def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInputs], Tensor]]:

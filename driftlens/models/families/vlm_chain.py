@@ -71,10 +71,10 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
         blind: the chain of its decoder alone.
     """
     parts = Sighted(whole, tower, blind)
-    seen = parts.traced(example)
+    layers = parts.traced(example)
     return replace(
         blind,
-        layers=seen,
+        layers=layers,
         start=parts.start,
         library_states=parts.library_states,
         require_shared=parts.require_shared,
@@ -120,9 +120,9 @@ class Sighted(Dissection):
         states: list[State] = []
         for boundary, native in enumerate(tower):
             vision = _by_sample(native, side) if sees else native
-            kept = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
-            kept |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
-            states.append({**kept, "vision": vision})
+            rest = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
+            rest |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
+            states.append({**rest, "vision": vision})
         deep = _deepstack(given)
         for boundary, hidden in enumerate(decoder):
             if boundary:
@@ -161,13 +161,13 @@ class Sighted(Dissection):
             return state
         shape = (-1, *frame_at(side, position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
-        given = {"hidden": _packed(state["vision"], side).reshape(shape)}
+        features = {"hidden": _packed(state["vision"], side).reshape(shape)}
         moves = partial(_by_sample, side=side), partial(_packed, side=side)
-        heard = None if tap is None else _rearranged(tap, *moves)
-        native = super().block(position, sites, parameters, given, bare, heard)["hidden"]
+        inner_tap = None if tap is None else _rearranged(tap, *moves)
+        native = super().block(position, sites, parameters, features, bare, inner_tap)["hidden"]
         vision = _by_sample(native, side)
-        kept = {f"vision_{position}": vision} if position in self.kept else {}
-        return {**state, **kept, "vision": vision}
+        stored = {f"vision_{position}": vision} if position in self.kept else {}
+        return {**state, **stored, "vision": vision}
 
     def projector(
         self,
@@ -187,8 +187,8 @@ class Sighted(Dissection):
         if _AT_IMAGES not in side:
             return self._projected(weights, (), side)
         mask = side[_AT_IMAGES]
-        heard = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
-        with tapped(self.module.get_submodule(path), sites, heard):
+        inner_tap = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
+        with tapped(self.module.get_submodule(path), sites, inner_tap):
             return self._projected(weights, self._tower_outputs(state, side), side)
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
@@ -221,10 +221,10 @@ class Sighted(Dissection):
         tap: Tap | None = None,
     ) -> State:
         """What leaves a block of the decoder, with the deepstack features that are added there."""
-        left = super().block(position, sites, parameters, state, side, tap)
+        output = super().block(position, sites, parameters, state, side, tap)
         waiting = {name: value for name, value in state.items() if name.startswith("deepstack_")}
         added = waiting.pop(f"deepstack_{position - self.count}", None)
-        return {**waiting, **left, "hidden": left["hidden"] if added is None else left["hidden"] + added}
+        return waiting | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
     def traced(self, example: Any) -> tuple[Layer, ...]:
         """The layers, with what a batch shows of them: which weights and sites each has."""
@@ -239,8 +239,8 @@ class Sighted(Dissection):
                 state = self._projected(outer, outputs, side)
         deep = [int(name.rpartition("_")[2]) for name in state if name.startswith("deepstack_")]
         added = [self.count + number for number in deep]
-        read = [id(output if isinstance(output, Tensor) else output[0]) in between.seen for output in outputs]
-        self.kept = tuple(position for position in range(self.count - 1) if read[position])
+        features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
+        self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
         blocks = list[tuple[Site, ...]]()
         for position in range(len(self.blocks)):
             sites, state = self._sites(position, side, state)
@@ -303,11 +303,11 @@ class Sighted(Dissection):
         self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
     ) -> Layer:
         """The layer between tower and decoder; its sites are what `run` runs once on every feature of an image."""
-        own = [name for name in projected if name not in stem]
-        path = self._projector_path(own)
+        inner = [name for name in projected if name not in stem]
+        path = self._projector_path(inner)
         module, inside = self.module.get_submodule(path), f"{path}."
         slots = {name.removeprefix(inside): Slot(name) for name in projected}
-        names = [name.removeprefix(inside) for name in own if name.startswith(inside)]
+        names = [name.removeprefix(inside) for name in inner if name.startswith(inside)]
         count, rows = int(side[_AT_IMAGES].sum()), dict[str, int]()
         called, _ = traced_sites(module, names, run, {"hidden": torch.empty(count, 1)})
 
@@ -323,8 +323,8 @@ class Sighted(Dissection):
         )
         layer_call = partial(self.projector, path, slots, sites)
         left_alone = no_sites(module, names, sites)
-        more: Any = {"no_sites": left_alone, "is_returned": False, "needs": _AT_IMAGES}
-        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **more)
+        options: Any = {"no_sites": left_alone, "is_returned": False, "needs": _AT_IMAGES}
+        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
 
     def _projector_path(self, names: list[str]) -> str:
         """Of weights behind the tower the module that the last one lies in, those of texts left out."""
@@ -333,7 +333,7 @@ class Sighted(Dissection):
         last = [name for name in single if not name.startswith(table)][-1:] or [table]
         inside, tower = last[0].split("."), self.tower.split(".")
         shared = next(
-            (at for at, (one, other) in enumerate(zip(inside, tower, strict=False)) if one != other), 0
+            (depth for depth, pair in enumerate(zip(inside, tower, strict=False)) if len({*pair}) > 1), 0
         )
         return ".".join(inside[: shared + 1]).rstrip(".")
 
@@ -356,8 +356,8 @@ class Sighted(Dissection):
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
         alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
         with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
-            sites, left = traced_sites(block, self.slots[position], alone, features)
-        return (*sites, *self.experts(position)), state if is_tower else left
+            sites, after = traced_sites(block, self.slots[position], alone, features)
+        return (*sites, *self.experts(position)), state if is_tower else after
 
     def _observed(
         self,
@@ -376,7 +376,7 @@ class Sighted(Dissection):
         decoder = dict(list(blocks.items())[self.count :])
         if not is_pictured(inputs.values):
             texts = observe(decoder, forward, keep=keep, is_added_to=True)
-            unseen = [of.new_zeros(len(of), 0, self.width) for of in texts.features[:1] * (self.count + 1)]
+            unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
             return Recording(features=[*unseen, *texts.features], output=texts.output)
         inner: list[Recording] = []
 
@@ -396,9 +396,9 @@ class Sighted(Dissection):
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
         counts = [self._num_tokens(row_of(batch, row)) for row in range(len(batch["input_ids"]))]
-        most, device = max(counts), batch["input_ids"].device
+        longest, device = max(counts), batch["input_ids"].device
         ends = torch.tensor(counts).cumsum(0)
-        within = torch.arange(most)[None]
+        within = torch.arange(longest)[None]
         mask = within < torch.tensor(counts)[:, None]
         places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
         rows = mask.flatten().nonzero()[:, 0]
@@ -433,8 +433,8 @@ def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 def is_pictured(inputs: Any) -> bool:
     """Whether a batch has images beside texts; refused where it has no texts."""
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        held = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise DataError(f"a batch holds {held} and no input_ids", hint=_PROCESSED)
+        entries = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise DataError(f"a batch holds {entries} and no input_ids", hint=_PROCESSED)
     return any(name.startswith("pixel_values") for name in inputs)
 
 
@@ -466,21 +466,21 @@ def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
     return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
 
 
-def _rearranged(tap: Tap, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tap:
+def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
     """A tap that hears of tokens by samples, of sites that are given them packed."""
 
-    def heard(name: str, native: Tensor) -> Any:
-        hear = tap(name, there(native))
+    def rearranged(name: str, native: Tensor) -> Any:
+        hear = tap(name, by_sample(native))
         if hear is None:
             return None
 
-        def left(output: Tensor) -> Tensor | None:
-            changed = hear(there(output))
-            return None if changed is None else back(changed).reshape(output.shape)
+        def hear_native(output: Tensor) -> Tensor | None:
+            changed = hear(by_sample(output))
+            return None if changed is None else pack(changed).reshape(output.shape)
 
-        return left
+        return hear_native
 
-    return heard
+    return rearranged
 
 
 @contextlib.contextmanager

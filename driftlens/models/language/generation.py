@@ -36,8 +36,8 @@ def generate(
         for first in range(0, len(inputs), batch_size):
             batch = _batch(reader, inputs[first : first + batch_size], max_new_tokens)
             # Whisper's own would look for languages and times, and go on from window to window.
-            is_heard, own = isinstance(reader, SoundReader), cast("Any", module).generate
-            call = partial(GenerationMixin.generate, cast("Any", module)) if is_heard else own
+            is_heard, own_generate = isinstance(reader, SoundReader), cast("Any", module).generate
+            call = partial(GenerationMixin.generate, cast("Any", module)) if is_heard else own_generate
             whole: Tensor = call(**fitted(module, batch), generation_config=settings)
             skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
@@ -109,9 +109,9 @@ def log_likelihoods(
     finally:
         module.train(was_training)
     # Of all answers together: whoever copies waits for what was asked of the device.
-    found = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
+    values = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
     every = [is_own for _, is_own in results]
-    columns_of = zip(torch.split(found, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
+    columns_of = zip(torch.split(values, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
     sums = torch.stack([scores.where(is_own, 0.0).sum(dim=1) for scores, is_own in columns_of], dim=1)
     return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 
@@ -140,14 +140,14 @@ def _continued(
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
-        batch, kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
+        batch, num_kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
         # Not every model takes places or keeps a part of the scores: of those, the mask says all.
-        given: dict[str, Any] = {"logits_to_keep": kept}
+        inputs: dict[str, Any] = {"logits_to_keep": num_kept}
         if "mm_token_type_ids" not in batch:  # of which places in images are made
-            given["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
-        given = batch | {name: value for name, value in given.items() if name in takes}
-        scores = module(**fitted(module, given), use_cache=False).logits
-        yield _of_tokens(scores[:, -kept:-1], tokens, at_end=True)
+            inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+        inputs = batch | {name: value for name, value in inputs.items() if name in takes}
+        scores = module(**fitted(module, inputs), use_cache=False).logits
+        yield _of_tokens(scores[:, -num_kept:-1], tokens, at_end=True)
 
 
 def _encoded_once(
@@ -156,9 +156,9 @@ def _encoded_once(
     """Of an encoder-decoder: questions are encoded once, and every answer is read against that."""
     device = next(module.parameters()).device
     batch = fitted(module, reader(_unanswered(questions)))
-    asked = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
-    mask = {name: value for name, value in asked.items() if name == "attention_mask"}
-    encoded = module.get_encoder()(**asked)
+    inputs = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+    mask = {name: value for name, value in inputs.items() if name == "attention_mask"}
+    encoded = module.get_encoder()(**inputs)
     ends = () if reader.end is None else (reader.end,)
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]

@@ -57,7 +57,7 @@ class PictureReader(WordReader):
         import torch
 
         rows, images = zip(
-            *(self._made(sample, self._answer(sample.target)) for sample in samples), strict=True
+            *(self._entries(sample, self._answer(sample.target)) for sample in samples), strict=True
         )
         cut = [
             {name: value[: self.max_length] for name, value in row.items()} for row in rows
@@ -77,8 +77,8 @@ class PictureReader(WordReader):
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
         """See `TextReader`; with what belongs to images as the library takes it. No question is cut."""
-        asked = zip(questions, tails, strict=True)
-        rows, images = zip(*(self._made(question, list(tail)) for question, tail in asked), strict=True)
+        pairs = zip(questions, tails, strict=True)
+        rows, images = zip(*(self._entries(question, list(tail)) for question, tail in pairs), strict=True)
         return self.left_padded(rows) | as_the_library(together(images))
 
     @property
@@ -95,37 +95,37 @@ class PictureReader(WordReader):
         """See `TextReader`."""
         return (self.mark, *super().marks)
 
-    def _made(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+    def _entries(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
         """A question's entries by tokens, those of an answer behind it, and the entries of its images."""
-        text, said, count = sample.input, sample.input.count(self.mark), len(sample.images)
-        if said not in (0, count):
+        text, num_marks, count = sample.input, sample.input.count(self.mark), len(sample.images)
+        if num_marks not in (0, count):
             raise DataError(
-                f"a question says {self.mark} {said} times and has {count} image{'s' * (count > 1)}; expected it once "
-                "for each",
+                f"a question says {self.mark} {num_marks} times and has {count} image{'s' * (count > 1)}; expected it "
+                "once for each",
                 hint="Leave these out, and they are put before the question, or name as many images.",
             )
-        text = text if said else " ".join([*[self.mark] * count, text])
+        text = text if num_marks else " ".join([*[self.mark] * count, text])
         images = [image().convert("RGB") for image in sample.images]
-        made = self.processor(text=[text], images=[images], return_tensors="pt")
-        whole = made["input_ids"][0].tolist()
-        kept = self._open_ended(whole)
+        data = self.processor(text=[text], images=[images], return_tensors="pt")
+        whole = data["input_ids"][0].tolist()
+        question = self._open_ended(whole)
         first = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)  # of which one is kept
-        if len(kept) >= self.max_length:
+        if len(question) >= self.max_length:
             raise DataError(
-                f"a question and its images have {len(kept)} tokens; with an answer at most {self.max_length} are "
+                f"a question and its images have {len(question)} tokens; with an answer at most {self.max_length} are "
                 "read, and image tokens can't be cut",
                 hint="Raise max_length, or give smaller images and shorter questions.",
             )
         by_token = {
-            name: made[name][0].tolist()[first : first + len(kept)]
+            name: data[name][0].tolist()[first : first + len(question)]
             + [int(name == "attention_mask")] * len(answer)
-            for name in made
-            if name.endswith(("token_type_ids", "attention_mask")) and made[name].shape[:2] == (1, len(whole))
+            for name in data
+            if name.endswith(("token_type_ids", "attention_mask")) and data[name].shape[:2] == (1, len(whole))
         }
         of_images = {
-            name: value for name, value in made.items() if name not in by_token and name != "input_ids"
+            name: value for name, value in data.items() if name not in by_token and name != "input_ids"
         }
-        return {"input_ids": kept + answer, **by_token}, of_images
+        return {"input_ids": question + answer, **by_token}, of_images
 
 
 def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -151,8 +151,8 @@ def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A batch as the library takes it: what belongs to images without the rows that fill it up, one after the other."""
     import torch
 
-    given = {name: value for name, value in batch.items() if not name.endswith(ROWS)}
-    for name, value in given.items():
+    entries = {name: value for name, value in batch.items() if not name.endswith(ROWS)}
+    for name, value in entries.items():
         if (rows := batch.get(f"{name}{ROWS}")) is not None:
-            given[name] = torch.cat([one[:count] for one, count in zip(value, rows.tolist(), strict=True)])
-    return given
+            entries[name] = torch.cat([row[:count] for row, count in zip(value, rows.tolist(), strict=True)])
+    return entries

@@ -54,11 +54,11 @@ class SoundReader(TextReader):
 
     def _features(self, sample: Heard) -> Any:
         """What a sound becomes, refused where it is none that this extractor hears whole."""
-        (values, rate), known = sample.sound(), self.extractor
+        (values, rate), extractor = sample.sound(), self.extractor
         bands, frames, seconds = (
-            known.feature_size,
-            known.nb_max_frames,
-            known.n_samples / known.sampling_rate,
+            extractor.feature_size,
+            extractor.nb_max_frames,
+            extractor.n_samples / extractor.sampling_rate,
         )
         if values.ndim == 2:
             if values.shape != (bands, frames):
@@ -67,18 +67,18 @@ class SoundReader(TextReader):
                     hint="Give what its feature extractor makes of a sound, or the waveform itself, [t].",
                 )
             return values
-        if rate not in (None, known.sampling_rate):
+        if rate not in (None, extractor.sampling_rate):
             raise DataError(
-                f"{sample.input}: {rate} samples a second; the model hears {known.sampling_rate}",
-                hint=f"Resample it: ffmpeg -i IN.wav -ar {known.sampling_rate} OUT.wav",
+                f"{sample.input}: {rate} samples a second; the model hears {extractor.sampling_rate}",
+                hint=f"Resample it: ffmpeg -i IN.wav -ar {extractor.sampling_rate} OUT.wav",
             )
-        if len(values) > known.n_samples:
+        if len(values) > extractor.n_samples:
             raise DataError(
-                f"{sample.input}: {len(values) / known.sampling_rate:.1f} seconds; the model hears {seconds:g}, and "
-                "sounds are not cut",
+                f"{sample.input}: {len(values) / extractor.sampling_rate:.1f} seconds; the model hears {seconds:g}, "
+                "and sounds are not cut",
                 hint="Cut it, and what is said in it, into pieces.",
             )
-        return known(values, sampling_rate=known.sampling_rate)[known.model_input_names[0]][0]
+        return extractor(values, sampling_rate=extractor.sampling_rate)[extractor.model_input_names[0]][0]
 
 
 def words_of(text: str) -> list[str]:
@@ -86,11 +86,11 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+(?:['’]\w+)*", text.casefold())
 
 
-def word_errors(said: Sequence[str], wanted: Sequence[str]) -> int:
+def word_errors(answer: Sequence[str], reference: Sequence[str]) -> int:
     """The fewest words that are to be replaced, added or left out to make one transcript the other (Levenshtein)."""
-    row = list(range(len(said) + 1))
-    for count, word in enumerate(wanted, 1):
+    row = list(range(len(answer) + 1))
+    for count, word in enumerate(reference, 1):
         before, row = row, [count]
-        for place, other in enumerate(said):
-            row.append(min(before[place] + (word != other), before[place + 1] + 1, row[place] + 1))
+        for place, answered in enumerate(answer):
+            row.append(min(before[place] + (word != answered), before[place + 1] + 1, row[place] + 1))
     return row[-1]

@@ -103,13 +103,13 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
-        asked = self._encoded([_asked(sample) for sample in samples], self._room(samples))
-        rows = asked["input_ids"]
+        encoded = self._encoded([_question(sample) for sample in samples], self._room(samples))
+        rows = encoded["input_ids"]
         if self.form == "decoder":
             rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        if self.form == "encoder" and "token_type_ids" in asked:
-            columns["token_type_ids"] = asked["token_type_ids"]
+        if self.form == "encoder" and "token_type_ids" in encoded:
+            columns["token_type_ids"] = encoded["token_type_ids"]
         if self.lead and not self.pools_lead:
             (begin,) = replace(self, lead="").questions([self.lead])
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
@@ -152,8 +152,8 @@ class TextReader:
 
         Questions are cut where they leave fewer than `spare` tokens.
         """
-        asked = self.questions(questions, spare=spare)
-        rows = [[*question, *tail] for question, tail in zip(asked, tails, strict=True)]
+        prefixes = self.questions(questions, spare=spare)
+        rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
         return self.left_padded([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
 
     def left_padded(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
@@ -177,8 +177,8 @@ class TextReader:
         if not answer:
             return ()
         before = ids(_BEFORE) if self.form == "decoder" else []
-        both = ids(_BEFORE + answer) if before else []
-        return tuple(both[len(before) :] if before and both[: len(before)] == before else ids(answer))
+        whole = ids(_BEFORE + answer) if before else []
+        return tuple(whole[len(before) :] if before and whole[: len(before)] == before else ids(answer))
 
     @property
     def before_answers(self) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class TextReader:
         lengths: list[int] = []
         for first in range(0, len(samples), 256):
             part = samples[first : first + 256]
-            for row, sample in zip(free.questions([*map(_asked, part)]), part, strict=True):
+            for row, sample in zip(free.questions([*map(_question, part)]), part, strict=True):
                 answer = free._answer(sample[1])
                 lengths.append(
                     len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer))
@@ -285,11 +285,11 @@ class TextReader:
             return [self.max_length] * len(samples)
         return [self.max_length - len(self._answer(sample[1])) for sample in samples]
 
-    def _encoded(self, asked: Sequence[Asked], room: Sequence[int]) -> dict[str, list[list[int]]]:
+    def _encoded(self, questions: Sequence[Asked], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """What the tokenizer gives for questions, each cut to its room; of two texts the longer one is cut."""
-        texts = [[text] if isinstance(text, str) else [*text] for text in asked]
+        texts = [[text] if isinstance(text, str) else [*text] for text in questions]
         texts = [[text.lower() for text in sides] if self.lowers else sides for sides in texts]
-        texts = [[self.lead + first, *others] for first, *others in texts]
+        texts = [[self.lead + first, *rest] for first, *rest in texts]
         columns: dict[str, list[list[int]]] = dict(
             self.tokenizer(*map(list, zip(*texts, strict=True)), verbose=False)
         )
@@ -297,16 +297,16 @@ class TextReader:
             self.form == "decoder"
         ):  # some end every text, and the answer would follow the end; a template may begin it
             columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
-        for position, most in enumerate(room):
-            if len(columns["input_ids"][position]) <= most:
+        for position, limit in enumerate(room):
+            if len(columns["input_ids"][position]) <= limit:
                 continue
             if self.form == "decoder":
                 row = columns["input_ids"][position]
                 first = row[:1] if row[0] == self.tokenizer.bos_token_id else []
-                columns["input_ids"][position] = [*first, *row[len(row) - most + len(first) :]][:most]
+                columns["input_ids"][position] = [*first, *row[len(row) - limit + len(first) :]][:limit]
             else:
                 cut = self.tokenizer(
-                    *texts[position], truncation=True, max_length=most, truncation_side="right"
+                    *texts[position], truncation=True, max_length=limit, truncation_side="right"
                 )
                 for name in columns:
                     columns[name][position] = cut[name]
@@ -318,7 +318,7 @@ class TextReader:
         return row[:-1] if len(row) > 1 and row[-1] == self.end else row
 
 
-def _asked(sample: Sequence[Any]) -> Asked:
+def _question(sample: Sequence[Any]) -> Asked:
     """What is read of a sample, its answer aside."""
     return (sample[0], sample[2]) if isinstance(sample, Paired) else sample[0]
 

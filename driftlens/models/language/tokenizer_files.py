@@ -18,8 +18,8 @@ _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 
 def changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """The tokenizer files in both folders that give ids in another way."""
-    both = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [file for file in both if not _same_content(base, other, file)]
+    shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
+    return [file for file in shared if not _same_content(base, other, file)]
 
 
 def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
@@ -57,9 +57,9 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         parts = [
             part for part in MEANING if plain_part(base_parts.get(part)) != plain_part(other_parts.get(part))
         ]
-        added, more = added_tokens(base_parts), added_tokens(other_parts)
+        base_added, other_added = added_tokens(base_parts), added_tokens(other_parts)
         if "added_tokens" in parts and all(
-            more[number] == added[number] for number in added.keys() & more.keys()
+            other_added[number] == base_added[number] for number in base_added.keys() & other_added.keys()
         ):
             parts.remove("added_tokens")
         changes = [f"{part} in tokenizer.json" for part in parts]

@@ -26,12 +26,12 @@ _SHOWN = 5
 
 def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     """Rows of every parameter of a language model that has one per token, by key; nothing for other models."""
-    read = getattr(skeleton, "get_input_embeddings", None)
-    embedding = read() if callable(read) else None
+    get_inputs = getattr(skeleton, "get_input_embeddings", None)
+    embedding = get_inputs() if callable(get_inputs) else None
     if not isinstance(embedding, nn.Embedding):
         return {}
-    write = getattr(skeleton, "get_output_embeddings", None)
-    head = write() if callable(write) else None
+    get_outputs = getattr(skeleton, "get_output_embeddings", None)
+    head = get_outputs() if callable(get_outputs) else None
     rows: dict[str, int] = {}
     for path, module in skeleton.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
@@ -72,8 +72,8 @@ def with_head(
     if lm.key in source.headers:
         head = None if lm.is_apart else own_head(stored, source, lm)
         if head is None:
-            kept = {name: name for name in source.headers if lm.is_apart or name != lm.head}
-            return renamed(source, kept), ""
+            names = {name: name for name in source.headers if lm.is_apart or name != lm.head}
+            return renamed(source, names), ""
         raise IncompatibleModelsError(
             f"{stored.name} has a head of its own ({head!r}), and the base's is its embeddings",
             hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
@@ -149,11 +149,11 @@ class _Aligned:
         if key not in self._rows:
             return self._source.read(key, rows)
         start, stop = rows or (0, self._rows[key])
-        there = self._source.headers[key].shape[0]
+        size = self._source.headers[key].shape[0]
         parts = []
-        if start < min(stop, there):
-            parts.append(self._source.read(key, (start, min(stop, there))))
-        if self._base is not None and max(start, there) < stop:
-            filled = self._base.read(key, (max(start, there), stop))
+        if start < min(stop, size):
+            parts.append(self._source.read(key, (start, min(stop, size))))
+        if self._base is not None and max(start, size) < stop:
+            filled = self._base.read(key, (max(start, size), stop))
             parts.append(filled.to(self.headers[key].dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -49,19 +49,19 @@ def is_given(block: nn.Module) -> bool:
 def bare(frame: Frame, block: nn.Module) -> Frame:
     """The call of a block without what waits in the state."""
     places = {name: _place(block, name, frame.args) for name in (LAYER_INPUT, SHARED)}
-    args = tuple(None if at in places.values() else value for at, value in enumerate(frame.args))
-    return replace(frame, args=args, kwargs={**frame.kwargs, **_none(places, frame.kwargs)})
+    args = tuple(None if index in places.values() else value for index, value in enumerate(frame.args))
+    return replace(frame, args=args, kwargs={**frame.kwargs, **_emptied(places, frame.kwargs)})
 
 
-def _none(places: Mapping[str, int | str], kwargs: Mapping[str, Any]) -> dict[str, None]:
+def _emptied(places: Mapping[str, int | str], kwargs: Mapping[str, Any]) -> dict[str, None]:
     return {place: None for place in places.values() if isinstance(place, str) and place in kwargs}
 
 
 def _place(block: nn.Module, name: str, args: Sequence[Any]) -> int | str:
     """Where a block is given this, by position or keyword."""
     names = list(signature(type(block).forward).parameters)[1:]  # the class's: its own may be replaced
-    at = names.index(name) if name in names else len(args)
-    return at if at < len(args) else name
+    index = names.index(name) if name in names else len(args)
+    return index if index < len(args) else name
 
 
 def given(
@@ -86,9 +86,9 @@ def waiting(
     position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
 ) -> State:
     """What waits behind one of the blocks, of what did before it and of the keys and values that there are now."""
-    kept = {f"{LAYER_INPUT}.{at}" for at in range(position + 1, len(blocks))}
-    left = {name: leaf for name, leaf in state.items() if name in kept}
-    return left | _leaves(shared, blocks[position + 1 :], mask)
+    later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
+    inputs = {name: leaf for name, leaf in state.items() if name in later}
+    return inputs | _leaves(shared, blocks[position + 1 :], mask)
 
 
 def _leaves(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None) -> State:
@@ -96,9 +96,9 @@ def _leaves(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tenso
         return {}
     hidden = None if mask is None else ~mask[:, None, :, None]
     return {
-        f"{SHARED}.{kind}.{at}": leaf if hidden is None else leaf.masked_fill(hidden, 0)
+        f"{SHARED}.{kind}.{index}": leaf if hidden is None else leaf.masked_fill(hidden, 0)
         for kind, pair in shared.items()
-        for at, leaf in enumerate(pair)
+        for index, leaf in enumerate(pair)
     }
 
 
@@ -112,9 +112,9 @@ def watched(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator[list[S
         for name in (LAYER_INPUT, SHARED):
             place = _place(block, name, args)
             values[name] = args[place] if isinstance(place, int) else kwargs.get(place)
-        own, hidden = values[LAYER_INPUT], None if mask is None else ~mask[..., None]
+        value, hidden = values[LAYER_INPUT], None if mask is None else ~mask[..., None]
         layer_input = (
-            {} if own is None else {LAYER_INPUT: own if hidden is None else own.masked_fill(hidden, 0)}
+            {} if value is None else {LAYER_INPUT: value if hidden is None else value.masked_fill(hidden, 0)}
         )
         entered.append(layer_input | _leaves(values[SHARED] or {}, blocks[len(entered) :], mask))
 
@@ -127,8 +127,8 @@ def watched(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator[list[S
 def entering(position: int, entered: Sequence[State]) -> State:
     """What waits before a block, of what `watched` lists."""
     inputs = {
-        f"{LAYER_INPUT}.{at}": leaf
-        for at, state in enumerate(entered[position:], position)
+        f"{LAYER_INPUT}.{index}": leaf
+        for index, state in enumerate(entered[position:], position)
         for name, leaf in state.items()
         if name == LAYER_INPUT
     }

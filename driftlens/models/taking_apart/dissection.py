@@ -87,7 +87,7 @@ class Computed:
 def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
     """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
     # DeBERTa's, by keyword, MPNet's and T5's, by place.
-    known: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
+    rules: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
         ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
         ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
         ("2", "compute_bias", ("relative_attention_bias",), lambda hidden: (hidden.shape[1],) * 2),
@@ -95,9 +95,9 @@ def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Compute
     places = list(inspect.signature(block.forward).parameters)
     tables = sum(hasattr(part, "relative_attention_bias") for part in module.modules())
     if tables != 1 or places[2:3] != ["position_bias"]:
-        known = known[:1]
+        rules = rules[:1]
     for path, part in module.named_modules():
-        for argument, method, owners, reads in known:
+        for argument, method, owners, reads in rules:
             if not hasattr(part, method) or not isinstance(getattr(part, owners[0], None), nn.Embedding):
                 continue
             inside = [(name, getattr(part, name, None)) for name in owners]
@@ -177,8 +177,8 @@ class Dissection:
 
     def parameters(self, position: int) -> dict[str, Slot]:
         """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
-        slots, computed = self.slots[position], {key for of in self.computed.values() for key in of.names}
-        return slots | {key: Slot(key) for key in sorted(computed) if Slot(key) not in slots.values()}
+        slots, keys = self.slots[position], {key for value in self.computed.values() for key in value.names}
+        return slots | {key: Slot(key) for key in sorted(keys) if Slot(key) not in slots.values()}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
@@ -208,9 +208,9 @@ class Dissection:
             self._beside_at = [
                 {
                     name: stream
-                    for name, given in tensors_given(frame).items()
+                    for name, tensor in tensors_given(frame).items()
                     for stream in reversed(list(self.beside))
-                    if same_values(given, inputs.values[stream])
+                    if same_values(tensor, inputs.values[stream])
                 }
                 for frame in frames
             ]
@@ -263,9 +263,9 @@ class Dissection:
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
         first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
         for path, *frames in zip(self.paths, first, *others, strict=True):
-            given = [tensors_given(frame) for frame in frames]
-            for name in given[0].keys() - self.computed.keys():
-                if not all(same_values(given[0][name], other.get(name)) for other in given[1:]):
+            tensors = [tensors_given(frame) for frame in frames]
+            for name in tensors[0].keys() - self.computed.keys():
+                if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
                     raise IncompatibleModelsError(
                         f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
                         "expected the same for all models",
@@ -290,9 +290,8 @@ class Dissection:
             frames = self._shell_frames(inputs, self.stand_ins(device, dtype=torch.float64))
         except Exception:  # whatever somebody's forward makes of float64, in which it isn't computed then
             return self._fixed
-        given = [tensors_given(frame) if frame.dtype == torch.float64 else {} for frame in frames]
-        narrow = [{name for name, of in each.items() if of.dtype == torch.float32} for each in given]
-        return [frozenset(names) for names in narrow]
+        tensors = [tensors_given(frame) if frame.dtype == torch.float64 else {} for frame in frames]
+        return [frozenset(name for name, x in each.items() if x.dtype == torch.float32) for each in tensors]
 
     def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
         with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
@@ -318,7 +317,7 @@ class Dissection:
         if not self.carries:
             return {"hidden": self._features(position, run_until(block, whole), mask)}
         # What the blocks are given beside features, too, of a pass through all in which none of them computes.
-        frames = [frame_at(side, at) for at in range(position, len(self.blocks))]
+        frames = [frame_at(side, index) for index in range(position, len(self.blocks))]
         passing = [
             (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
             for block, frame in zip(self.blocks[position:], frames, strict=True)
@@ -343,13 +342,13 @@ class Dissection:
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
-        given, kwargs = frame_at(side, position).arguments(hidden)
-        args: list[Any] = list(given)
-        for name, of in self.computed.items():
+        positional, kwargs = frame_at(side, position).arguments(hidden)
+        args: list[Any] = list(positional)
+        for name, argument in self.computed.items():
             if name in kwargs:
-                kwargs[name] = of.value(parameters, state["hidden"])
+                kwargs[name] = argument.value(parameters, state["hidden"])
             elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
-                args[int(name)] = of.value(parameters, state["hidden"])
+                args[int(name)] = argument.value(parameters, state["hidden"])
         shared = carried.given(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
@@ -419,12 +418,12 @@ class Dissection:
         masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
         position bias, an embedding of a condition.
         """
-        first, known = "", dict[tuple[str, str], Tensor]()
+        first, first_given = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
             given = self._given(module, raw_inputs(inputs))
-            first, known = (first, known) if first else (name, given)
-            for path, argument in {**known, **given}:
-                if not same_values(known.get((path, argument)), given.get((path, argument))):
+            first, first_given = (first, first_given) if first else (name, given)
+            for path, argument in {**first_given, **given}:
+                if not same_values(first_given.get((path, argument)), given.get((path, argument))):
                     raise IncompatibleModelsError(
                         f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
                         f"and {name}: it is computed from weights; expected the same for all models",
@@ -480,11 +479,11 @@ class Dissection:
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
-        with watch as read:
+        with watch as next_readers:
             recording = observe(blocks, forward, keep=keep)
-        if read is not None:
+        if next_readers is not None:
             shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
-            for boundary, (shape, reader) in enumerate(zip(shapes, read, strict=True)):
+            for boundary, (shape, reader) in enumerate(zip(shapes, next_readers, strict=True)):
                 # What nothing reads any more lies as it lay a block before.
                 otherwise = self.channels_last[max(boundary - 1, 0)]
                 self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
@@ -521,11 +520,16 @@ def forward_pass(
     return whole if past is None else partial(run_until, past, whole, past=is_past)
 
 
-def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+def same_values(first: Tensor | None, second: Tensor | None) -> bool:
     """Whether two tensors are alike in shape and bit by bit, not-a-number included."""
-    if one is None or other is None or one.shape != other.shape:
+    if first is None or second is None or first.shape != second.shape:
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def is_view(one: Any, other: Tensor) -> bool:
+    """Whether one tensor is the other, or a view of it."""
+    return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
@@ -559,7 +563,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def fitted(module: nn.Module, inputs: Any) -> Any:
     """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
     # While weights are streamed, those of blocks come last.
-    weight = next((weight for weight in _kept(module) if not weight.is_meta), None)
+    weight = next((weight for weight in _float_weights(module) if not weight.is_meta), None)
     if weight is None:
         return inputs
 
@@ -571,7 +575,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
     return mapped(inputs, fit)
 
 
-def _kept(module: nn.Module) -> Iterator[Tensor]:
+def _float_weights(module: nn.Module) -> Iterator[Tensor]:
     """Floating-point parameters and saved buffers, one by one: whoever wants the first needs no names of all."""
     for part in module.modules():
         passing = part._non_persistent_buffers_set
@@ -602,4 +606,4 @@ def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             place = id(value) if value.is_meta else value.data_ptr()
             names[place, value.shape, value.stride()].append(name)
-    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
+    return {name: tuple(tied) for tied in names.values() if len(tied) > 1 for name in tied}

@@ -167,8 +167,8 @@ class ShapesAlone(TorchFunctionMode):
             with contextlib.suppress(
                 TypeError, RuntimeError
             ):  # torch asks otherwise, or has its own words for it
-                if (found := rule(*args, **named)) is not None:
-                    return found
+                if (output := rule(*args, **named)) is not None:
+                    return output
         return func(*args, **named)
 
 
@@ -211,8 +211,8 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
     """While this is open, modules run these functions in the place of their own forward."""
     with contextlib.ExitStack() as restored:
         for module, forward in forwards:
-            own = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
-            restored.callback(module.__dict__.update, own)
+            before = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
+            restored.callback(module.__dict__.update, before)
             restored.callback(module.__dict__.pop, "forward")
             module.__dict__["forward"] = forward
         yield
@@ -243,10 +243,10 @@ def _shell(
 
     try:
         with buffers_on(block, torch.device("meta")):
-            asked = mapped(kwargs, bare)
-            if SHARED in asked:  # to which a block adds what those behind it read
-                asked[SHARED] = shared
-            output = type(block).forward(block, *mapped(args, bare), **asked)
+            keywords = mapped(kwargs, bare)
+            if SHARED in keywords:  # to which a block adds what those behind it read
+                keywords[SHARED] = shared
+            output = type(block).forward(block, *mapped(args, bare), **keywords)
     except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)
@@ -313,7 +313,7 @@ def observe(
     Where features are added to between blocks, what was kept of a block is what the next one is given.
     """
     recording, paths = Recording(), list(blocks)
-    left: tuple[Tensor, int] | None = None
+    returned: tuple[Tensor, int] | None = None
 
     def enter(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = paths[position]
@@ -322,7 +322,7 @@ def observe(
                 f"block {path!r} runs out of turn, as number {len(recording.frames)}", hint=OTHER_LIST
             )
         _, hidden = find_features(path, args, kwargs)
-        if left is not None and not _unchanged(*left, hidden):
+        if returned is not None and not _unchanged(*returned, hidden):
             if is_added_to:
                 recording.features[-1:] = [hidden.clone()] * keep
                 return
@@ -336,13 +336,13 @@ def observe(
     def leave(
         position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        nonlocal left
+        nonlocal returned
         path = paths[position]
         hidden = features_of(path, output)
         if keep:
             # A copy, because the next block may write into its input.
             recording.features.append(hidden.clone())
-        left = hidden, _version(hidden)
+        returned = hidden, _version(hidden)
         place, reached = find_features(path, args, kwargs)
         frame = Frame(
             args=tuple(None if index == place else value for index, value in enumerate(args)),
@@ -366,10 +366,10 @@ def observe(
     return recording
 
 
-def _unchanged(left: Tensor, version: int, arriving: Tensor) -> bool:
-    if arriving is left:
-        return _version(left) == version
-    return arriving.shape == left.shape and torch.equal(arriving, left)
+def _unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
+    if arriving is returned:
+        return _version(returned) == version
+    return arriving.shape == returned.shape and torch.equal(arriving, returned)
 
 
 def _version(tensor: Tensor) -> int:

@@ -117,14 +117,14 @@ def _mixture(path: str, module: nn.Module) -> Mixture | None:
     sizes = {len(weight) for weight in stacks.values()}
     if not path or len(stacks) < 2 or len(sizes) != 1 or isinstance(module, _ConvNd):
         return None
-    wanted = [
-        each
-        for each in inspect.signature(type(module).forward).parameters.values()
-        if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    parameters = [
+        entry
+        for entry in inspect.signature(type(module).forward).parameters.values()
+        if entry.name != "self" and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
     ]
-    if len(wanted) not in (1, 3):
+    if len(parameters) not in (1, 3):
         return None
-    return Mixture(path, module, sizes.pop(), tuple(stacks), len(wanted) == 3)
+    return Mixture(path, module, sizes.pop(), tuple(stacks), len(parameters) == 3)
 
 
 def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
@@ -161,12 +161,12 @@ def mixing(
     names = {site.name for site in sites}
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
     with ExitStack() as hooks:
-        hooks.callback(mixture.module.register_forward_pre_hook(watch.told, with_kwargs=True).remove)
+        hooks.callback(mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
         if mixture.is_routed:
-            hooks.callback(mixture.module.register_forward_hook(watch.made).remove)
+            hooks.callback(mixture.module.register_forward_hook(watch.after).remove)
         if mixture.router and watch.routes.ends:
             router = block.get_submodule(mixture.router)
-            hooks.callback(router.register_forward_pre_hook(watch.fed, with_kwargs=True).remove)
+            hooks.callback(router.register_forward_pre_hook(watch.before_router, with_kwargs=True).remove)
         with watch:
             yield
 
@@ -195,7 +195,7 @@ class _Watch(TorchFunctionMode):
         self.anew: Tensor | None = None
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
 
-    def told(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the mixture runs: who goes where, and how much each counts.
 
         A router that doesn't look for the largest scores is overruled here: experts come in the order in which they are
@@ -211,16 +211,16 @@ class _Watch(TorchFunctionMode):
         if self.features is None or not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
-        wanted = self.routes.chosen
-        own = gates.gather(-1, (wanted[..., None] == chosen[:, None]).long().argmax(dim=-1))
+        experts = self.routes.chosen
+        own_gates = gates.gather(-1, (experts[..., None] == chosen[:, None]).long().argmax(dim=-1))
         elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
-        sent = wanted, torch.where(elsewhere, self.routes.gates, own)
+        sent = experts, torch.where(elsewhere, self.routes.gates, own_gates)
         self.anew = self.routes.anew(self.features)
         if self.anew is None:
             return (self.features, *sent), {}
         return tuple(part[self.anew] for part in (self.features, *sent)), {}
 
-    def made(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Behind a mixture that is told who goes where: its rows are kept, or completed by those of a pass beside."""
         assert self.features is not None
         if self.anew is not None:
@@ -230,7 +230,7 @@ class _Watch(TorchFunctionMode):
             self.routes.rows = self.features, output
         return None
 
-    def fed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_router(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the router runs: what it reads; from here on functions of scores are its own."""
         features = (*args, *kwargs.values())[0]
         self.routes.fed, self.routes.steps = features.reshape(-1, features.shape[-1]), set()
@@ -249,28 +249,28 @@ class _Watch(TorchFunctionMode):
             return self._top(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:
             # A number that lies on a device is waited for once, as it is without us.
-            which = int(args[-1]) if isinstance(args[-1], Tensor) and not args[-1].dim() else args[-1]
-            part = func(*args[:-1], which, **kwargs)
+            expert = int(args[-1]) if isinstance(args[-1], Tensor) and not args[-1].dim() else args[-1]
+            part = func(*args[:-1], expert, **kwargs)
             if part.dim() == 2:
-                self.read[id(part)] = self.mixture.site(int(which), self.stacks[id(args[0])]), part
+                self.read[id(part)] = self.mixture.site(int(expert), self.stacks[id(args[0])]), part
             return part
         if self.tap is not None:
             if func in _PRODUCTS and id(args[1]) in self.read:
                 return self._heard(self.read[id(args[1])][0], args[0], func(*args, **kwargs))
             if func in _BATCHED and id(args[1]) in self.stacks:
-                return self._each(self.stacks[id(args[1])], *args)
+                return self._heard_by_expert(self.stacks[id(args[1])], *args)
         return func(*args, **kwargs)
 
     def _top(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The largest scores, or those of the experts that are given."""
-        given = self.routes.chosen if self.routes.is_given else None
-        if given is None or (kwargs.get("k") or args[1]) != given.shape[-1]:
+        chosen = self.routes.chosen if self.routes.is_given else None
+        if chosen is None or (kwargs.get("k") or args[1]) != chosen.shape[-1]:
             top = func(*args, **kwargs)
             if not self.mixture.is_routed:
                 self.routes.record(top.indices, torch.ones_like(top.values))
             return top
         scores = args[0]
-        return torch.return_types.topk((scores.gather(-1, given.reshape(*scores.shape[:-1], -1)), given))
+        return torch.return_types.topk((scores.gather(-1, chosen.reshape(*scores.shape[:-1], -1)), chosen))
 
     def _heard(self, site: str, x: Tensor, y: Tensor) -> Tensor:
         """What a matrix makes of its rows, or what whoever listens wants in its place."""
@@ -283,11 +283,11 @@ class _Watch(TorchFunctionMode):
             return y
         return (heard if changed is None else changed) - bias  # of what is heard come the gradients
 
-    def _each(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
+    def _heard_by_expert(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
         """The same of all experts, each of which is handed every token, with zeros where it isn't meant."""
         outputs = torch.bmm(rows, weights)
         for expert, size in enumerate(self.routes.sizes(self.mixture.size)):
-            meant = self.routes.of(expert, size)[0]
-            y = outputs[expert, meant]
-            outputs[expert, meant] = self._heard(self.mixture.site(expert, matrix), rows[expert, meant], y)
+            tokens = self.routes.of(expert, size)[0]
+            y = outputs[expert, tokens]
+            outputs[expert, tokens] = self._heard(self.mixture.site(expert, matrix), rows[expert, tokens], y)
         return outputs

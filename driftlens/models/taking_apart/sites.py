@@ -88,23 +88,23 @@ def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[R
     where there is none.
     """
     upcoming_readers: list[Reader | None] = []
-    seen: list[Reader | None] = []  # None for a boundary
+    passed: list[Reader | None] = []  # None for a boundary
 
     def read(channels_last: bool, x: Tensor) -> None:
         if x.dim() > 3:
-            seen.append(Reader(channels_last, x.shape[1:]))
+            passed.append(Reader(channels_last, x.shape[1:]))
 
     with contextlib.ExitStack() as hooks:
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(lambda *_: seen.append(None)).remove)
+            hooks.callback(block.register_forward_pre_hook(lambda *_: passed.append(None)).remove)
             last = block
-        hooks.callback(last.register_forward_hook(lambda *_: seen.append(None)).remove)
+        hooks.callback(last.register_forward_hook(lambda *_: passed.append(None)).remove)
         for part in module.modules():
             if (channels_last := _reads_channels_last(part)) is not None:
                 hooks.callback(_on_input(part, partial(read, channels_last)))
         yield upcoming_readers
     upcoming = None
-    for reader in reversed(seen):
+    for reader in reversed(passed):
         if reader is None:
             upcoming_readers.insert(0, upcoming)
         else:
@@ -152,22 +152,22 @@ def traced_sites(
     expert can read as many rows as there are samples by chance.
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
-    calls: defaultdict[str, list[_Seen]] = defaultdict(list)
-    others: set[str] = (
+    calls: defaultdict[str, list[_Reading]] = defaultdict(list)
+    not_linear: set[str] = (
         set()
     )  # linear modules by descent alone, as routers that return more than their product
-    known: dict[str, tuple[SiteKind, nn.Module]] = {}
+    candidates: dict[str, tuple[SiteKind, nn.Module]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
-            known[name] = kind, module
+            candidates[name] = kind, module
             hooks.callback(_on_input(module, partial(_append, calls, name, _geometry(module))))
-            hooks.callback(module.register_forward_hook(partial(_note_other, others, name)).remove)
+            hooks.callback(module.register_forward_hook(partial(_note, not_linear, name)).remove)
         output = run()
     whole = [_num_places(features["hidden"]) for features in (state, output)]
     reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
     partial_readers = {
         _unnumbered(name)
-        for name in known
+        for name in candidates
         if name not in calls
         or any(
             x.dim() == 2
@@ -186,16 +186,16 @@ def traced_sites(
             stream=next((stream for stream, x in streams.items() if inputs[0][0] is x), ""),
         )
         for name, inputs in calls.items()
-        for kind, module in [known[name]]
-        if name not in others
+        for kind, module in [candidates[name]]
+        if name not in not_linear
         if name not in reads_rows or _unnumbered(name) not in partial_readers
     ]
     return tuple(sites), output
 
 
-def _note_other(others: set[str], name: str, _module: nn.Module, _args: object, output: object) -> None:
+def _note(not_linear: set[str], name: str, _module: nn.Module, _args: object, output: object) -> None:
     if not isinstance(output, Tensor):
-        others.add(name)
+        not_linear.add(name)
 
 
 def _num_places(features: Tensor) -> int:
@@ -240,22 +240,22 @@ def _in_words(module: nn.Module, path: str, parameter: str) -> str:
     return f"{kind}: {why}" if why else kind
 
 
-_Seen = tuple[Tensor, int | None, Hashable]
+_Reading = tuple[Tensor, int | None, Hashable]
 """An input, how often it had been overwritten when it was seen, and how rows are made of it.
 
 Inference mode doesn't count, which is None.
 """
 
 
-def _append(calls: defaultdict[str, list[_Seen]], name: str, geometry: Hashable, value: Tensor) -> None:
+def _append(calls: defaultdict[str, list[_Reading]], name: str, geometry: Hashable, value: Tensor) -> None:
     calls[name].append((value, None if value.is_inference() else value._version, geometry))
 
 
-def _first_reader(calls: Mapping[str, Sequence[_Seen]], reader: str) -> str:
-    value, *how = calls[reader][0]
-    if how[0] is None:
+def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
+    value, *reading = calls[reader][0]
+    if reading[0] is None:
         return reader
-    return next(name for name, [(x, *same), *_] in calls.items() if x is value and same == how)
+    return next(name for name, [(x, *other), *_] in calls.items() if x is value and other == reading)
 
 
 def _geometry(module: nn.Module) -> Hashable:

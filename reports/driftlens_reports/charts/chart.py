@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.errors import DataError, did_you_mean
+from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
@@ -149,7 +149,7 @@ class Chart:
         lacking = self.missing(run, chosen)
         if lacking is not None:
             raise DataError(f"{self.name}: {lacking}", lacking=lacking)
-        drawn = self.render(run, chosen)
+        drawn = self._drawn(run, chosen)
         # Zoom and hidden traces stay as long as this does: when only the theme changes.
         drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"
         return drawn
@@ -158,9 +158,17 @@ class Chart:
         """The chart, or in words what the run lacks for it, which may be the variant that it compares with."""
         try:
             lacking = self.missing(run, options)
-            return (None, lacking) if lacking else (self.render(run, options), "")
+            return (None, lacking) if lacking else (self._drawn(run, options), "")
         except DataError as error:
             return None, f"{error.message}."
+
+    def _drawn(self, run: DriftRun, options: ChartOptions) -> Drawn:
+        if not isinstance(drawn := self.render(run, options), Drawn):
+            raise SpecError(
+                f"chart {self.name!r} returned {type(drawn).__name__}, expected Drawn",
+                hint="Return Drawn(figure, alt=..., data=...).",
+            )
+        return drawn
 
 
 charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftlens.charts")
@@ -203,7 +211,8 @@ class Plots:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in dir(self):
-            raise AttributeError(f"there is no chart {name!r}; {did_you_mean(name, dir(self))}")
+            hint = did_you_mean(name, dir(self)) or f"there are {', '.join(dir(self))}"
+            raise AttributeError(f"there is no chart {name!r}; {hint}")
         chart = charts[name.replace("_", "-")]
 
         def draw(**options: Any) -> Drawn:

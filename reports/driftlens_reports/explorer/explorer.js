@@ -908,7 +908,7 @@
   const start = () => {
     readTheme(); read();
     if ($("verdict")) $("verdict").textContent = data.sentences.join(" ");
-    filled($("task"), data.tasks.map((task, at) => [at, task.name]), state.task, (value) => { choose([]); state.picked = -1; setTask(Number(value)); refresh(); });
+    filled($("task"), data.tasks.map((task, at) => [at, task.name]), state.task, (value) => { choose([]); state.picked = -1; setTask(Number(value)); refresh(); write(); }); // at once: the next click may lead to another page
     const colours = Object.keys(COLUMNS).filter(hasAny);
     if (!colours.includes(state.colour)) state.colour = ["class", "drift"].find((key) => colours.includes(key)) ?? colours[0];
     filled($("colour"), colours.map((key) => [key, COLUMNS[key].title]), state.colour, setColour);
@@ -940,14 +940,16 @@
       return said;
     }));
     const repaint = () => { readTheme(); recolour(); refresh(); };
+    const tellHeight = () => { if (hosted) tell({ height: document.body.offsetHeight }); };
     if (hosted) {
-      addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { const task = NAMES.task.indexOf(said.task); if (task >= 0) setTask(task); setTheme(said.dark); repaint(); } });
-      new ResizeObserver(() => tell({ height: document.body.offsetHeight })).observe(document.body);
+      addEventListener("message", ({ source, data: said }) => { if (source === parent && typeof said?.dark === "boolean") { const task = NAMES.task.indexOf(said.task); if (task >= 0) setTask(task); setTheme(said.dark); repaint(); tellHeight(); } });
+      new ResizeObserver(tellHeight).observe(document.body);
       $("open").onclick = () => open(state.task);
     } else addEventListener("hashchange", () => location.reload());
     scheme.addEventListener("change", repaint);
     new ResizeObserver(redraw).observe($("scatters"));
     layOut(); refilter(); recolour(); showStage(); refresh();
+    tellHeight(); // a frame that is out of sight observes nothing before it is scrolled to, and would push away what lies below
   };
   // For tests and benchmarks: what is where, and how many frames were drawn.
   const explorer = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,32 @@ def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
         load_spec(values(world), ["metrics.toy=3"])
     with refusing(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, groups, toy", hint="'toy'"):
         load_spec(values(world), ["metrics.tox=true"])
+
+
+WRONG = {
+    "nothing": (None, "'toy' returned NoneType, expected a mapping"),
+    "another name": ({"toy_gape": 1.0}, "'toy' returned 'toy_gape', expected some of toy_gap"),
+    "one per sample": ({"toy_gap": np.ones(3)}, r"'toy' returned toy_gap \[3\], expected \[\]"),
+}
+
+
+@pytest.mark.parametrize(("found", "words"), WRONG.values(), ids=WRONG)
+def test_what_fills_no_column_is_refused_by_its_name(
+    toy: None, world: World, tmp_path: Path, found: object, words: str
+) -> None:
+    entries = vars(diagnostics)["_entries"]
+    entries["toy"] = dataclasses.replace(entries["toy"], measure=lambda seen: found)
+    with pytest.raises(SpecError, match=f"diagnostic {words}"):
+        dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
+
+
+def test_a_column_that_another_one_fills_is_refused(toy: None, world: World, tmp_path: Path) -> None:
+    """Or which of both is in the table would hang on their names."""
+    entries, taken = vars(diagnostics)["_entries"], "drift_l2_mean"
+    column = Column(taken, "float", "feature", "Not the drift.")
+    entries["toy"] = dataclasses.replace(entries["toy"], columns=(column,), measure=lambda seen: {taken: 1.0})
+    with pytest.raises(SpecError, match=f"diagnostic 'toy' returned '{taken}', which 'drift' has returned"):
+        dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
 
 
 def test_without_its_file_it_is_refused(world: World) -> None:

@@ -219,7 +219,7 @@ def test_resources_average_over_points_and_sum_over_phases(run: DriftRun) -> Non
     phases = shown[shown["part"] == 2].set_index(["row", "column"])["value"]
     assert phases["calibrate:featcal", "Time (s)"] == 14.0
     assert phases["calibrate:featcal", "CPU RSS (GiB)"] == 3 * GIB / GIB
-    assert math.isnan(phases["analyze", "GPU energy (Wh)"])
+    assert math.isnan(phases["evaluate", "GPU energy (Wh)"])
 
 
 def test_phases_of_the_tasks_are_summed(folder: Path) -> None:

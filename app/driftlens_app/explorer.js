@@ -29,14 +29,13 @@ export default function ({ parentElement, data, setTriggerValue }) {
   box.news = { dark: data.dark, ...(box.isKept ? {} : { task: data.task }) };
   const inform = () => box.frame.contentWindow.postMessage(box.news, "*");
   const load = (state) => {
-    const known = box.news;
     box.frame?.remove();
     const frame = (box.frame = document.createElement("iframe"));
     frame.setAttribute("sandbox", "allow-scripts allow-downloads");
     frame.title = data.title;
     frame.name = `driftlens ${JSON.stringify({ state, dark: data.dark, show: data.show })}`;
     frame.style.height = `${box.height ?? data.height}px`;
-    frame.onload = () => { if (box.news !== known) inform(); }; // before its page is there, nobody hears
+    frame.onload = inform; // it answers with its height, also where it is out of sight
     box.append(frame);
     fill();
     keep(state);
@@ -64,6 +63,6 @@ export default function ({ parentElement, data, setTriggerValue }) {
   addEventListener("hashchange", travel);
   // Streamlit writes addresses of its own, without what is behind the #.
   const looking = setInterval(() => { if (box.isKept && !location.hash && box.state) keep(box.state); }, 300);
-  box.leave = () => { removeEventListener("message", hear); removeEventListener("explorer-page", fill); removeEventListener("hashchange", travel); clearInterval(looking); };
-  return () => box.leave();
+  const leave = (box.leave = () => { removeEventListener("message", hear); removeEventListener("explorer-page", fill); removeEventListener("hashchange", travel); clearInterval(looking); });
+  return leave; // its own listeners only: Streamlit may call it after the next drawing
 }

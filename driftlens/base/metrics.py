@@ -110,17 +110,6 @@ _ALL = (
         hub="perplexity",
     ),
     Metric(
-        "wer",
-        "word error rate",
-        "Words of what is heard to be replaced, added or left out, by the words of the targets; case and punctuation "
-        "don't count.",
-        range=(0.0, None),
-        worse="higher",
-        kind="number",
-        needs="target",
-        hub="wer",
-    ),
-    Metric(
         "ndcg@10",
         "nDCG@10",
         "Mean over queries of the gain of what answers them among the first 10 passages, discounted by the logarithm "

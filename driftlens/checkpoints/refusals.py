@@ -187,16 +187,12 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
 
 
 def is_seq2seq(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of an encoder-decoder of transformers that answers texts or sounds by texts."""
+    """Whether a `config.json` is that of an encoder-decoder of transformers that answers texts by texts."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
-    of_texts, of_sounds = (
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    )
-    model = of_texts.get(kind) or of_sounds.get(kind)
+    model = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if kind not in CONFIG_MAPPING or named not in ("", model) or num_experts(config):
         return False
     parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))

@@ -76,21 +76,6 @@ def is_cross_encoder(folder: pathlib.Path) -> bool:
     return is_older or _object(folder / _WHOLE).get("model_type") == "CrossEncoder"
 
 
-def answering_tokens(folder: pathlib.Path | None) -> tuple[int, ...]:
-    """The tokens by whose scores a folder's LogitScore judges two texts: the right answer's, and the wrong one's.
-
-    None where a folder judges by no answer of a language model.
-    """
-    place = (
-        next((module.place for module in modules_of(folder) if module.kind == "LogitScore"), None)
-        if folder
-        else None
-    )
-    stated = settings_in(folder / place) if folder and place is not None else {}
-    tokens = (stated.get(f"{answer}_token_id") for answer in ("true", "false"))
-    return tuple(token for token in tokens if isinstance(token, int))
-
-
 class Pooling(NamedTuple):
     """How one vector is made of a text's tokens, in the library's own words; the width of features where it is said."""
 

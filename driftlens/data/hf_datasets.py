@@ -16,11 +16,9 @@ from driftlens.base.files import plain_file
 from driftlens.data.images import read_image
 from driftlens.data.related import related_columns
 from driftlens.data.rows import columns_asked, text_view
-from driftlens.data.sounds import read_sound, sound_in
 from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
 
 if TYPE_CHECKING:
-    from driftlens.models.language.sounds import Sound
     from driftlens.spec.data import HfData
 
 log = logging.getLogger(__name__)
@@ -79,44 +77,17 @@ def _pictures(
     return of_row
 
 
-def _sounds(
-    entry: HfData, rows: Any, column: str, where: str
-) -> Callable[[int], Sequence[Callable[[], Sound]]]:
-    """What reads the sound of a row, of `datasets.Audio` or of numbers; nothing is decoded by `datasets`."""
-    from datasets import Audio
-
-    require_column(column, rows.column_names, "audio", where)
-    cells, folders = rows.select_columns([column]), _folders(entry)
-    if isinstance(rows.features[column], Audio):
-        cells = cells.cast_column(column, Audio(decode=False))
-
-    def read(row: int) -> Sound:
-        cell, place = cells[row][column], f"{where}, row {row}"
-        if not isinstance(cell, dict) or "bytes" not in cell:
-            return sound_in(cell, place)
-        if cell["bytes"] is not None:
-            return sound_in(cell["bytes"], place)
-        return read_sound(_inside(cell["path"], folders, place, "sound"))
-
-    return lambda row: [partial(read, row)]
-
-
 def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:
     from datasets import ClassLabel
 
     columns = rows.column_names
     asked = (*columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
-    wanted = [column for column in asked if column in columns and column != entry.audio]
+    wanted = [column for column in asked if column in columns]
     feature, plain = rows.features.get(entry.answers), rows.select_columns(list(dict.fromkeys(wanted)))
-    beside: Callable[[int], Sequence[Callable[[], Any]]] | None = None
-    if entry.audio:
-        beside = _sounds(entry, rows, entry.audio, where)
-    elif entry.pictures:
-        beside = _pictures(entry, rows, entry.pictures, where)
+    beside = _pictures(entry, rows, entry.pictures, where) if entry.pictures else None
 
     def row(position: int) -> dict[str, Any]:
-        heard = {} if entry.audio is None else {entry.audio: f"{where}, row {position}"}
-        return (plain[position] if wanted else {}) | heard
+        return plain[position] if wanted else {}
 
     return text_view(
         entry,
@@ -219,18 +190,18 @@ def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) ->
     with refused(f"{where}: the image can't be read", _ANEW):
         if content is not None:
             return exif_transpose(read_image(io.BytesIO(content), where, mode))
-        return exif_transpose(read_image(_inside(path, folders, where, "image"), mode=mode))
+        return exif_transpose(read_image(_inside(path, folders, where), mode=mode))
 
 
 _ANEW = "Write the data set anew with save_to_disk, which puts local files into it."
 
 
-def _inside(path: str | None, folders: Sequence[Path], where: str, what: str) -> Path:
+def _inside(path: str | None, folders: Sequence[Path], where: str) -> Path:
     """The file that a row names, which lies in one of the folders."""
     file = Path(path or "").resolve()
     if any(file.is_relative_to(folder.resolve()) for folder in folders):
         return file
-    raise DataError(f"{where}: holds no {what}, and the path {path!r} leads out of the data set", hint=_ANEW)
+    raise DataError(f"{where}: holds no image, and the path {path!r} leads out of the data set", hint=_ANEW)
 
 
 def _check_image_column(rows: Any, column: str, where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
-from driftlens.data.sources import Split, SplitView, data_sources, require_column
-from driftlens.models.language.texts import Paired, TextReader
+from driftlens.data.sources import SplitView, data_sources, require_column
+from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import TextEntry
@@ -63,13 +62,11 @@ class Comparison:
         of: position -> what the sample of that position is compared with.
         passages: what queries are answered from; None for pairs.
         reader: what makes token ids of the other texts.
-        is_paired: whether the model reads a sample and what it is compared with together.
     """
 
     of: Callable[[int], Related]
     reader: TextReader | None
     passages: Passages | None = None
-    is_paired: bool = False
 
     @property
     def similarity(self) -> str:
@@ -95,12 +92,9 @@ def related_in(
     columns: Collection[str],
     row: Callable[[int], Mapping[str, Any]],
     where: Callable[[int], str],
-    split: Split,
 ) -> Callable[[int], Related] | None:
-    """Position -> what a row says of these columns, which have to be there in the test split; None where none is."""
+    """Return a function from a position to what its row says in these columns; None if the entry names none."""
     wanted = related_columns(entry)
-    if split != "test":
-        wanted = {key: column for key, column in wanted.items() if column in columns}
     for key, column in wanted.items():
         require_column(column, columns, key, where(0).rpartition(",")[0])
     if not wanted:
@@ -151,8 +145,6 @@ def comparison(
     drawn: Sequence[int],
     reader: TextReader | None,
     access: Access,
-    *,
-    is_paired: bool = False,
 ) -> Comparison | None:
     """What the drawn test samples of a task are compared with; None where the entry says nothing of that.
 
@@ -162,7 +154,7 @@ def comparison(
     if view.related is None or not related_columns(entry):
         return None
     rows = [view.related(position) for position in drawn]
-    if reader is not None and not is_paired:
+    if reader is not None:
         if entry.max_length is not None:
             reader = reader.limited(entry.max_length, f"data.{task}.max_length")
         if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
@@ -171,7 +163,7 @@ def comparison(
             reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
     if entry.pair is None:
         passages = _answering(f"task {task}: test", entry, view, drawn, rows, access)
-        return Comparison(rows.__getitem__, reader, passages, is_paired)
+        return Comparison(rows.__getitem__, reader, passages)
     for position in drawn:
         if math.isnan(number_of(target := view.read(position).target)):
             raise DataError(
@@ -179,39 +171,7 @@ def comparison(
                 "expected a number",
                 hint="Name the column of numbers as `target`.",
             )
-    return Comparison(rows.__getitem__, reader, None, is_paired)
-
-
-def paired(
-    task: str, split: Split, entry: TextEntry, view: SplitView, drawn: Sequence[int], access: Access
-) -> list[Paired]:
-    """Drawn samples as a model reads them that scores two texts together: every sample with its own second text.
-
-    Queries are read by turns with what answers them and with what doesn't: the first of their own negatives, or else
-    what answers a query before.
-
-    Raises:
-        DataError: the split says nothing of second texts, or of a query nothing that answers it.
-    """
-    if view.related is None:
-        raise DataError(
-            f"task {task}: the {split} samples {view.origin} are single texts, and the model reads two together",
-            hint=f"Add the column {', or '.join(related_columns(entry).values())} to them too.",
-        )
-    texts, rows = [view.read(position) for position in drawn], [view.related(position) for position in drawn]
-    if entry.pair is not None:
-        return [Paired(text.input, text.target, row.pair) for text, row in zip(texts, rows, strict=True)]
-    passages = _answering(f"task {task}: {split}", entry, view, drawn, rows, access)
-
-    def second(turn: int) -> str:
-        own, names = passages.answers(rows[turn]), iter(rows[turn].positive)
-        if is_other := turn % 2 == 1:
-            earlier = (name for before in range(turn - 1, -1, -1) for name in rows[before].positive)
-            names = itertools.chain(rows[turn].negative, earlier)
-        places = (place for name in names for place in passages.keys.get(name, ()))
-        return passages.texts[next((place for place in places if (place in own) != is_other), min(own))]
-
-    return [Paired(text.input, text.target, second(turn)) for turn, text in enumerate(texts)]
+    return Comparison(rows.__getitem__, reader)
 
 
 def _answering(

@@ -19,7 +19,6 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.data.images import read_image
 from driftlens.data.related import Comparison, related_columns, related_in
 from driftlens.data.samples import SampleSet, Shown, Texts
-from driftlens.data.sounds import read_sound
 from driftlens.data.sources import (
     PATHS_HINT,
     Split,
@@ -32,8 +31,7 @@ from driftlens.data.sources import (
 )
 from driftlens.data.text_files import encoding_of, require_text, separated_text
 from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.sounds import SoundReader
-from driftlens.models.language.texts import Form, Heard, Pictured, Text, TextReader
+from driftlens.models.language.texts import Form, Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData, TableData, TextEntry
@@ -43,8 +41,6 @@ def columns_asked(entry: TextEntry) -> dict[str, str]:
     """The columns whose text a prompt holds, by the name that each has there."""
     from driftlens.spec.data import fields_of
 
-    if entry.sounds is not None:
-        return {"audio": entry.sounds}
     asked = fields_of(entry.prompt or "{input}")
     return {name: entry.input if name == "input" and entry.input is not None else name for name in asked}
 
@@ -66,13 +62,13 @@ def text_view(
 
     A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
     spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `beside` gives what reads the
-    images that a row is about, or the one sound that is heard instead of a text.
+    images that a row is about.
     """
     from driftlens.spec.data import filled
 
     asked = columns_asked(entry)
     for name, column in asked.items():
-        key = name if name in ("audio", "input") else "prompt"
+        key = name if name == "input" else "prompt"
         require_column(column, columns, key, where)
     if split == "test" and entry.target is not None:
         require_column(entry.target, columns, "target", where)
@@ -87,7 +83,7 @@ def text_view(
             entry, row(position).get(entry.answers), names, classes, f"{where}, {unit} {ids[position]}"
         )
 
-    def read(position: int) -> Text | Pictured | Heard:
+    def read(position: int) -> Text | Pictured:
         values, place = row(position), f"{where}, {unit} {ids[position]}"
         fields = {name: _text(values, column, place) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
@@ -95,8 +91,6 @@ def text_view(
                 f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
-        if beside is not None and entry.sounds is not None:
-            return Heard(fields["audio"], target(position), beside(position)[0])
         question = filled(entry.prompt or "{input}", fields)
         if beside is not None:
             images = tuple(beside(position))
@@ -112,7 +106,7 @@ def text_view(
         are_classes = entry.classes not in (None, False) or entry.words is not None
         return (target(position) or None) if are_classes else None
 
-    related = related_in(entry, columns, row, place, split) if ids else None
+    related = related_in(entry, columns, row, place) if ids and split == "test" else None
     return SplitView(origin, tuple(ids), classes, label, read, holds="text", related=related)
 
 
@@ -163,44 +157,35 @@ def as_texts(
     )
 
 
-_READ: dict[Any, str] = {Pictured: "images and texts", Heard: "sounds", Text: "texts alone"}
-"""What samples are, by their kind."""
-
-
 def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
-    """Refuse rows that have images or sounds where the reader wants none, and the other way round."""
-    of_kind: dict[Any, type] = {Pictured: PictureReader, Heard: SoundReader}
-    wanted: Any = next((kind for kind, readers in of_kind.items() if isinstance(reader, readers)), Text)
-    odd = {type(row) if type(row) in of_kind else Text for row in rows} - {wanted}
-    if reader is None or not odd:
+    """Raise if rows have images and the reader takes none, or the other way round."""
+    reads_images = isinstance(reader, PictureReader)
+    if reader is None or all(isinstance(row, Pictured) == reads_images for row in rows):
         return
-    have = _READ[odd.pop()] if wanted is Text else f"no {_READ[wanted].partition(' ')[0]}"
+    have, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
     raise DataError(
-        f"task {task}: {split} samples have {have.removesuffix(' and texts')}, and the model reads {_READ[wanted]}",
-        hint="Images beside texts need the loader hf-vlm, sounds hf-seq2seq and a model of speech; `image: COLUMN` and "
-        "`audio: COLUMN` name them, sounds of all tasks or none.",
+        f"task {task}: {split} samples have {have}, and the model reads {reads}",
+        hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names them.",
     )
 
 
 def _beside(
     entry: TextEntry, rows: Sequence[Mapping[str, Any]], file: Path, where: str
 ) -> Callable[[int], Sequence[Callable[[], Any]]] | None:
-    """What reads the images, or the sound, whose paths or path rows hold; None where the entry names no such column."""
-    column, is_sound = entry.sounds or entry.pictures, entry.sounds is not None
+    """What reads the images whose paths or path rows hold; None where the entry names no such column."""
+    column = entry.pictures
     if column is None:
         return None
-    read: Callable[[Path], Any] = read_sound if is_sound else read_image
-    cells = [cell if isinstance(cell := row.get(column), list) and not is_sound else [cell] for row in rows]
-    paths = [path for listed in cells for path in listed]
-    require_there(paths, file.parent, where, "sounds" if is_sound else "images")
-    return lambda position: [partial(read, file.parent / str(path)) for path in cells[position]]
+    cells = [cell if isinstance(cell := row.get(column), list) else [cell] for row in rows]
+    require_there([path for listed in cells for path in listed], file.parent, where)
+    return lambda position: [partial(read_image, file.parent / str(path)) for path in cells[position]]
 
 
 def _too_long(
     samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
 ) -> tuple[str, ...]:
-    """A notice of how many rows are cut, if any are; of images and sounds one alone is read before it is its turn."""
-    if isinstance(reader, PictureReader | SoundReader):
+    """A notice of how many rows are cut, if any are; of images one alone is read before it is its turn."""
+    if isinstance(reader, PictureReader):
         reader(given[:1])
         return ()
     long = [place for place, length in enumerate(reader.lengths(given)) if length > reader.max_length]
@@ -290,9 +275,8 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
         )
     ids, values = list(rows), list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
-    for key, column in {"image": entry.pictures, "audio": entry.sounds}.items():
-        if column is not None:
-            require_column(column, keys, key, str(file))
+    if entry.pictures is not None:
+        require_column(entry.pictures, keys, "image", str(file))
     beside = _beside(entry, values, file, str(file))
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
     return text_view(entry, split, ids, keys, values.__getitem__, **named, beside=beside)
@@ -457,20 +441,18 @@ def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
     return list(paths)
 
 
-def require_there(paths: Sequence[Any], folder: Path, where: str, what: str = "images") -> None:
-    """Refuse what are no paths, and paths of `what` that are not there."""
+def require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
+    """Refuse what are no paths, and paths of images that are not there."""
     odd = [path for path in paths if not isinstance(path, str) or not path]
     if odd:
         raise DataError(
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
-            hint=f"The {what} themselves can't stand in the table; a data set that holds them is of kind hf.",
+            hint="The images themselves can't stand in the table; a data set that holds them is of kind hf.",
         )
-    with refused(
-        f"{where}: a path can't be looked up", f"Paths of {what} are expected.", OSError, ValueError
-    ):
+    with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
         missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
-            f"{where}: {len(missing)} of {len(paths)} {what} are not there, the first is {missing[0]}",
+            f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
             hint=f"Relative paths are resolved against {folder}.",
         )

@@ -16,7 +16,7 @@ import numpy as np
 from driftlens.base.errors import DataError
 from driftlens.base.team import ALONE, MemoryElsewhere, Team
 from driftlens.data.sources import Split, SplitView
-from driftlens.models.language.texts import Heard, Pictured, Text, TextReader
+from driftlens.models.language.texts import Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -362,9 +362,8 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Pictured | Heard):  # wherever its images or its sound lie
-        read = (image() for image in value.images) if isinstance(value, Pictured) else [value.sound().values]
-        yield from _contents([value.input, value.target, *map(np.asarray, read)])
+    if isinstance(value, Pictured):  # wherever its images lie
+        yield from _contents([value.input, value.target, *(np.asarray(image()) for image in value.images)])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

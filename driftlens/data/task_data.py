@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.base.words import some_of
-from driftlens.data.related import comparison, paired
+from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
@@ -87,15 +87,13 @@ def open_task_data(
     reads: str | None,
     reader: TextReader | None = None,
     head_classes: Sequence[str] | None = None,
-    is_paired: bool = False,
     access: Access = Access(),
 ) -> TaskData:
     """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
 
     `preprocess` turns a batch of pictures (or pairs of texts) into the model's raw inputs; a `reader` of texts takes
     its place, as tasks have rules of their own. `reads` is the name of the model's modality, where that is known,
-    `head_classes` are the names of the head's rows (None takes the data's own), and `is_paired` says that the model
-    reads a text and what it is compared with together.
+    `head_classes` are the names of the head's rows (None takes the data's own).
     """
     from driftlens.spec.data import TextEntry
 
@@ -125,13 +123,9 @@ def open_task_data(
         if holds != "text":
             return samples
         read_by, compared = reader, None
-        rows: list[Any] = (
-            paired(task, split, rules, view, positions, access)
-            if is_paired
-            else [view.read(position) for position in positions]
-        )
+        rows = [view.read(position) for position in positions]
         if split == "test":
-            compared = comparison(task, rules, view, positions, reader, access, is_paired=is_paired)
+            compared = comparison(task, rules, view, positions, reader, access)
             if (
                 compared is not None
                 and compared.passages is not None
@@ -228,12 +222,6 @@ def _notices(
         )
     texts = sets["test"].texts
     beside = None if texts is None else texts.compared
-    if beside is not None and beside.is_paired and beside.passages is not None and beside.passages.is_whole:
-        num_queries, num_passages = len(sets["test"]), len(beside.passages.texts)
-        yield (
-            f"{task}: every variant reads {num_queries * num_passages:,} pairs, {num_queries} queries with each of "
-            f"{num_passages} passages; `negative: COLUMN` gives queries passages of their own"
-        )
     if sets["test"].labels is None and beside is None and (texts is None or not texts.read(0).target):
         lacking = "labels, so there is no accuracy" if texts is None else "targets, so answers aren't scored"
         yield f"{task}: the test samples have no {lacking}"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.base.errors import DataError
 from driftlens.data.samples import SampleSet, drawing
-from driftlens.models.language.texts import Heard
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -67,7 +66,7 @@ def viewed(samples: SampleSet) -> SampleSet:
 
 def _suitable(samples: SampleSet) -> str:
     """The kind of views for what samples are."""
-    if samples.texts is not None and not isinstance(samples.texts.read(0), Heard):
+    if samples.texts is not None:
         return "words"
     sizes: list[int] = []
     _changed(lambda value: sizes.append(value.dim() if value.is_floating_point() else 0), samples.load([0]))

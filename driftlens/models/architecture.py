@@ -20,11 +20,10 @@ from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.refusals import LIVE, running
 from driftlens.checkpoints.sentences import (
-    is_cross_encoder,
+    embedding_folder,
     prompts_of,
     reading_notices,
     require_followed,
-    sentence_folder,
 )
 from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
@@ -289,12 +288,9 @@ def _as_sentences(architecture: Architecture) -> Architecture:
     """The architecture with the embedding as its final feature, if its folder is one of sentence-transformers."""
     is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
     preprocess = architecture.preprocess
-    root = sentence_folder(library_folder(architecture.source)) if is_asked else None
+    root = embedding_folder(library_folder(architecture.source)) if is_asked else None
     if root is None or preprocess is None or preprocess.texts is None:
         return architecture
-    if is_cross_encoder(root):
-        reader = replace(preprocess.texts, lead=prompts_of(root).default)
-        return replace(architecture, preprocess=replace(preprocess, transform=reader, texts=reader))
     require_followed(root)
     configs: list[Any] = [part.config for part in architecture.skeleton.modules() if hasattr(part, "config")]
     readout, stated = readout_of(root, configs[0].get_text_config().hidden_size), prompts_of(root)
@@ -351,11 +347,7 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
     if adapter is None and any(weight.is_meta for weight in module.parameters()):
         raise SpecError(f"the {type(module).__name__} has no weights, only shapes", hint="Give it loaded.")
-    if adapter is None:
-        chain = sequential_chain(module, example)
-    else:
-        on_batch = getattr(adapter, "on_batch", lambda module, _example: adapter.chain(module))
-        chain = on_batch(module, example)
+    chain = sequential_chain(module, example) if adapter is None else adapter.chain(module)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
 

@@ -20,10 +20,9 @@ from driftlens.checkpoints.loading import (
     read_config,
     tokenizer_in,
 )
-from driftlens.checkpoints.refusals import LIVE, running
+from driftlens.checkpoints.refusals import running
 from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.sounds import Sound, SoundReader
-from driftlens.models.language.texts import UNLIMITED, Form, Heard, Pictured, TextReader
+from driftlens.models.language.texts import UNLIMITED, Form, Pictured, TextReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,9 +68,6 @@ class Preprocess:
     def example(self) -> Any:
         """The raw inputs of two samples, on which a model can be looked at."""
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
-        if isinstance(self.texts, SoundReader):
-            silence = Sound(np.zeros(self.texts.extractor.n_samples, dtype=np.float32))
-            return self([Heard(text, sound=lambda: silence) for text in _EXAMPLES])
         if isinstance(self.texts, PictureReader):
             return self([Pictured(text, images=(partial(_rgb, pictures[0]),)) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
@@ -247,31 +243,6 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
         else f"the processor is a {name}, and {config.model_type} models have a {usual}"
     )
     return Preprocess(f"transformers {name}", reader, settings, notice, reader)
-
-
-def hf_sound_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """How sounds become the inputs of a model that writes what is said, by the extractor beside its configuration."""
-    texts = hf_text_preprocess(source, config, offline, "encoder-decoder")
-    extractor = _processor("AutoFeatureExtractor", source, offline)
-    if not all(hasattr(extractor, name) for name in ("feature_size", "nb_max_frames", "n_samples")):
-        raise IncompatibleModelsError(
-            f"{source}: its feature extractor is a {type(extractor).__name__}; expected one that makes of every sound "
-            "as many frames, such as Whisper's",
-            hint=LIVE,
-        )
-    assert texts.texts is not None
-    generation = read_config(source, "generation_config.json", offline=offline) or {}
-    reader = SoundReader(
-        **texts.texts.parts,
-        suppressed=tuple(generation.get("suppress_tokens") or ()),
-        suppressed_first=tuple(generation.get("begin_suppress_tokens") or ()),
-        extractor=extractor,
-    )
-    stated = {
-        name: value for name, value in extractor.to_dict().items() if isinstance(value, int | float | str)
-    }
-    settings = {**texts.settings, "sounds": stated}
-    return Preprocess(f"transformers {type(extractor).__name__}", reader, settings, texts=reader)
 
 
 @contextlib.contextmanager

@@ -30,9 +30,6 @@ POOLED = "pooling"
 EMBEDDED = "embedding"
 """The setting of a chain that ends in embeddings: how these are pooled."""
 
-PAIRED = "scores"
-"""The setting of a chain that belongs to a cross-encoder: that it scores pairs."""
-
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
 """How features of inner boundaries are pooled; as the embedding is where that is a linear map, else by their mean."""
 

@@ -237,7 +237,7 @@ class TextEntry(Entry):
     @property
     def holds_texts(self) -> bool:
         """Whether rows are texts: somebody has said which."""
-        return self.input is not None or self.prompt is not None or self.sounds is not None
+        return self.input is not None or self.prompt is not None
 
     @property
     def answers(self) -> str:
@@ -248,11 +248,6 @@ class TextEntry(Entry):
     def pictures(self) -> str | None:
         """The column of the images that questions are about, or of their paths; None where they are about none."""
         return getattr(self, "image", None) if self.holds_texts else None
-
-    @property
-    def sounds(self) -> str | None:
-        """The column of sounds or of their paths, of which the answers say what is said in them; None without."""
-        return getattr(self, "audio", None)
 
     @model_validator(mode="after")
     def _texts_agree(self) -> Self:
@@ -272,8 +267,6 @@ class TextEntry(Entry):
                 "label belongs to images, and texts are asked for",
                 "Take out one of the two; the column of answers is `target`.",
             )
-        if self.sounds is not None and (odd := [name for name in given if name not in _OF_SOUNDS]):
-            raise problem(f"{odd[0]} doesn't go together with audio", "Take out one of the two.")
         if self.words is not None and isinstance(self.classes, str | tuple):
             raise problem("both words and the names of classes are given", "The words are the names.")
         self._require_one_comparison(given)
@@ -296,13 +289,6 @@ class TextEntry(Entry):
                 raise problem(
                     f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
                 )
-
-
-_OF_SOUNDS = (
-    *(*Entry.model_fields, "calibration", "test", "diagnosis", "file", "split", "encoding", "separator"),
-    *("path", "revision", "config", "audio", "target", "max_length", "decoder_inputs"),
-)
-"""What an entry of sounds may say."""
 
 
 class Places(Entry):
@@ -355,7 +341,7 @@ class HfData(TextEntry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
 
     Rows are images, in the column `image` if left out, or with `input` or `prompt` texts; `image` is then the column of
-    the images that these are about. `audio` is the column of sounds, whose words are the `target`.
+    the images that these are about.
     """
 
     kind: Literal["hf"]
@@ -366,7 +352,6 @@ class HfData(TextEntry):
     test: Text
     diagnosis: Text | None = None
     image: Text | None = None
-    audio: Text | None = None
     label: Text | None = "label"
 
     @property
@@ -378,14 +363,12 @@ class HfData(TextEntry):
 class JsonlData(Places, TextEntry):
     """Text tasks: files with one JSON object per line.
 
-    `image` names the key of the path of a question's image, or a list of paths; `audio` that of a sound, which is asked
-    instead of a text.
+    `image` names the key of the path of a question's image, or a list of paths.
     """
 
     kind: Literal["jsonl"]
     input: Text = "input"
     image: Text | None = None
-    audio: Text | None = None
 
 
 def _file_or_value(value: str, info: ValidationInfo) -> str:
@@ -415,7 +398,7 @@ class TableData(TextEntry):
     """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
 
     One per split, or `file` with a column of splits. `image` is the column of paths, `path` if left out; beside texts
-    that of the images that they are about. `audio` is the column of paths of sounds, whose words are the `target`.
+    that of the images that they are about.
     `encoding` and `separator` are those of CSV files: UTF-8 and commas if left out, or tabs where a file's name ends
     in `.tsv`.
     """
@@ -427,7 +410,6 @@ class TableData(TextEntry):
     test: Rows
     diagnosis: Rows | None = None
     image: Text | None = None
-    audio: Text | None = None
     label: Text | None = "label"
     classes: Classes = None
     encoding: Annotated[Text, AfterValidator(_encoding)] | None = None

@@ -83,27 +83,6 @@ def model(name: str, seed: int = 0) -> Any:
     return made
 
 
-def whisper() -> Any:
-    """Eight bands of sound at twelve times, which it halves."""
-    sizes = {"num_mel_bins": 8, "max_source_positions": 6, "max_target_positions": 16}
-    config = transformers.AutoConfig.for_model(
-        "whisper", **_BART | sizes, suppress_tokens=None, begin_suppress_tokens=None
-    )
-    made = with_seed(lambda: transformers.WhisperForConditionalGeneration(config))()
-    return perturbed(made, 0, 0.2).eval()
-
-
-def extractor_of_seconds() -> Any:
-    """What makes eight bands at twelve times of a second of sound."""
-    return transformers.WhisperFeatureExtractor(8, hop_length=1333, chunk_length=1)
-
-
-def save_whisper(made: Any, folder: Path) -> Path:
-    """As transformers saves it, its feature extractor beside it."""
-    extractor_of_seconds().save_pretrained(save(made, folder))
-    return folder
-
-
 def save(made: Any, folder: Path) -> Path:
     made.save_pretrained(folder)
     form = (

@@ -6,7 +6,6 @@ Who answers is whole in memory, one variant at a time and once per task, for all
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,8 +34,7 @@ from driftlens.linalg.state import expert_cosine, lengths
 from driftlens.models.chain import Pool
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.language.generation import generate, log_likelihoods
-from driftlens.models.language.sounds import SoundReader, word_errors, words_of
-from driftlens.models.language.texts import Paired, Text, TextReader
+from driftlens.models.language.texts import Text, TextReader
 from driftlens.runs.run import DriftRun
 
 if TYPE_CHECKING:
@@ -353,22 +351,11 @@ _SHOWN = 300
 
 
 def _likeness(study: Study, task: str, variant: str, samples: SampleSet, part: range) -> list[Tensor]:
-    """Of test samples how alike each and its pair are, [1], or each and its candidates, [c], in their order.
-
-    It is the score of the two texts read together, or else the similarity of their embeddings.
-    """
+    """Return similarities of embeddings: of each test sample and its pair, [1], or its candidates, [c]."""
     assert samples.texts is not None and samples.texts.compared is not None
     beside, reader = samples.texts.compared, samples.texts.reader
     passages, texts = beside.passages, [samples.text(position).input for position in part]
     places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
-    if beside.is_paired:
-        seconds = [
-            [beside.of(position).pair] if passages is None else [passages.texts[place] for place in indices]
-            for position, indices in zip(part, places, strict=True)
-        ]
-        pairs = [Paired(text, "", other) for text, own in zip(texts, seconds, strict=True) for other in own]
-        scores = iter(_one_score(study, task, variant, samples, reader, pairs))
-        return [torch.tensor([*itertools.islice(scores, len(own))]) for own in seconds]
     model = expert_of(task) if variant == "expert" else variant
     queries = _embeddings(study, model, samples, reader, [Text(text) for text in texts])
     paired = [beside.of(position).pair for position in part] if passages is None else passages.texts
@@ -382,7 +369,7 @@ def _likeness(study: Study, task: str, variant: str, samples: SampleSet, part: r
 
 
 def _embeddings(
-    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text | Paired]
+    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
 ) -> Tensor:
     """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
     assert reader is not None
@@ -422,8 +409,6 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
         return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
     if texts is None or texts.reader is None or texts.reader.form == "encoder" or not test.text(0).target:
         return ()
-    if isinstance(texts.reader, SoundReader):
-        return ("wer",)
     return ("choice",) if data.choices else ("exact_match",)
 
 
@@ -486,20 +471,13 @@ _AT_ONCE = 4096
 """Texts whose features are held together where one number of each is kept."""
 
 
-def _wer(test: _TestTexts, module: Any, part: range) -> Results:
-    for position, answer in zip(part, test.generated(module, part), strict=True):
-        target = test.texts[position].target.strip()
-        words = words_of(target)
-        yield float(word_errors(words_of(answer), words)), len(words), answer, target
-
-
 def _one_score(
     study: Study,
     task: str,
     variant: str,
     samples: SampleSet,
     reader: TextReader | None,
-    texts: Sequence[Text | Paired],
+    texts: Sequence[Text],
 ) -> list[float]:
     """The number that a variant's head gives each text, by features that are read layer by layer."""
     model, head = expert_of(task) if variant == "expert" else variant, study.head(task, variant)
@@ -549,7 +527,6 @@ def _perplexity(test: _TestTexts, module: Any, part: range) -> Results:
 
 _MEASURES: dict[str, Callable[[_TestTexts, Any, range], Results]] = {
     "exact_match": _exact_match,
-    "wer": _wer,
     "choice": _choice,
     "spearman": _spearman,
     "preference": _preference,

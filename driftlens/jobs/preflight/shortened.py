@@ -148,8 +148,6 @@ def first_samples(task: TaskSamples, count: int, pool: ModelPool, batch: int) ->
         texts = part.texts
         if texts is None or texts.compared is None or texts.compared.passages is None:
             return part
-        if texts.compared.is_paired:  # every query reads all its passages, however few queries there are
-            return part
         passages = texts.compared.passages  # as many of them as of the queries
         few = passages.first(-(-len(passages.texts) * len(part) // len(samples)))
         beside = dataclasses.replace(texts.compared, passages=few)

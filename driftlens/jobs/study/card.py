@@ -19,7 +19,7 @@ from driftlens.base.words import counted
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
 from driftlens.findings.reading import printable, setting_text, signs
-from driftlens.models.sentences import EMBEDDED, PAIRED
+from driftlens.models.sentences import EMBEDDED
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.standing import is_live
@@ -56,7 +56,6 @@ _BY_CLASS = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
     "ForMaskedLM": "fill-mask",
-    "WhisperForConditionalGeneration": "automatic-speech-recognition",
     **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
     **dict.fromkeys(("Model", "ModelWithProjection"), ""),
 }
@@ -268,8 +267,6 @@ def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]
     loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
     if EMBEDDED in architecture:
         return "sentence-transformers", _SIMILARITY
-    if PAIRED in architecture:
-        return "sentence-transformers", "text-ranking"
     library = _LIBRARIES.get(loader.partition("-")[0])
     ends = next((end for end in _BY_CLASS if saved_as.endswith(end)), None)
     if ends is None:

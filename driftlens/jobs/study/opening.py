@@ -17,7 +17,6 @@ from driftlens.base.errors import (
     CheckpointError,
     DataError,
     DriftLensError,
-    IncompatibleModelsError,
     SpecError,
 )
 from driftlens.base.files import expanded
@@ -29,10 +28,9 @@ from driftlens.calibration.calibrator import calibrators, over_preset, require_t
 from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.sentences import answering_tokens, require_same_reading, sentence_folder
+from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.sources import Composed, InDtypes, StateSource, floats_in
 from driftlens.checkpoints.stated import is_lora_folder
-from driftlens.data.related import related_columns
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -51,7 +49,6 @@ from driftlens.models.heads import (
     gives_one_score,
     is_of_vocabulary,
     linear_head,
-    num_labels,
     stated_classes,
     text_head,
 )
@@ -69,7 +66,6 @@ from driftlens.models.saving import HEADS
 from driftlens.models.sentences import EMBEDDED
 from driftlens.models.taking_apart.interception import settle
 from driftlens.runs.layout import escape
-from driftlens.spec.data import TextEntry
 from driftlens.spec.published import PublishedTask, published_task
 from driftlens.spec.sections import FileHead, Head, LinearHead
 
@@ -489,37 +485,8 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         reads=None if architecture is None else architecture.chain.modality.name,
         reader=reader,
         head_classes=named,
-        is_paired=architecture is not None and _reads_pairs(spec, task, architecture),
         access=access,
     )
-
-
-def _reads_pairs(spec: RunSpec, task: str, architecture: Architecture) -> bool:
-    """Whether a task compares texts by a classifier with one score, which reads two at once; refused with several."""
-    entry = spec.data.tasks[task]
-    if not isinstance(entry, TextEntry) or not related_columns(entry):
-        return False
-    if tokens := answering_tokens(sentence_folder(library_folder(architecture.source))):
-        right, *wrong = (f"lm_head.weight[{token}]" for token in tokens)
-        raise IncompatibleModelsError(
-            f"data.{task}: texts are compared, and {architecture.source} judges two texts by what a language model "
-            "answers (LogitScore of sentence-transformers), which isn't followed; expected a classifier with a score",
-            hint="Save base and experts by AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1) "
-            f"with score.weight[0] = {' - '.join([right, *wrong])}: of the same tokens the score is the same. What its "
-            "chat template says around the texts has to stand in them. Drift, merges and repairs of tasks that compare "
-            "nothing work as the folder is.",
-        )
-    if not architecture.ends_in_classes:
-        return False
-    expert = spec.experts[task].weights
-    if (count := num_labels(expert)) is None:  # an adapter, or a file of weights
-        count = num_labels(architecture.source) or 0
-    if count > 1:
-        raise SpecError(
-            f"data.{task}: texts are compared, and the classifier of {expert} gives {count} scores",
-            hint="A reranker gives one (num_labels: 1); embeddings are of models without a classifier.",
-        )
-    return count == 1
 
 
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
@@ -555,11 +522,10 @@ def task_samples(
     answers = reader is not None and reader.form != "encoder"
     compared = None if texts is None else texts.compared
     shows = texts is not None and compared is None and bool(test.text(0).target)
-    if compared is not None and compared.is_paired != gives_one_score(head):
+    if compared is not None and gives_one_score(head):
         raise SpecError(
-            f"heads.{task}: texts are compared, and the head gives {0 if head is None else len(head.classes)} scores; "
-            f"config.json says that the model {'reads pairs' if compared.is_paired else 'embeds single texts'}",
-            hint="Give rerankers as folders of models for classification with num_labels: 1, the base too.",
+            f"data.{task}: texts are compared by their embeddings, and the models have a classifier of one score",
+            hint="Give embedding models without a classifier; rerankers are not measured.",
         )
     has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
     has |= {"choices": answers and bool(choices), "target": answers and shows}

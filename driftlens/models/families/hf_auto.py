@@ -33,7 +33,7 @@ from driftlens.checkpoints.refusals import (
     running,
     wrong_family,
 )
-from driftlens.checkpoints.sentences import MODULES, embedding_folder, is_cross_encoder
+from driftlens.checkpoints.sentences import MODULES, embedding_folder
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
@@ -53,7 +53,6 @@ from driftlens.models.preprocessing import (
     in_order,
 )
 from driftlens.models.saving import HEADS, FolderFormat
-from driftlens.models.sentences import PAIRED
 
 _BESIDE = (
     "pooler.",
@@ -83,13 +82,6 @@ from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer(".")  # this folder, or the model's id on the Hub
 features = model.encode(["a sentence"])
-"""
-
-_PAIRS = """\
-{imports}from sentence_transformers import CrossEncoder
-
-model = CrossEncoder(".")  # this folder, or the model's id on the Hub
-{head}scores = model.predict([("a query", "a passage")])
 """
 
 _HEADS = """
@@ -190,8 +182,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     layout = Spellings(
         spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored, is_lenient=True
     )
-    chain, folder = _followed(skeleton, preprocess, blocks, source), library_folder(source)
-    reads_pairs = not reads_images and folder is not None and is_cross_encoder(folder)
+    chain = _followed(skeleton, preprocess, blocks, source)
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
@@ -204,20 +195,14 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
             chain,
             architecture=f"hf_{config.model_type}",
             modality=image if reads_images else replace(TEXT, pool="last" if is_decoder(config) else "mean"),
-            settings={
-                **chain.settings,
-                "model": model_class.__name__,
-                **({PAIRED: "pairs"} if reads_pairs else {}),
-            },
+            settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
         preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(
-                _usage, model_class.__name__, classifier, own_head, reads_images, hides, reads_pairs
-            ),
+            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images, hides),
         ),
         classifier=classifier,
         own_head=own_head,
@@ -271,7 +256,6 @@ def _usage(
     own_head: HeadForm | None,
     reads_images: bool,
     hides: bool,
-    reads_pairs: bool,
     keys: Collection[str],
     files: Collection[str],
 ) -> str:
@@ -280,16 +264,6 @@ def _usage(
     if set(required).isdisjoint(files):
         return ""
     heads = [file for file in files if file.startswith(f"{HEADS}/")]
-    if reads_pairs:
-        files_of_heads = (
-            f'"{heads[0]}"), strict=False)  # the task\'s own head (there is {", ".join(heads)})'
-            if heads
-            else ""
-        )
-        return _PAIRS.format(
-            imports="from safetensors.torch import load_file\n" * bool(heads),
-            head=f"model.model.load_state_dict(load_file({files_of_heads}\n" * bool(heads),
-        )
     if MODULES in files and not heads:
         return _SENTENCES
     last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]

@@ -31,7 +31,7 @@ from driftlens.models.families.hf_auto import (
 from driftlens.models.families.seq2seq_stacks import Pair
 from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import LmScores
-from driftlens.models.preprocessing import hf_sound_preprocess, hf_text_preprocess, on_processed
+from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.models.saving import FolderFormat
 from driftlens.models.taking_apart.dissection import own_weights
 
@@ -145,11 +145,6 @@ class HfSeq2Seq:
         """The model taken apart; keys are those of `module.state_dict()`."""
         return seq2seq_chain(module, _EXAMPLE)[0]
 
-    def on_batch(self, module: nn.Module, example: Any) -> LayerChain:
-        """The same of one that reads no tokens (Whisper), of which a batch shows what it reads."""
-        reads_tokens = example is None or module.main_input_name == "input_ids"
-        return seq2seq_chain(module, _EXAMPLE if reads_tokens else example)[0]
-
     def tiny(self) -> nn.Module:
         """FLAN-T5's form: 2 + 2 blocks of width 16 over 40 tokens, gated, its `lm_head` apart from the embeddings."""
         from transformers import T5Config, T5ForConditionalGeneration
@@ -189,7 +184,7 @@ _EXAMPLE = {
 
 @loaders.register("hf-seq2seq")
 def load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an encoder-decoder that answers texts or sounds by text; its source is a folder or Hub id."""
+    """The architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
     return _loaded(request, "hf-seq2seq")
 
 
@@ -209,20 +204,15 @@ def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
     if not is_seq2seq(stated):
         raise wrong_family(stated, source, "an encoder-decoder that answers by text")
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    of_texts, of_sounds = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-    hears = type(config) not in of_texts
-    model_class = (of_sounds if hears else of_texts)[type(config)]
+    model_class = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     with running(source):
         # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
         _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
         computed = _with_own_tables(skeleton)
-    if hears:
-        preprocess = hf_sound_preprocess(source, config, offline)
-    else:
-        preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
-    with on_processed(preprocess, config, source) if hears else running(source) as example:
-        chain, lm = seq2seq_chain(skeleton, example or _EXAMPLE)
+    preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
+    with running(source):
+        chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
     return Architecture(
         loader=loader,
         source=source,
@@ -233,7 +223,7 @@ def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(usage_of_texts, _HEARS if hears else _USAGE),
+            usage=partial(usage_of_texts, _USAGE),
         ),
         lm=lm,
     )
@@ -267,15 +257,6 @@ def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spel
     return Spellings(names, (*copies, *computed), passed_over(skeleton), is_lenient=True)
 
 
-_HEARS = """\
-from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
-
-folder = "."  # this one, or the model's id on the Hub
-model, processor = AutoModelForSpeechSeq2Seq.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-waveform = [0.0] * 16000  # as many samples a second as the processor says
-inputs = processor(waveform, sampling_rate=processor.feature_extractor.sampling_rate, return_tensors="pt")
-answers = processor.batch_decode(model.generate(**inputs), skip_special_tokens=True)
-"""
 _USAGE = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

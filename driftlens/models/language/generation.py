@@ -5,20 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.base.devices import moved
-from driftlens.models.language.sounds import SoundReader
 from driftlens.models.language.texts import TextReader
 from driftlens.models.taking_apart.dissection import fitted
 
 
 def generate(
-    module: nn.Module, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
+    module: Any, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
 ) -> list[str]:
     """What a model answers to each question: always the likeliest next token, up to a token that ends answers.
 
@@ -27,18 +25,13 @@ def generate(
     are cut as the reader says. Answers come without special tokens and spaces around them; the module is given back
     as it came.
     """
-    from transformers import GenerationMixin
-
     answers: list[str] = []
     if reader.form == "encoder-decoder":  # whose answers have positions of their own
         max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
         for first in range(0, len(inputs), batch_size):
             batch = _batch(reader, inputs[first : first + batch_size], max_new_tokens)
-            # Whisper's own would look for languages and times, and go on from window to window.
-            is_heard, own_generate = isinstance(reader, SoundReader), cast("Any", module).generate
-            call = partial(GenerationMixin.generate, cast("Any", module)) if is_heard else own_generate
-            whole: Tensor = call(**fitted(module, batch), generation_config=settings)
+            whole: Tensor = module.generate(**fitted(module, batch), generation_config=settings)
             skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
     return answers
@@ -75,8 +68,6 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
         pad_token_id=reader.tokenizer.pad_token_id,
         eos_token_id=list(reader.ends) or None,
         decoder_start_token_id=reader.start,
-        suppress_tokens=list(getattr(reader, "suppressed", ())) or None,
-        begin_suppress_tokens=list(getattr(reader, "suppressed_first", ())) or None,
     )
     own_settings, was_training = module.generation_config, module.training
     module.generation_config = GenerationConfig()

@@ -53,26 +53,6 @@ class Pictured(NamedTuple):
     images: tuple[Callable[[], Any], ...] = ()
 
 
-class Heard(NamedTuple):
-    """A sample of a sound: its file, what is said in it, or nothing; `sound()` is the sound."""
-
-    input: str
-    target: str = ""
-    sound: Any = None
-
-
-class Paired(NamedTuple):
-    """A sample of two texts that are read together, such as a query and a passage, and a number that is wanted."""
-
-    input: str
-    target: str = ""
-    passage: str = ""
-
-
-Asked = str | tuple[str, str]
-"""A text, or two that are read together."""
-
-
 @dataclass(frozen=True)
 class TextReader:
     """Samples of text -> a batch of token ids, as the library takes it.
@@ -103,7 +83,7 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
-        encoded = self._encoded([_question(sample) for sample in samples], self._room(samples))
+        encoded = self._encoded([sample[0] for sample in samples], self._room(samples))
         rows = encoded["input_ids"]
         if self.form == "decoder":
             rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
@@ -135,7 +115,7 @@ class TextReader:
             batch[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
         return batch
 
-    def questions(self, texts: Sequence[Asked], *, spare: int = 0) -> list[list[int]]:
+    def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
         """Token ids of questions alone, as the model reads them, cut where they leave fewer than `spare` tokens."""
         room = max(1, self.max_length - spare)
         rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
@@ -211,7 +191,7 @@ class TextReader:
         lengths: list[int] = []
         for first in range(0, len(samples), 256):
             part = samples[first : first + 256]
-            for row, sample in zip(free.questions([*map(_question, part)]), part, strict=True):
+            for row, sample in zip(free.questions([sample[0] for sample in part]), part, strict=True):
                 answer = free._answer(sample[1])
                 lengths.append(
                     len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer))
@@ -285,14 +265,10 @@ class TextReader:
             return [self.max_length] * len(samples)
         return [self.max_length - len(self._answer(sample[1])) for sample in samples]
 
-    def _encoded(self, questions: Sequence[Asked], room: Sequence[int]) -> dict[str, list[list[int]]]:
-        """What the tokenizer gives for questions, each cut to its room; of two texts the longer one is cut."""
-        texts = [[text] if isinstance(text, str) else [*text] for text in questions]
-        texts = [[text.lower() for text in sides] if self.lowers else sides for sides in texts]
-        texts = [[self.lead + first, *rest] for first, *rest in texts]
-        columns: dict[str, list[list[int]]] = dict(
-            self.tokenizer(*map(list, zip(*texts, strict=True)), verbose=False)
-        )
+    def _encoded(self, questions: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
+        """What the tokenizer gives for questions, each cut to its room."""
+        texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
+        columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
         if (
             self.form == "decoder"
         ):  # some end every text, and the answer would follow the end; a template may begin it
@@ -306,7 +282,7 @@ class TextReader:
                 columns["input_ids"][position] = [*first, *row[len(row) - limit + len(first) :]][:limit]
             else:
                 cut = self.tokenizer(
-                    *texts[position], truncation=True, max_length=limit, truncation_side="right"
+                    texts[position], truncation=True, max_length=limit, truncation_side="right"
                 )
                 for name in columns:
                     columns[name][position] = cut[name]
@@ -316,11 +292,6 @@ class TextReader:
         begin = self.tokenizer.bos_token_id
         row = row[1:] if begin is not None and row[:2] == [begin, begin] else row
         return row[:-1] if len(row) > 1 and row[-1] == self.end else row
-
-
-def _question(sample: Sequence[Any]) -> Asked:
-    """What is read of a sample, its answer aside."""
-    return (sample[0], sample[2]) if isinstance(sample, Paired) else sample[0]
 
 
 def plain_part(part: Any) -> Any:

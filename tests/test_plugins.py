@@ -38,7 +38,7 @@ print(json.dumps([parts_of("layers")["Drift"], shown, "torch" in sys.modules]))
 
 from driftlens.cli import main
 
-main(["methods", "--json"])
+main(["doctor", "--methods", "--json"])
 """
 
 

@@ -39,7 +39,7 @@ REFUSED = {
     "no name of a loader": (
         "architecture.loader='HF CLIP'",
         "architecture.loader: expected a loader such as hf-clip, or python:package.module:function; got",
-        "driftlens methods",
+        "driftlens doctor --methods",
     ),
     "Python loader without function": ("architecture.loader=python:os.system", "got 'python:os.system'", ""),
     "loader without source": (
@@ -50,7 +50,7 @@ REFUSED = {
     "section that nothing read": (
         "projection={methods: [pca]}",
         "projection: no key any more, as nothing read it",
-        "`driftlens project`",
+        "`driftlens view --method`",
     ),
     "key that nothing read": (
         "compute.solve_dtype=float32",

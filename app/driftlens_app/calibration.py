@@ -41,7 +41,7 @@ _TOO_LARGE = 2**53
 
 @dataclass(frozen=True)
 class Method:
-    """A calibrator or a merge method, as `driftlens methods --json` tells it.
+    """A calibrator or a merge method, as `driftlens doctor --methods --json` tells it.
 
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
     chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside a
@@ -72,7 +72,7 @@ class Method:
 @st.cache_resource(show_spinner="Asking for the methods")
 def methods(kind: str = "calibrators") -> Mapping[str, Method]:
     """Methods, or `loaders`, by name. The command line is asked, since they need torch, once per server and kind."""
-    entries = ask(("methods", "--json"), Settings.from_environment().root)[kind]
+    entries = ask(("doctor", "--methods", "--json"), Settings.from_environment().root)[kind]
     return TypeAdapter(dict[str, Method]).validate_python(entries)
 
 

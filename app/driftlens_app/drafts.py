@@ -261,7 +261,7 @@ def _pick_family(models: Sequence[str], choose: Mapping[str, Any]) -> list[str]:
             key="pick-loader",
             index=None,
             placeholder="by the base's configuration",
-            help="By `driftlens methods`.",
+            help="By `driftlens doctor --methods`.",
         )
         about = "Configuration or name of the architecture; the base's own where it has one."
         source = right.selectbox("Architecture", models, key="pick-source", help=about, **choose)

@@ -19,7 +19,7 @@ _STEPS = {
     " merge=": "Analyze the nearer merge",
     " merge ": "Compare merges",
     " calibrate ": "Repair",
-    " advise ": "Repair",
+    " sweep ": "Repair",
     " report ": "Write a report",
 }
 """The button that stands for a command, by what the command has in it."""

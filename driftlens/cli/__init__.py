@@ -28,14 +28,14 @@ from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
 
-DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
+DIVIDED = ("analyze", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Start": ("demo", "why", "init", "validate", "convert", "ui", "methods", "doctor"),
-    "Measure": ("analyze", "explain", "evaluate", "attach", "advise", "project", "compare", "check"),
+    "Start": ("demo", "why", "init", "validate", "convert", "ui", "doctor"),
+    "Measure": ("analyze", "attach", "compare", "check"),
     "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
-    "Report": ("show", "view", "card", "report", "export", "ls", "verify"),
+    "Report": ("show", "view", "report", "export", "ls"),
 }
 """All commands, as `--help` and the documentation list them."""
 

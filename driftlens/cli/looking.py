@@ -1,4 +1,4 @@
-"""Commands that only look: show, ls, verify, doctor, check, compare, ui."""
+"""Commands that only read: show, ls, doctor, check, compare, ui."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
     from driftlens.findings.frame import frame_of
     from driftlens.findings.measures import findings
     from driftlens.findings.verdict import verdict
+    from driftlens_reports.facts import advice
     from driftlens_reports.terminal import summary
 
     if as_json:
@@ -44,6 +45,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
                 "findings": frame_of(findings(run)),
                 "final": run.layers(layer="final"),
                 "accuracy": run.accuracy(),
+                "advice": advice(run) if "merged" in run.variants else None,
                 "warnings": run.manifest.warnings,
                 "notices": run.manifest.notices,
             }
@@ -78,44 +80,19 @@ def list_runs(
 
 
 @app.command()
-def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
-    """Hash every file of a run again and compare with its manifest."""
-    from driftlens.runs.run import open_run
-    from driftlens.runs.standing import left_undone
-    from driftlens.runs.verify import verify as rehash
-    from driftlens_reports.terminal import verification_text
-
-    found = rehash(run)
-    say_json({"ok": found.ok, **vars(found)}) if as_json else say(verification_text(found))
-    for text in left_undone(open_run(run)) if found.unlisted else ():
-        note(text)  # whose the files are that are not listed
-    if not found.ok:
-        raise typer.Exit(4)
-
-
-@app.command()
 def doctor(
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Time processes beside each other, for a minute; `validate --processes` goes by it.",
-        ),
+    methods: Annotated[
+        bool, typer.Option("--methods", help="List calibrators and merge methods with settings and presets.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Of --measure: auto, cpu, cuda, mps, xpu; cuda:1 of several.")
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Report the environment: versions, devices, cache, and what is missing."""
-    found = environment()
-    if measure:
-        from driftlens.base.devices import resolve_device
-        from driftlens.jobs.preflight import processes
+    """Report the environment (versions, devices, cache, what is missing) or, with --methods, the methods there are."""
+    if methods:
+        from driftlens.front.catalog import as_text, catalog
 
-        found |= processes.measure(
-            resolve_device(device or "auto"), lambda text: note(f"measuring {text}")
-        ).lines()
+        say_json(catalog()) if as_json else say(as_text(catalog()))
+        return
+    found = environment()
     if as_json:
         say_json(found)
     else:
@@ -189,15 +166,6 @@ def _plugins() -> Iterator[str]:
 
 
 @app.command()
-def methods(as_json: JsonFlag = False) -> None:
-    """List calibrators and merge methods with their settings, defaults and presets."""
-    from driftlens.front.catalog import as_text, catalog
-
-    found = catalog()
-    say_json(found) if as_json else say(as_text(found))
-
-
-@app.command()
 def check(
     run: RunFolder,
     tests: Annotated[
@@ -211,26 +179,33 @@ def check(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
+    """Check a run's numbers against bounds and its files against their digests; exit code 3 if one fails.
+
+    What was not measured is skipped.
+    """
     from driftlens.base.files import write_text_atomic
     from driftlens.findings.checks import check as judge
     from driftlens.findings.checks import junit_xml
-    from driftlens_reports.terminal import checks_text
+    from driftlens.runs.verify import verify
+    from driftlens_reports.terminal import checks_text, verification_text
 
-    report = judge(run, tests)
+    files, report = verify(run), judge(run, tests)
     if junit is not None:
         write_text_atomic(junit, junit_xml(report))
     if as_json:
         document = {
             "run": report.run.id,
-            "ok": not report.failed,
+            "ok": not report.failed and files.ok,
+            "files": {"ok": files.ok, **vars(files)},
             "executed": report.executed,
             **{status: report.count(status) for status in ("pass", "warn", "fail", "skip")},
             "results": report.results,
         }
         say_json(document)
     else:
-        say(checks_text(report))
+        say(f"{verification_text(files)}\n{checks_text(report)}")
+    if not files.ok:
+        raise typer.Exit(RunError.exit_code)
     if report.failed:
         raise typer.Exit(ChecksFailedError.exit_code)
 

@@ -1,24 +1,22 @@
-"""Commands that read runs out: report, export, view, project."""
+"""Commands that read runs out: report, export, view."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from driftlens.base.errors import DataError, SpecError
-from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, note, say, say_json
-from driftlens.spec.requests import CardRequest, ExportRequest, ProjectionRequest, ViewRequest
+from driftlens.cli.app import JsonFlag, RunFolder, app, flagged, note, say, say_json
+from driftlens.spec.requests import ExportRequest, ViewRequest
 from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from driftlens.findings.projection import Projection
     from driftlens_reports.paper.export import Exported
 
 
@@ -83,9 +81,16 @@ def export(
 ) -> None:
     """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
     from driftlens.runs.run import open_run
+    from driftlens_reports.card import save_card
     from driftlens_reports.paper.export import exhibit_options
     from driftlens_reports.paper.export import export as write
 
+    if request.card:
+        for run in runs:
+            place = request.out / ("card.png" if len(runs) == 1 else f"{run.resolve().name}/card.png")
+            note(f"wrote {' and '.join(map(str, save_card(run, place)))}")
+        if not (request.figures or request.tables or request.everything):
+            return
     written = write(
         [open_run(run) for run in runs],
         request.out,
@@ -158,64 +163,3 @@ def view(run: RunFolder, request: ViewRequest) -> None:
     from driftlens_reports.explorer.page import Explorer
 
     say(f"wrote {Explorer(run, request).save(request.out)}")
-
-
-@app.command()
-@flagged
-def card(run: RunFolder, request: CardRequest) -> None:
-    """Write a picture to share, 1200 x 630 pixels with the headline and its numbers, and a badge beside it."""
-    from driftlens_reports.card import save_card
-
-    say("\n".join(f"wrote {file}" for file in save_card(run, request)))
-
-
-@app.command()
-@flagged
-def project(
-    run: RunFolder,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", help="Only this task; repeatable. All if left out.")
-    ] = None,
-    *,
-    request: ProjectionRequest,
-    job: Annotated[Job, "progress"],
-    as_json: JsonFlag = False,
-) -> None:
-    """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
-    from driftlens.findings.projection import project as lay_out
-    from driftlens.findings.reading import printable
-    from driftlens.runs.run import open_run
-    from driftlens.runs.standing import require_analyzed
-    from driftlens_reports.terminal import projections_text
-
-    opened = open_run(run)
-    require_analyzed(run)
-    methods = dict.fromkeys(part.strip() for part in request.method.split(","))
-    found = []
-    with job.context() as context:
-        for name, chosen in itertools.product(task or opened.tasks, methods):
-            note(printable(f"{name}: {chosen}"))
-            found.append(
-                lay_out(
-                    opened,
-                    name,
-                    request.changed(method=chosen),
-                    on_progress=context.on_progress,
-                    cancel=context.cancel,
-                )
-            )
-    say_json([_document(entry) for entry in found]) if as_json else say(projections_text(found))
-
-
-def _document(projection: Projection) -> dict[str, Any]:
-    return {
-        **vars(projection.settings),
-        "used": projection.method,
-        "digest": projection.digest,
-        "file": f"projections/{projection.digest}.parquet",
-        "points": len(projection.frame),
-        **{
-            name: getattr(projection, name)
-            for name in ("explained_variance", "parameters", "quality", "notes")
-        },
-    }

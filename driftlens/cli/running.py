@@ -29,10 +29,10 @@ from driftlens.spec.requests import (
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
-    ExplainRequest,
     MergeRequest,
     PreflightRequest,
 )
+from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
@@ -169,29 +169,47 @@ def validate(
 
 @app.command()
 @flagged
-def analyze(spec: SpecFile, request: AnalysisRequest, job: Job, as_json: JsonFlag = False) -> None:
-    """Measure the drift of every variant in a spec and write a run directory."""
+def analyze(
+    source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="A run spec, or a run to add to.")],
+    request: AnalysisRequest,
+    add: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Of a run: also measure optional diagnostics: adjoint, cka, groups, jacobian.spectral.",
+        ),
+    ] = None,
+    *,
+    job: Job,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the drift of every variant in a spec and write a run directory, or measure what a run still lacks.
+
+    Given a run directory, this adds missing scores and the attribution of drift to layers, and with --add optional
+    diagnostics.
+    """
+    from driftlens.jobs.analyze.job import add_to_run
     from driftlens.jobs.analyze.job import analyze as run_analysis
     from driftlens.spec import load_spec
 
-    resolved = load_spec(spec, request.over_spec)
-    with job.context() as context:
-        run = run_analysis(resolved, request, context)
+    if source.is_dir():
+        if request != AnalysisRequest():
+            raise SpecError(
+                f"{source} is a run, and options such as --out or --set belong to a new analysis",
+                hint=f"Give its spec, {source / 'spec.yaml'}, or only --add.",
+            )
+        with job.context() as context:
+            run = add_to_run(source, context, parts(add or ""))
+    elif add is not None:
+        raise SpecError("--add needs a finished run", hint="Give the run directory instead of a spec.")
+    else:
+        resolved = load_spec(source, request.over_spec)
+        with job.context() as context:
+            run = run_analysis(resolved, request, context)
     if manner.verbose:
         for text in (*run.manifest.warnings, *run.manifest.notices):
             note(f"notice: {text}")
     show_run(run, as_json=as_json)
-
-
-@app.command()
-@flagged
-def explain(run: RunFolder, request: ExplainRequest, job: Job, as_json: JsonFlag = False) -> None:
-    """Trace the drift of every variant of a run back to layers, and add diagnostics, where they are missing."""
-    from driftlens.jobs.analyze.job import explain as run_explanation
-
-    with job.context() as context:
-        explained = run_explanation(run, context, request)
-    show_run(explained, as_json=as_json)
 
 
 @app.command()
@@ -212,7 +230,7 @@ def merge(
     if (merges is not None and method is not None) or not (merges or method or is_alone):
         raise SpecError(
             "expected exactly one of --method and --compare, or --out alone",
-            hint="`driftlens methods` lists them; --out alone makes the spec's own merge, or a recipe's.",
+            hint="`driftlens doctor --methods` lists them; --out alone makes the spec's own merge, or a recipe's.",
         )
     if merges is not None:
         if request.parameters:
@@ -249,54 +267,6 @@ def _note_memory() -> None:
 
     if (peak := peak_rss_bytes()) is not None:
         note(f"peak memory: {peak / 2**20:.0f} MiB")
-
-
-@app.command()
-@flagged
-def advise(
-    run: RunFolder,
-    search: Annotated[
-        bool, typer.Option("--search", help="Also try to scale the layers that carry most; runs the models.")
-    ] = False,
-    *,
-    as_json: JsonFlag = False,
-    job: Job,
-) -> None:
-    """Say which layers the merged model's drift comes from, where task vectors conflict, and what scaling gives."""
-    from driftlens.runs.run import open_run
-    from driftlens.runs.standing import require_analyzed
-    from driftlens_reports.facts import advice, advice_text
-
-    opened = open_run(run)
-    if not as_json:  # a program is told what there is
-        require_analyzed(run)
-    found = advice(opened)
-    if search:
-        from driftlens.jobs.contest.merges import scaled_layers
-
-        layers = [row["layer"] for row in found["shares"][:3] or found["conflicts"][:3]]
-        with job.context() as context:
-            scaled = scaled_layers(run, layers, context)
-            found["scalings"] = [{**row, "name": opened.layer_name(row["layer"])} for row in scaled]
-    say_json(found) if as_json else say(advice_text(found, shlex.quote(str(run))))
-
-
-@app.command()
-@flagged
-def evaluate(
-    run: RunFolder,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
-    *,
-    as_json: JsonFlag = False,
-    job: Job,
-) -> None:
-    """Scores of every variant on the test split, by each task's metrics, with intervals."""
-    from driftlens.jobs.analyze.job import evaluate as run_evaluation
-    from driftlens_reports.terminal import accuracy_text
-
-    with job.context() as context:
-        found = run_evaluation(run, context, again=again)
-    say_json(found.accuracy()) if as_json else say(accuracy_text(found))
 
 
 @app.command()

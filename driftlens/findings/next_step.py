@@ -46,7 +46,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
         return f"driftlens calibrate {path} --name best --auto"
-    return f"driftlens advise {path} --search"
+    return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
 
 
 def nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from driftlens.spec.requests import (
     ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
-    ExplainRequest,
     LiveSettings,
     MergeRequest,
     PreflightRequest,
@@ -173,13 +172,13 @@ class Run(DriftRun):
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 
-    @keywords(request=ExplainRequest)
-    def explain(self, request: ExplainRequest, around: Around) -> Run:
-        """Trace the drift of every variant back to layers, and measure what `add` names, where they are missing."""
-        from driftlens.jobs.analyze.job import explain
+    @keywords()
+    def measure(self, around: Around, *, add: Sequence[str] | str = ()) -> Run:
+        """Measure what the run lacks: scores, the attribution of drift to layers, the diagnostics that `add` names."""
+        from driftlens.jobs.analyze.job import add_to_run
 
         with around.context() as context:
-            explain(self.path, context, request)
+            add_to_run(self.path, context, (add,) if isinstance(add, str) else add)
         return Run.at(self.path)
 
 

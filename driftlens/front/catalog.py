@@ -1,6 +1,6 @@
 """What there is to choose from, as plain values: loaders; calibrators and merge methods with settings and presets.
 
-The dashboard, which never imports torch, asks the command line for it: `driftlens methods --json`.
+The dashboard, which never imports torch, asks the command line for it: `driftlens doctor --methods --json`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
     """Merges a pool by another of FusionBench's methods, repairs the merge, and returns it with a run beside.
 
     Args:
-        method: a calibrator, by `driftlens methods`.
+        method: a calibrator, by `driftlens doctor --methods`.
         merge: the method that merges, as an object or a mapping with `_target_`; Task Arithmetic at 0.3 if left out. A
             pool with a model `_merged_` is not merged again.
         preset: published settings of the calibrator.

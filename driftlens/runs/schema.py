@@ -21,7 +21,7 @@ NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
 COSINE: Range = (-1.0, 1.0)
 
-ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens explain RUN"
+ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens analyze RUN"
 """The commands that measure again, and that trace the drift of a measured run back to layers."""
 CALIBRATE = "driftlens calibrate RUN --name featcal"
 """The command that adds a calibrated variant."""
@@ -364,7 +364,7 @@ ACCURACY = Table(
         _pure("ci_high", "Upper end of that interval.", None, ANY),
         Column("seed", "int", "", "Seed that drew the test samples."),
     ),
-    "driftlens evaluate RUN",
+    "driftlens analyze RUN",
 )
 
 SCORES = Table(
@@ -391,7 +391,7 @@ SCORES = Table(
         _text("answer", "What the variant generated or chose."),
         _text("target", "What was wanted."),
     ),
-    "driftlens evaluate RUN",
+    "driftlens analyze RUN",
 )
 
 CALIBRATION = Table(

@@ -156,7 +156,7 @@ def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) ->
 
 def how_to_explain(folder: pathlib.Path, *add: str) -> str:
     """What to do about variants whose drift is measured and not attributed, or lacks the diagnostics `add`."""
-    command = shlex.join(["driftlens", "explain", str(folder), *(["--add", ",".join(add)] if add else ())])
+    command = shlex.join(["driftlens", "analyze", str(folder), *(["--add", ",".join(add)] if add else ())])
     return f"`{command}` adds {'what' if add else 'the attribution that'} is missing"
 
 

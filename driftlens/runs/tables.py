@@ -33,7 +33,7 @@ _VERSION_KEY = b"driftlens.schema_version"
 _ADDED = b"driftlens.added"
 """Marks columns that a diagnostic added beyond the schema: a reader without that diagnostic knows them by the file."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
+DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 
 def empty(table: Table) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from driftlens.base.errors import SpecError, did_you_mean
 
 RETIRED: Mapping[str, str] = {
-    "projection": "Leave it out; `driftlens project` takes method, layer and number of points itself.",
+    "projection": "Leave it out; `driftlens view --method` chooses the layout.",
     "compute.solve_dtype": "Leave it out; `driftlens calibrate --set solve_dtype=...` says in which dtype it solves.",
 }
 """Keys that nothing ever read, by dotted path, and what to do instead; specs that runs keep may still have them."""

@@ -236,7 +236,9 @@ Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pa
 
 
 def _attribution() -> Any:
-    text = "Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later."
+    text = (
+        "Measure drift and accuracy, not where the drift comes from; `driftlens analyze RUN` does so later."
+    )
     return asked(text, True, name="--no-attribution", parameter="no_attribution")
 
 
@@ -265,7 +267,7 @@ class CalibrationRequest(Request):
         "Its variant will be called calibrated:NAME.", ...
     )
     method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
-    preset: Text | None = asked("Published settings; `driftlens methods` lists them.")
+    preset: Text | None = asked("Published settings; `driftlens doctor --methods` lists them.")
     parameters: dict[str, Any] = _parameters("Another hyperparameter of the method; repeatable.")
     samples: Count | None = asked(_SAMPLES, unset="the spec's")
     views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies", read=str, is_list=False)
@@ -343,7 +345,7 @@ class ArenaRequest(Request, title="arena"):
     """Several repairs of one run, on the same samples."""
 
     methods: Methods = asked(
-        "Repairs to compare, by `driftlens methods`; settings behind colons; `all` is every method.",
+        "Repairs to compare, by `driftlens doctor --methods`; settings behind colons; `all` is every method.",
         ...,
         metavar="A,B:key=value,...",
         read=with_settings,
@@ -406,17 +408,6 @@ class AnalysisRequest(Request, title="analyze"):
         return self.overrides if self.seed is None else (*self.overrides, f"data.defaults.seed={self.seed}")
 
 
-class ExplainRequest(Request, title="explain"):
-    """What a finished run lacks, to be measured in place."""
-
-    add: Annotated[tuple[Text, ...], BeforeValidator(_several)] = asked(
-        "Optional diagnostics to measure too, joined by commas: adjoint, cka, groups, jacobian.spectral.",
-        (),
-        metavar="NAME,...",
-        read=parts,
-    )
-
-
 class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 
@@ -459,18 +450,6 @@ class ViewRequest(Request, title="view"):
         "pca",
     )
     samples: Annotated[Count, Field(le=32_000)] = asked("Most samples, all tasks together.", 20_000)
-
-
-class CardRequest(Request, title="card"):
-    """A picture to share, and a badge."""
-
-    out: Path | None = asked(
-        "The picture to write; the badge lies beside it.",
-        name="--out -o",
-        metavar="FILE",
-        unset="card.png in the run's `reports`",
-    )
-    name: str = asked("The calibration to tell of; the newest if left out.", "")
 
 
 class ExhibitRequest(Request, title="export"):
@@ -518,6 +497,7 @@ class ExportRequest(ExhibitRequest, title="analyze"):
 
     figures: tuple[str, ...] = asked("A figure; repeatable.", (), name="--figure", metavar="ID")
     tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
+    card: Flag = asked("Also a picture to share, 1200 x 630 pixels, with a badge.", False)
     everything: Flag = asked("Every figure and table that shows a measured number.", False, name="--all")
     formats: str = asked(
         "Of figures and tables; csv, json and txt are always written.",

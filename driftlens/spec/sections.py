@@ -48,7 +48,7 @@ def _loader_name(loader: str) -> str:
         return loader
     raise problem(
         f"expected a loader such as hf-clip, or python:package.module:function; got {loader!r}",
-        "`driftlens methods` lists the loaders.",
+        "`driftlens doctor --methods` lists the loaders.",
     )
 
 

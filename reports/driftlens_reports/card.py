@@ -21,7 +21,6 @@ from driftlens.findings.reading import estimate, is_measured, printable, signs, 
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
-from driftlens.spec.requests import CardRequest
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.formats.headline import called, reach
@@ -42,33 +41,43 @@ _LINE = 40
 _SHORT = {"good": "good", "mixed": "unclear", "bad": "worse than base", "none": "not measured"}
 
 
-def save_card(run: DriftRun | PathLike, request: CardRequest | None = None) -> list[pathlib.Path]:
-    """Write picture and badge, where asked for or beside the run's own reports; returns both places.
+def save_card(
+    run: DriftRun | PathLike, out: pathlib.Path | None = None, name: str = ""
+) -> list[pathlib.Path]:
+    """Write the picture and the badge of a run.
+
+    Args:
+        run: a run or its directory.
+        out: the picture to write, a PNG; the badge is written next to it. `card.png` in the run's `reports` if None.
+        name: the calibration to show; the newest if empty.
+
+    Returns:
+        The paths of picture and badge.
 
     Raises:
         DataError: the run has no such calibration.
-        SpecError: the picture's name has the ending of another format.
+        SpecError: `out` does not end in .png.
         RunError: a table can't be read.
-        RunLockedError: they go into the run, and another process is writing there.
+        RunLockedError: the files go into the run, and another process is writing there.
     """
-    opened, request = run if isinstance(run, DriftRun) else open_run(run), request or CardRequest()
-    if request.name:
-        opened.calibration_info(request.name)  # says which there are
-    if request.out is not None and request.out.suffix.lower() != ".png":
-        raise SpecError(f"{request.out}: the picture is a PNG", hint="Give a name that ends in .png.")
-    folder = opened.path / "reports" if request.out is None else request.out.parent
-    picture = "card.png" if request.out is None else request.out.name
-    files = {picture: share_card(opened, request.name), "badge.svg": badge(opened, request.name).encode()}
-    for name, data in files.items():
-        here = attach(opened.path, f"reports/{name}") if request.out is None else atomic_path(folder / name)
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    if name:
+        opened.calibration_info(name)  # says which there are
+    if out is not None and out.suffix.lower() != ".png":
+        raise SpecError(f"{out}: the picture is a PNG", hint="Give a name that ends in .png.")
+    folder = opened.path / "reports" if out is None else out.parent
+    picture = "card.png" if out is None else out.name
+    files = {picture: share_card(opened, name), "badge.svg": badge(opened, name).encode()}
+    for file, data in files.items():
+        here = attach(opened.path, f"reports/{file}") if out is None else atomic_path(folder / file)
         with here as target:
             target.write_bytes(data)
-    return [folder / name for name in files]
+    return [folder / file for file in files]
 
 
 def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
     """Picture and badge beside saved weights of the calibration `name`, and the picture in the model card there."""
-    picture, *_ = save_card(run, CardRequest(out=folder / "card.png", name=name))
+    picture, *_ = save_card(run, folder / "card.png", name)
     card, line = folder / "README.md", f"![What was measured]({picture.name})\n\n"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     if _VERDICT in text and line not in text:

@@ -154,23 +154,18 @@ def advice(run: DriftRun) -> dict[str, Any]:
         "tasks": list(run.tasks),
         "shares": shares,
         "conflicts": sorted(conflicts, key=lambda row: row["cos"] - row["orthogonal"]),
-        "scalings": [],
     }
 
 
 def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
     """The same in sentences, none surer than its intervals; `run` is what commands call it."""
-    sentences = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
-    if not found["scalings"]:
-        sentences.append(
-            "`driftlens advise RUN --search` tries what scaling the layers that carry most would give."
-        )
+    sentences = [*_of_shares(found), *_of_conflicts(found)]
     return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
 
 
 def _of_shares(found: Mapping[str, Any]) -> list[str]:
     if not found["shares"]:
-        return ["Which layers the final drift comes from was not measured; `driftlens explain RUN` adds it."]
+        return ["Which layers the final drift comes from was not measured; `driftlens analyze RUN` adds it."]
     first, *others = found["shares"]
     text = f"{first['name']} has the largest share of the final drift, "
     text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
@@ -204,21 +199,6 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
         f"On average over experts, task vectors conflict in {layers} (of weights, so without intervals):",
         *sentences,
     ]
-
-
-def _of_scaling(row: Mapping[str, Any]) -> str:
-    where = f"{row['name']}: of the scales tried, {row['tried'][0]:g} to {row['tried'][-1]:g},"
-    if row["scale"] == 1:
-        return f"{where} none has a lower final drift than 1, on samples that the others were chosen on."
-    ends = [
-        math.nan if row[f"advantage_{end}"] is None else -row[f"advantage_{end}"] for end in ("high", "low")
-    ]
-    gain = Interval(-row["advantage"], *ends, row["n"])
-    verdict = "lower by more than chance explains" if row["is_clear"] else "no clear change"
-    return (
-        f"{where} {row['scale']:g} times the step from base to merged does best; on samples held out, relative final "
-        f"drift changes from {number(row['drift_rel'])} by {estimate(gain, 'number', counted=True)}: {verdict}."
-    )
 
 
 def _interval(row: Mapping[str, Any]) -> Interval:

@@ -22,7 +22,6 @@ from driftlens.findings.compare import Comparison, comparison_table, mean_score_
 from driftlens.findings.headline import headline, sentence
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
-from driftlens.findings.projection import Projection
 from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
 from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, over_seeds, settings_of
 from driftlens.findings.table import Table
@@ -64,6 +63,7 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
         [f"{run.name} ({run.id})", *facts.stamps(run)],
         *_verdict_parts(run, verbose=verbose, everyone=everyone),
     ]
+    path, has_merge = shlex.quote(str(run.path)), "merged" in run.variants
     if verbose:
         final, routing = final_sheet(run), routing_sheet(run)
         parts += [
@@ -71,12 +71,15 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
             *([_section(routing.title, _sheet_lines(routing)[1:])] if routing.rows else []),
             *(_section(*part) for part in _score_sections(run)),
             _section("Where the final drift comes from", [*facts.origins(run).values()]),
+            *(
+                [_section("Layers to look at", facts.advice_text(facts.advice(run), path).splitlines())]
+                * has_merge
+            ),
             _section("Decisions", [*facts.decision_sentences(run)]),
             _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
         ]
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
-        path = shlex.quote(str(run.path))
         parts.append([f"`driftlens -v show {path}` tells all: every table, decisions, self-checks, notices."])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
@@ -261,24 +264,6 @@ def equality_text(compared: Equality, tolerance: float) -> str:
             f"Not compared, as one run is of an older schema, whose tables have no such columns: {names}."
         )
     return "\n".join(printable(line) for line in lines)
-
-
-def projections_text(projections: Sequence[Projection]) -> str:
-    """How far each layout can be trusted, one line per variant; what a reader must know besides."""
-    names = ("task", "layer", "method", "variant")
-    columns: dict[str, tuple[Kind, str]] = {name: ("text", name) for name in names}
-    columns |= {"points": ("count", "n_shown"), "cosine": ("number", "mean_cosine")}
-    columns |= {"L2 drift": ("number", "mean_drift"), "kept neighbours": ("share", "knn_overlap")}
-    columns["trust"] = ("number", "trustworthiness")
-    rows, notes = [], dict[str, None]()
-    for entry in projections:
-        task, layer = entry.settings.task, str(entry.settings.layer)
-        for row in entry.quality.to_dict("records"):
-            named = {"task": task, "layer": layer, "method": entry.method, "variant": title(row["variant"])}
-            rows.append(row | named)
-        notes |= dict.fromkeys(f"{task}, {entry.settings.method}: {text}" for text in entry.notes)
-    lines = Table.from_rows("projections", "", columns, rows).texts(gap=NOT_MEASURED)
-    return "\n".join([*aligned(lines, num_names=len(names)), *map(printable, [*notes, _INDICATIVE])])
 
 
 def _notes(rows: pd.DataFrame) -> Iterator[str]:

@@ -52,15 +52,12 @@ MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
 }
 """Commands that make something, by what they are given: a spec, and the folder to make."""
 ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
-    "evaluate": lambda run: (run, "--again"),
-    "explain": lambda run: (run,),
     "calibrate": lambda run: (run, "--name", "repaired", "--auto"),
     "sweep": lambda run: (run, "--param", "alpha=0.3,0.6"),
     "arena": lambda run: (run, "--methods", "featcal:views=1,surgery:steps=2"),
-    "advise": lambda run: (run, "--search"),
 }
 """Commands that look at a run, or add to it."""
-COMPOSED = {"demo", "reproduce", "sweep", "arena", "advise"}
+COMPOSED = {"demo", "reproduce", "sweep", "arena"}
 """Made of what the others do: on the second device they are `make every`'s."""
 ELSEWHERE = {
     "doctor": "runs no model",
@@ -79,7 +76,7 @@ def test_every_command_that_takes_a_device_is_tried() -> None:
 
 def done(command: str, *given: object, device: str) -> None:
     arguments = [command, *map(str, given), "--device", device]
-    quiet = [] if command in ("advise", "validate") else ["--progress", "none"]
+    quiet = [] if command == "validate" else ["--progress", "none"]
     with pytest.raises(SystemExit) as leaving:
         main([*arguments, *quiet])
     assert leaving.value.code == 0, arguments

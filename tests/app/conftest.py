@@ -43,8 +43,8 @@ def read_once() -> Iterator[None]:
 
 @functools.cache
 def catalogue() -> dict[str, Any]:
-    """What `driftlens methods --json` prints."""
-    return dict(json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout))
+    """What `driftlens doctor --methods --json` prints."""
+    return dict(json.loads(CliRunner().invoke(app, ["doctor", "--methods", "--json"]).stdout))
 
 
 @pytest.fixture(autouse=True)

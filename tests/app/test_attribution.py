@@ -60,7 +60,7 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
     run = root / "full"
     before = leave_out(run, "merged", "calibrated:featcal")
     app = press(open_app(root, view, layers="Sources"), BUTTON)
-    assert called(run) == ["explain", str(run), "--progress", "jsonl"]
+    assert called(run) == ["analyze", str(run), "--progress", "jsonl"]
     step(run, 0)
     until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
     app.run()
@@ -94,7 +94,7 @@ def test_what_was_not_measured_is_added_to_the_very_run(open_app: Open, root: Pa
     app = open_app(root, "layers", layers="Similarity")
     assert "without cka" in said(app) and "driftlens" not in said(app) and "metrics" not in said(app)
     press(app, "Add cka")
-    assert called(run) == ["explain", str(run), "--add=cka", "--progress", "jsonl"]
+    assert called(run) == ["analyze", str(run), "--add=cka", "--progress", "jsonl"]
     assert "Adding cka to" in said(app) and app.button(key="add-cka").disabled
     (run / "tables" / "layers.parquet").write_bytes(before)
     finish(run)

@@ -50,7 +50,7 @@ class ToyKinds(ClosedFormBase):
 ASKED = """
 import sys
 sys.path[:0] = {folders!r}
-if sys.argv[1] == "methods":
+if "--methods" in sys.argv:
     import runpy
     import toy_closed, toy_trained, toy_kinds
     runpy.run_module("driftlens", run_name="__main__")

@@ -86,7 +86,7 @@ def test_where_its_column_was_not_measured_it_says_what_fills_it(
     at = rows.schema.get_field_index("cka")
     field = rows.schema.field(at)
     pq.write_table(rows.set_column(at, field, pa.nulls(len(rows), field.type)), file)
-    command = "driftlens explain RUN --add cka"
+    command = "driftlens analyze RUN --add cka"
     app = open_app(root, "layers", layers="Similarity")
     assert "Add cka" in app.button(key=f"add-{toy}").label
     content = Report(open_run(root / "full")).content

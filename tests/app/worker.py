@@ -30,13 +30,7 @@ def main(arguments: list[str]) -> int:
     print("called with", *arguments, flush=True)
     options = dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
     name = options.get("--name", "steady")
-    if command == "project":
-        return 0
-    run = Path(
-        arguments[1]
-        if command in ("calibrate", "explain", "sweep", "arena")
-        else arguments[arguments.index("--out") + 1]
-    )
+    run = Path(arguments[arguments.index("--out") + 1] if "--out" in arguments else arguments[1])
     if name == "refused":
         print("error: lam is -1, expected at least 0\nhint: Choose another ridge.", file=sys.stderr)
         return 2

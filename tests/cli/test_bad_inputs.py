@@ -262,7 +262,7 @@ def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
     assert not leftovers(out) and not [path for path in out.rglob("*") if path.as_posix().endswith(after)]
     monkeypatch.undo()
     assert run_cli(*arguments, "--resume").code == 0
-    assert run_cli("verify", out).code == 0
+    assert run_cli("check", out).code == 0
 
 
 @pytest.mark.slow
@@ -348,4 +348,4 @@ def test_unusual_input_is_no_error(
     assert row["task"] == next(iter(spec["experts"])) and row["drift_l2_mean"] >= 0
     assert row["final_share"] is None or abs(row["final_share"]) < 10
     assert {path.parent for path in out.iterdir()} == {out} and not leftovers(bench.folder)
-    assert run_cli("show", out).code == 0 and run_cli("verify", out).code == 0
+    assert run_cli("show", out).code == 0 and run_cli("check", out).code == 0

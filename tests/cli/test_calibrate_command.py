@@ -194,7 +194,7 @@ def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_syste
     assert run_cli(*command).code == 0
     weights = load_file(folder / f"calibrations/{NAME}/weights.safetensors")
     assert weights and all(bool(value.isfinite().all()) for value in weights.values())
-    assert run_cli("verify", folder).code == 0
+    assert run_cli("check", folder).code == 0
 
 
 def test_a_name_is_wanted_and_a_run_too(folder: Path, run_cli: Cli, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     listed = run_cli("ls", folder.parent)
     how = {signal.SIGINT: "cancelled", signal.SIGKILL: "interrupted"}[sent]
     assert " done " in listed.out and f"calibration '{NAME}' was {how}" in listed.out
-    checked = run_cli("verify", folder)
+    checked = run_cli("check", folder)
     assert checked.code == 0 and f"{len(light.manifest.files) + 1} files checked" in checked.out
     assert ("not listed" in checked.out) == ("--resume" in checked.err), "whose the files are should be said"
 
@@ -74,13 +74,13 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     whole = table.read_bytes()
     middle = len(whole) // 2
     table.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    checked = run_cli("verify", folder)
+    checked = run_cli("check", folder)
     assert checked.code == 4 and "changed: tables/layers.parquet" in checked.out
     table.write_bytes(whole)
 
     assert run_cli("calibrate", folder, "--name", NAME, "--resume", "--progress", "none").code == 0
     assert NAME in open_run(folder).manifest.calibrations
-    checked = run_cli("verify", folder)
+    checked = run_cli("check", folder)
     assert checked.code == 0 and "not listed" not in checked.out
     assert "--resume" not in run_cli("ls", folder.parent).out
 
@@ -135,7 +135,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     same_rows(open_run(folder), open_run(whole))
     assert files_of(folder).keys() == files_of(whole).keys()
-    checked = run_cli("verify", folder)
+    checked = run_cli("check", folder)
     assert checked.code == 0 and "not listed" not in checked.out
 
 

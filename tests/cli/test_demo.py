@@ -62,7 +62,7 @@ def test_attribution_is_left_out_and_added_later(
     told = [number for number, _ in re.findall(r"([\d.]+) (\([^)]*\))", first)][:2]
     assert told == [f"{drift:#.3g}" for drift in drifts], first
     assert open_run(out).layers()["final_share"].isna().all()
-    shown = run_cli("explain", out, "--json", "--progress", "none")
+    shown = run_cli("analyze", out, "--json", "--progress", "none")
     assert shown.code == 0 and json.loads(shown.out)
     rows = open_run(out).layers()
     assert {*rows.loc[rows["drift_rel"].notna(), "variant"]} == {"base", "merged", CONTROL, VARIANT}

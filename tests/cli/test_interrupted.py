@@ -10,9 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import driftlens as dl
 from driftlens.base.errors import Cancelled, RunError
-from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli.app import cancelling, hearing
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import owner_of
@@ -59,11 +57,8 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     }
     assert run_cli("ls", tmp_path).out.count("stopped") == 1
 
-    for command in ("evaluate", "advise", "project"):
-        early = run_cli(command, out)
-        assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint, (
-            command
-        )
+    early = run_cli("analyze", out)
+    assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint
     changed = ("analyze", spec, "--out", out, "--resume", "--seed", 7)
     refused = run_cli(*changed)
     assert (
@@ -79,7 +74,7 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, (
         "a finished phase should not be done again"
     )
-    assert run_cli("verify", out).code == 0
+    assert run_cli("check", out).code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -106,7 +101,6 @@ def test_a_second_writer_is_refused_and_ctrl_c_cancels(
         for second in (("--resume",), ("--force",), ()):
             refused = run_cli("analyze", spec, "--out", out, "--progress", "none", *second)
             assert refused.code == 5 and f"process {process.pid}" in refused.message
-        assert run_cli("evaluate", out).code == 5
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         _, written = process.communicate(timeout=300)
@@ -139,48 +133,19 @@ def test_a_terminal_that_is_closed_cancels(spec: Path, tmp_path: Path) -> None:
     assert owner_of(out) is None and not list(out.rglob(".partial-*"))
 
 
-@pytest.mark.slow
-def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
-    world: World, spec: Path, tmp_path: Path, run_cli: Cli, finished: DriftRun
-) -> None:
-    token, out = CancelToken(), tmp_path / "run"
-
-    def stop(event: ProgressEvent) -> None:
-        if event.phase == "evaluate":
-            token.cancel()
-
-    with pytest.raises(Cancelled):
-        dl.analyze(spec, out=out, progress="none", on_progress=stop, cancel=token)
-    assert open_run(out).accuracy().empty
-    assert run_cli("evaluate", out, "--progress", "none").code == 0
-    pd.testing.assert_frame_equal(open_run(out).accuracy(), finished.accuracy(), check_exact=True)
-    # What comes behind the first numbers, the causes and the parameters, is the analysis' own to finish.
-    assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
-    same_tables(open_run(out), finished)
-
-    phase = f"evaluate:{TASKS[0]}"
-    before = open_run(out).manifest.phases[phase]
-    assert run_cli("evaluate", out, "--progress", "none").code == 0
-    assert open_run(out).manifest.phases[phase] == before
-    assert run_cli("evaluate", out, "--again", "--progress", "none").code == 0
-    assert open_run(out).manifest.phases[phase] != before
-    same_tables(open_run(out), finished)
-    assert run_cli("verify", out).code == 0
-
-
 @pytest.mark.parametrize(
     "file", ["tables/layers.parquet", f"features/{TASKS[0]}/merged/005.npy", "manifest.json", "spec.yaml"]
 )
 def test_verify_finds_a_flipped_byte(finished: DriftRun, tmp_path: Path, run_cli: Cli, file: str) -> None:
     copy = shutil.copytree(finished.path, tmp_path / "copy")
-    assert run_cli("verify", copy).code == 0
+    assert run_cli("check", copy).code == 0
     path = copy / file
     data = bytearray(path.read_bytes())
     # In the manifest, a digit of the file's own digest, so that it stays JSON.
     position = data.rindex(b'"digest": "') + 12 if file == "manifest.json" else len(data) // 2
     data[position] = ord("0") if data[position] == ord("1") else ord("1")
     path.write_bytes(data)
-    found = run_cli("verify", copy)
+    found = run_cli("check", copy)
     assert found.code == 4 and file in found.out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-import driftlens as dl
 from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
@@ -155,64 +153,11 @@ def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp
     steering = "\x1b\u061c\u200b\u200e\u200f\u202e\u2066\ufeff"
     path = write_full_run(tmp_path / "run", tasks=(f"{steering}[31mred",), size=SIZE)
     junit = tmp_path / "checks.xml"
-    for command in (["check", path, "--junit", junit], ["compare", path], ["project", path], ["show", path]):
+    for command in (["check", path, "--junit", junit], ["compare", path], ["show", path]):
         result = run_cli(*command)
         assert not {*steering} & {*result.out, *result.err}, command
         assert command[0] == "check" or "[31mred" in result.out
     assert not {*steering} & {*junit.read_text(encoding="utf-8")}
-
-
-def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: Path) -> None:
-    result = run_cli("project", own, "--task", "cars", "--method", "pca,tsne", "--layer", 2)
-    assert result.code == 0
-    assert [line.split(" in ")[0] for line in result.err.splitlines()] == [
-        "cars: pca",
-        "layout: done",
-        "cars: tsne",
-        "layout: done",
-    ]
-    assert len(list((own / "projections").glob("*.parquet"))) == 2
-    found = dl.project(own, "cars", layer=2)
-    for row in found.quality.to_dict("records"):
-        assert re.search(rf"pca .*{row['mean_drift']:#.3g}.*{row['trustworthiness']:#.3g}", result.out)
-    assert result.out.splitlines()[-1].startswith("Distances on the plane are indicative only")
-
-
-def test_layouts_as_json_name_their_files(run_cli: Cli, own: Path) -> None:
-    result = run_cli("project", own, "--json", "--seed", 3, "-q")
-    documents = json.loads(result.out)
-    assert [entry["task"] for entry in documents] == ["cars", "dtd"] and result.err == ""
-    for entry in documents:
-        assert pq.read_table(own / entry["file"]).num_rows == entry["points"] == 4 * 8
-        assert (entry["layer"], entry["seed"], entry["used"]) == (3, 3, "pca")
-
-
-def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: Path) -> None:
-    command = ["project", own, "--task", "cars", "--method", "pca", "--progress", "jsonl"]
-    first, again = (run_cli(*command).err.splitlines()[1:] for _ in range(2))
-    steps = ["pca of cars: reading features", "pca of cars: laying out", "pca of cars: comparing neighbours"]
-    events = [json.loads(line) for line in first]
-    assert [(event["phase"], event["done"], event["total"]) for event in events] == [
-        ("layout", done, 3) for done in range(4)
-    ]
-    assert [event["label"] for event in events] == [*steps, "pca of cars"]
-    assert [json.loads(line)["done"] for line in again] == [3]  # a stored layout is read, not laid out again
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (["--method", "umpa"], 2, "umpa"),
-        (["--task", "crs"], 4, "crs"),
-        (["--layer", "9"], 2, "no layer 9"),
-        (["--max-points", "1"], 2, "max_points"),
-    ],
-)
-def test_a_layout_that_makes_no_sense_is_refused(
-    run_cli: Cli, written: Path, flags: list[str], code: int, words: str
-) -> None:
-    result = run_cli("project", written, *flags)
-    assert result.code == code and words in result.message and result.out == ""
 
 
 @pytest.fixture

@@ -34,10 +34,9 @@ from tests.cli.worker import COMMAND
 from tests.zoo.world import TASKS, World, write_spec
 
 COMMANDS = (
-    *("demo", "init", "validate", "analyze", "merge", "convert", "evaluate", "attach", "calibrate", "sweep"),
+    *("demo", "init", "validate", "analyze", "merge", "convert", "attach", "calibrate", "sweep"),
     *(
         "reproduce",
-        "project",
         "report",
         "export",
         "view",
@@ -46,7 +45,6 @@ COMMANDS = (
         "ui",
         "show",
         "ls",
-        "verify",
         "doctor",
     ),
 )
@@ -182,7 +180,6 @@ def test_help_names_every_option_with_its_default(
         "demo": ["driftlens-demo", "[default: 0]"],
         "init": ["run.yaml", "[default: generic]"],
         "analyze": ["runs/<name> if left out", "[default: auto]"],
-        "evaluate": ["[default: auto]"],
         "ls": ["[default: .]"],
     }
     for words in defaults.get(command, []):
@@ -320,7 +317,7 @@ def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) ->
     assert listed["final_drift"] == pytest.approx(final)
     assert finished.name in run_cli("ls", finished.path.parent).out
 
-    verified = json.loads(run_cli("verify", finished.path, "--json").out)
+    verified = json.loads(run_cli("check", finished.path, "--json").out)["files"]
     assert verified["ok"] is True and verified["checked"] > 10 and verified["changed"] == []
 
 
@@ -359,13 +356,6 @@ def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
     assert "broken: the charts are not all there: toys of toys 1.2" in found and "no toys" in found
 
 
-def test_accuracy_is_printed_by_evaluate(run_cli: Cli, finished: DriftRun) -> None:
-    rows = json.loads(run_cli("evaluate", finished.path, "--json").out)
-    assert [(row["task"], row["variant"], row["value"]) for row in rows] == list(
-        finished.accuracy()[["task", "variant", "value"]].itertuples(index=False, name=None)
-    )
-
-
 def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +376,6 @@ def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
 
 JOBS = {
     "analyze": ("driftlens.jobs.analyze.job.analyze", ("{spec}",)),
-    "evaluate": ("driftlens.jobs.analyze.job.evaluate", ("run",)),
     "calibrate": ("driftlens.jobs.calibrate.job.calibrate", ("run", "--name", "x")),
     "sweep": ("driftlens.jobs.contest.sweep.sweep", ("run", "--param", "lam=0.1")),
     "validate": ("driftlens.jobs.preflight.job.preflight", ("{spec}",)),

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no method": (
         {"parameters": {"scaling": 0.3}, "out": "x"},
         "parameters= belongs to method=",
-        "`driftlens methods` lists",
+        "`driftlens doctor --methods` lists",
     ),
     "no merge": (
         {"out": "x"},

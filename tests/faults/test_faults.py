@@ -168,7 +168,7 @@ def test_nothing_is_lost_and_nothing_is_left(bench: Bench, command: str, fault: 
     assert not leftovers(place), where
     assert not (found := differences(essence(place), wanted)), "\n".join([where, *found])
     if (place / "manifest.json").exists():
-        verified = bench.run(["verify", str(place)], place)
+        verified = bench.run(["check", str(place)], place)
         assert verified.code == 0, verified.out + verified.err
 
 

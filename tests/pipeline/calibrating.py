@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,14 @@ def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
     monkeypatch.setattr(HeldOut, "of", spoilt)
+
+
+def scored_again(folder: Path) -> DriftRun:
+    """The run in the folder, whose scores are forgotten and measured anew from its files."""
+    from driftlens.jobs.analyze.job import add_to_run
+
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["phases"] = {name: at for name, at in manifest["phases"].items() if "evaluate:" not in name}
+    file.write_text(json.dumps(manifest))
+    return add_to_run(folder)

@@ -23,7 +23,7 @@ TABLES = (
     *("layers", "samples", "outputs", "adjoint", "group_contributions", "params", "accuracy", "scores"),
     *("calibration", "sweeps", "resources"),
 )
-COMMANDS = ("show", "check", "compare", "advise", "verify")
+COMMANDS = ("show", "check", "compare")
 
 
 def told(run: str) -> Said:

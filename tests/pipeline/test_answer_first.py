@@ -29,7 +29,7 @@ from driftlens.base.diagnostic import diagnostics
 from driftlens.base.errors import Cancelled, NumericsError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import explain, thumb
+from driftlens.jobs.analyze.job import add_to_run, thumb
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest import merges as merges_module
 from driftlens.merging.method import Merge
@@ -153,9 +153,9 @@ def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
     assert find_runs(run.path)[0].state == "done" and not any(
         "explain" in name for name in left.manifest.phases
     )
-    same(dl.open_run(run.path).explain(), at_once)
+    same(dl.open_run(run.path).measure(), at_once)
     before = open_run(run.path).manifest
-    explain(run.path)  # nothing is missing any more
+    add_to_run(run.path)  # nothing is missing any more
     assert open_run(run.path).manifest.phases == before.phases and verify(run.path).ok
 
 
@@ -167,13 +167,13 @@ def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["phases"] = {name: at for name, at in manifest["phases"].items() if "explain" not in name}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    same(explain(folder), finished)
+    same(add_to_run(folder), finished)
     assert not any("explain" in name for name in open_run(folder).manifest.phases)
 
 
 @pytest.mark.slow
 def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRun, tmp_path: Path) -> None:
-    run = explain(copied(light, tmp_path / "run"))
+    run = add_to_run(copied(light, tmp_path / "run"))
     rows = run.layers(variant="merged")
     assert rows["jacobian_samples"].tolist() == [5] * len(rows)  # all diagnosis samples there are
     assert rows.groupby("task")["final_share"].sum().between(0.99, 1.01).all()
@@ -191,13 +191,13 @@ def test_an_attribution_that_was_cancelled_goes_on(
 
     with pytest.raises(Cancelled) as caught:
         calibrate(folder, request(), Context(on_progress=stop, cancel=token))
-    assert f"`driftlens explain {folder}`" in caught.value.hint
+    assert f"`driftlens analyze {folder}`" in caught.value.hint
     stopped = open_run(folder)
     assert VARIANT in stopped.variants and unexplained(dl.open_run(folder), VARIANT) is False
     (summary,) = find_runs(folder)
-    assert summary.state == "done" and "driftlens explain" in summary.left[0]
+    assert summary.state == "done" and "driftlens analyze" in summary.left[0]
     again = copied(stopped, tmp_path / "again")
-    same(explain(folder), at_once)
+    same(add_to_run(folder), at_once)
     same(calibrate(again, request(resume=True)), at_once)
     assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
 
@@ -236,7 +236,7 @@ def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path
         attribution=False,
     )
     assert unexplained(run, "merged") and run.adjoint().empty and not run.accuracy().empty
-    told = run.explain()
+    told = run.measure()
     assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0
 
 
@@ -252,14 +252,14 @@ def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_pat
         for name, metrics in (("whole", asked), ("bare", dict.fromkeys(asked, False)))
     )
     assert bare.layers()["cka"].isna().all() and bare.adjoint().empty and bare.group_contributions().empty
-    told = bare.explain(add=[*asked])
+    told = bare.measure(add=[*asked])
     for table in ("layers", "adjoint", "group_contributions"):
         found, expected = (getattr(run, table)() for run in (told, whole))
         pd.testing.assert_frame_equal(found, expected, check_exact=True, obj=table)
     times = [phase.started for phase in told.manifest.phases.values()]
-    assert [phase.started for phase in told.explain(add=[*asked]).manifest.phases.values()] == times
+    assert [phase.started for phase in told.measure(add=[*asked]).manifest.phases.values()] == times
     with pytest.raises(SpecError, match="no diagnostic 'ckA' to add") as caught:
-        bare.explain(add="ckA")
+        bare.measure(add="ckA")
     assert "cka" in caught.value.hint
 
 

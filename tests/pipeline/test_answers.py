@@ -19,7 +19,7 @@ from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError
 from driftlens.findings.before_after import arena_rows
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
-from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.preflight.job import preflight
@@ -32,6 +32,7 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, Preflig
 from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
+from tests.pipeline.calibrating import scored_again
 from tests.quick import few
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
@@ -90,7 +91,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     assert value(run, "likely", "expert", "perplexity") == pytest.approx(
         math.exp(-float(nats.sum() / counts.sum())), rel=1e-5
     )
-    again = evaluate(run.path, again=True).accuracy()
+    again = scored_again(run.path).accuracy()
     assert again["value"].tolist() == found["value"].tolist()
     small = suite.spec(data) | {"compute": {"feature_budget": 4096}}
     bare = analyze(small, AnalysisRequest(out=tmp_path / "small", attribution=False))

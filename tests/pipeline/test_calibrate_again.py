@@ -23,7 +23,7 @@ from driftlens.calibration.featcal import FeatCal, Norms
 from driftlens.data.samples import fitting_batch
 from driftlens.engine.problems import Problem, SiteUpdate
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.analyze.job import add_to_run, analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.arena import measure_excess
 from driftlens.jobs.contest.automatic import HELD_OUT
@@ -42,6 +42,7 @@ from tests.pipeline.calibrating import (
     files_of,
     request,
     same_rows,
+    scored_again,
 )
 from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
@@ -359,7 +360,7 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) ->
     assert second.manifest.calibrations["one"].control == "", "with rho = 1 the anchor is the merged model"
     same_rows(second, first)
     pd.testing.assert_frame_equal(second.calibration("one"), first.calibration("one"))
-    scored = evaluate(folder, again=True).accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
+    scored = scored_again(folder).accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
     expected = second.accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
     pd.testing.assert_frame_equal(scored, expected)
 
@@ -483,7 +484,7 @@ def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: Path) -> None:
     with pytest.raises(errors.SpecError, match="made from live modules"):
         calibrate(tmp_path / "run", request())
     with pytest.raises(errors.SpecError, match="made from live modules"):
-        evaluate(tmp_path / "run", again=True)
+        add_to_run(tmp_path / "run")
     assert files_of(tmp_path / "run") == before
 
 

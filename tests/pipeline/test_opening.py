@@ -18,14 +18,13 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import StateSource, TensorsSource
-from driftlens.jobs.analyze.job import evaluate
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.opening import OpenModels, open_heads
 from driftlens.models.architecture import Architecture
 from driftlens.models.heads import TextTower, file_head, text_head
 from driftlens.runs.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
-from tests.pipeline.calibrating import request
+from tests.pipeline.calibrating import request, scored_again
 from tests.zoo.world import CLASSES, LOGIT_SCALE, NUM_TEST, NUM_TRAIN, TASKS, World
 
 BASE = TensorsSource("base", {"w": torch.ones(1)})
@@ -122,7 +121,7 @@ def measured(world: World, out: Path, entry: dict[str, Any]) -> DriftRun:
     spec = world.one_task(data=data, metrics={"jacobian": False})
     dl.analyze(spec, out=out, progress="none")
     calibrate(out, request(preset="paper-clip"))
-    return evaluate(out, again=True)
+    return scored_again(out)
 
 
 @pytest.fixture(scope="module")

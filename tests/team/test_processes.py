@@ -43,18 +43,18 @@ def test_processes_without_a_meeting_place_are_told_so(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr("driftlens.cli.manner.silent", False)
-    assert run(["evaluate", "somewhere"]) == 2
+    assert run(["sweep", "somewhere"]) == 2
     assert "MASTER_ADDR" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_launcher_that_only_sets_variables_is_enough(light: DriftRun, tmp_path: Path) -> None:
     folder = copied(light, tmp_path / "run")
-    jobs = started(2, "evaluate", str(folder), "--again", "--json")
+    jobs = started(2, "analyze", str(folder), "--json")
     first, second = (job.communicate(timeout=SECONDS) for job in jobs)
     assert [job.returncode for job in jobs] == [0, 0], first[1]
     assert second == ("", "")  # one voice
-    rows = pd.DataFrame(json.loads(first[0]))
+    rows = pd.DataFrame(json.loads(first[0])["accuracy"])
     assert set(zip(rows["task"], rows["variant"], strict=True)) >= {
         ("flowers", "expert"),
         ("shapes", "merged"),
@@ -195,7 +195,9 @@ def test_an_error_of_any_process_is_said_once_with_its_exit_code(
     fault: str, message: str, code: int, light: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(light, tmp_path / "run")
-    codes, told = ended(2, "evaluate", str(folder), "--again", module="tests.team.worker", fault=fault)
+    codes, told = ended(
+        2, "calibrate", str(folder), "--name", "mine", module="tests.team.worker", fault=fault
+    )
     assert told.count("error: ") == 1 and message in told
     assert code in codes
     status = read_status(folder)

@@ -22,7 +22,6 @@ from driftlens.spec.requests import (
     ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
-    ExplainRequest,
 )
 from driftlens_app.calibration import checked, methods, require_free_name
 from driftlens_app.jobs.record import Kind, Request, job_of
@@ -151,8 +150,8 @@ def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
 
 def explain_request(run: DriftRun, add: Sequence[str] = ()) -> Request:
     """The attribution that the run's variants lack, and diagnostics to add."""
-    record = {"add": list(add)} if add else {}
-    return _on_run("explain", run.manifest.name, run, *ExplainRequest(add=tuple(add)).words(), **record)
+    words = ("analyze", str(run.path), *([f"--add={','.join(add)}"] if add else ()), *_PROGRESS)
+    return Request("explain", run.manifest.name, run.path, words, {"add": list(add)} if add else {})
 
 
 def _is_run(folder: Path) -> bool:

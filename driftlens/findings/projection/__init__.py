@@ -64,7 +64,7 @@ _POINTS = Table(
         Column("y", "float", "1", "Second coordinate."),
     ),
 )
-_VERIFY = "Remove the file: the projection is then computed anew. `driftlens verify` lists damaged files."
+_VERIFY = "Remove the file: the projection is then computed anew. `driftlens check` lists damaged files."
 _AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
 _QUALITY = {
     **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),

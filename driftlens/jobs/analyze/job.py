@@ -52,7 +52,7 @@ from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import command_to_resume, is_live, require_analyzed
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import AnalysisRequest, ExplainRequest
+from driftlens.spec.requests import AnalysisRequest
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
@@ -145,16 +145,25 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
     study.pool.add("merged", models.architecture.align(saved))
 
 
-def explain(path: PathLike, context: Context = Context(), request: ExplainRequest | None = None) -> DriftRun:
-    """Trace the drift of every variant of a run back to layers where that was left out, by defaults if need be.
+def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
+    """Measure in place what a run lacks: scores, the attribution of drift to layers, optional diagnostics.
 
-    Optional diagnostics that the request names are measured too, for the variants that lack them.
+    Args:
+        path: the run directory.
+        context: device, progress and cancellation.
+        add: options of optional diagnostics, such as `cka`; variants that have them are left as they are.
+
+    Returns:
+        The run, opened anew.
+
+    Raises:
+        RunError: the analysis of the run is unfinished.
+        SpecError: there is no such diagnostic, or the run is of live modules.
     """
     folder = Path(path)
     require_analyzed(folder, scored=True)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
-    add = () if request is None else request.add
     study = asking(study, add)
     manifest = read_manifest(folder)
     context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
@@ -164,35 +173,18 @@ def explain(path: PathLike, context: Context = Context(), request: ExplainReques
         calibration_of = {calibrated(name): name for name in manifest.calibrations}
         calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
+            phases = Phases(writer, study, reporter)
+            measured = phases.measuring((*study.variants, "expert"))
+            run_phases(writer, (phase for phase in measured if phase.name.startswith("evaluate:")))
             uncalibrated = [variant for variant in study.explained_variants if variant not in calibration_of]
-            run_phases(writer, Phases(writer, study, reporter).explaining(uncalibrated, add))
+            run_phases(writer, phases.explaining(uncalibrated, add))
             for name in manifest.calibrations:
                 variants = [variant for variant in study.variants if calibration_of.get(variant) == name]
                 phases = Phases(writer, study, reporter, f"calibrate:{name}:")
                 run_phases(writer, phases.completing(variants))
                 run_phases(writer, phases.explaining(variants, add))
-            run_phases(writer, Additions(writer, study, reporter, add).phases())
+            run_phases(writer, Additions(writer, study, reporter, tuple(add)).phases())
     return open_run(folder)
-
-
-def evaluate(path: PathLike, context: Context = Context(), *, again: bool = False) -> DriftRun:
-    """Measure the accuracy of every variant of a run that has not been measured yet, or of all."""
-    require_analyzed(Path(path))
-    if again:  # before the lock: a refusal must not turn a finished run into a failed one
-        reopening.require_spec(Path(path), read_manifest(Path(path)))
-    with writing(context.access.team, partial(RunWriter.resume, path)) as writer:
-        tasks = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
-        if tasks:
-            study, _ = reopening.reopened(path, context)
-            reporter = context.reporter(writer.progress)
-            with deterministic_algorithms(study.settings.deterministic):
-                measured = Phases(writer, study, reporter).measuring((*study.variants, "expert"))
-                names = {f"evaluate:{task}" for task in tasks}
-                run_phases(
-                    writer,
-                    (dataclasses.replace(phase, again=True) for phase in measured if phase.name in names),
-                )
-    return open_run(path)
 
 
 @dataclass(frozen=True)

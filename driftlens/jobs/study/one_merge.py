@@ -37,7 +37,7 @@ def save_one(
             "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
         )
     if method is None and parameters:
-        raise SpecError("--set belongs to --method", hint="`driftlens methods` lists the methods.")
+        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
     if method is None and (recipe := _recipe_in(source)) is not None:
         recipe = dataclasses.replace(recipe, out_dtype=request.out_dtype or recipe.out_dtype)
         return recipe.method, save_recipe(recipe, out, access)

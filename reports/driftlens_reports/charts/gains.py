@@ -241,7 +241,7 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
         command = "driftlens arena RUN --methods featcal,residual,surgery"
         return f"needs two calibrations of the run; `{command}` makes some."
     is_scored = _repairs(run)["method"].notna().sum() >= 2
-    return None if is_scored else "needs scores of two calibrations; `driftlens evaluate RUN` adds them."
+    return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."
 
 
 def _beside(points: pd.DataFrame) -> list[str]:

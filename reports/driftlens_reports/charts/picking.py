@@ -159,7 +159,7 @@ def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[
     are_all = unexplained.isdisjoint(run.variants if nowhere else chosen)
     command = TABLES[table].filled_by(columns, is_explained=are_all)
     # An analysis with the same settings leaves out the same variants again.
-    if nowhere or (command.startswith(EXPLAIN) and any(map(is_explained, chosen))):
+    if nowhere or (command.split(" --add ")[0] == EXPLAIN and any(map(is_explained, chosen))):
         return absent(table, nowhere or empty, _in_python(command) if is_live(run.manifest) else command)
     what, has = ("column", "is") if len(empty) == 1 else ("columns", "are")
     return (
@@ -177,14 +177,15 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
 
 
 def addition(sentence: str) -> tuple[str, ...] | None:
-    """What `driftlens explain` has to be asked for besides the attribution, by the sentence of `absent`; else None."""
+    """What `driftlens analyze` has to be asked for besides the attribution, by the sentence of `absent`; else None."""
     match = re.search(rf"`{EXPLAIN}(?: --add ([^`]+))?`", sentence)
     return None if match is None else tuple(filter(None, (match[1] or "").split(",")))
 
 
 def _in_python(command: str) -> str:
     """What does for live modules, which no command can open, what `command` does for a run of a spec."""
-    names = command.removeprefix(EXPLAIN).removeprefix(" --add ").split(",") if EXPLAIN in command else []
+    added, _, names_text = command.partition(" --add ")
+    names = names_text.split(",") if added == EXPLAIN else []
     named = ["jacobian" if name in ("", "contributions", "prefix") else name for name in names]
     settings = [f"{name}=True" if "." not in name else "jacobian={'spectral': True}" for name in named]
     return f"dl.analyze({', '.join(['...', *dict.fromkeys(settings)])})"

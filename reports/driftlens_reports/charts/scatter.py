@@ -84,9 +84,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
         return f"{error.message}. {error.hint}".strip()
     if is_there:
         return None
-    command = f"driftlens project RUN --task TASK --layer {options.layer} --method {options.method}"
-    if options.seed:
-        command += f" --seed {options.seed}"
+    command = f"driftlens view RUN --task {task} --method {options.method}"
     return f"needs the {options.method} layout of task {task}; `{command}` adds it."
 
 

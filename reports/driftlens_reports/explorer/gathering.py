@@ -368,7 +368,7 @@ def _notes(
     elif run.outputs()["label"].isna().all():
         yield "The samples have no labels, so that no answer is right or wrong."
     if run.samples()["final_share"].isna().all():
-        yield "No sample's drift was traced back to layers: `driftlens explain RUN` does so."
+        yield "No sample's drift was traced back to layers: `driftlens analyze RUN` does so."
     if request.method == "pca":
         yield (
             "Places are the two leading principal components of all models' features together, brought to norm 1: "

@@ -229,7 +229,7 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunError(
-            f"{path} can't be read: {error}", hint="`driftlens verify` lists damaged files."
+            f"{path} can't be read: {error}", hint="`driftlens check` lists damaged files."
         ) from error
     return (spec.get(name) or {}) if isinstance(spec, dict) else {}
 

@@ -37,7 +37,7 @@ from driftlens_reports.paper.published import CORRUPTED, Family, PublishedTable,
 MOST_GAINS = 9
 """Columns up to which each cell shows its gain; wider tables show that of the average only."""
 
-_EVALUATE = "`driftlens evaluate RUN` adds the accuracies of a run."
+_EVALUATE = "`driftlens analyze RUN` adds the accuracies of a run."
 _FULL = {
     "accuracy-full-l14-8": "tab:clip-vit-l14-full",
     "accuracy-full-b32-14": "tab:clip-14task-b32-full",

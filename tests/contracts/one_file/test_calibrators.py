@@ -21,7 +21,7 @@ from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
-from driftlens.jobs.analyze.job import analyze, evaluate
+from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
@@ -32,7 +32,7 @@ from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.contracts.one_file.toys import CLOSED, TRAINED
-from tests.pipeline.calibrating import copied, request
+from tests.pipeline.calibrating import copied, request, scored_again
 from tests.pipeline.fixtures import brief_rehearsals, finished, light, world
 from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
@@ -144,13 +144,13 @@ def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys
 
 
 def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
-    shown = CliRunner().invoke(app, ["methods", "--json"])
+    shown = CliRunner().invoke(app, ["doctor", "--methods", "--json"])
     found = json.loads(shown.output)["calibrators"]
     assert found["toy-scale"]["kind"] == "closed form" and found["toy-map"]["kind"] == "trained"
     ((name, pull),) = found["toy-scale"]["settings"].items()
     assert (name, pull["default"], pull["minimum"]) == ("pull", 0.5, 0)
     assert set(found["featcal"]["presets"]) == set(PRESETS)
-    text = CliRunner().invoke(app, ["methods"]).output
+    text = CliRunner().invoke(app, ["doctor", "--methods"]).output
     assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text
 
 
@@ -194,7 +194,7 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
 
     # Reopened from its files, everything is what it was: features, accuracy, identities in float64.
     accuracy = run.accuracy()
-    again = evaluate(folder, again=True).accuracy()
+    again = scored_again(folder).accuracy()
     assert (
         accuracy.sort_values(["task", "variant"])["value"].tolist()
         == again.sort_values(["task", "variant"])["value"].tolist()

@@ -154,7 +154,7 @@ def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None
 
 
 def test_a_chart_of_it_says_which_command_measures_it(light: DriftRun) -> None:
-    command = "driftlens explain RUN --add toy"
+    command = "driftlens analyze RUN --add toy"
     said = lacking(light, ChartOptions(), "layers", ["toy_gap"])
     assert said is not None and "toy_gap" in said and "driftlens analyze" in said
     assert command in absent("layers", ["toy_gap"], command)

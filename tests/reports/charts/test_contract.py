@@ -253,18 +253,18 @@ def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fi
 @pytest.mark.parametrize(
     ("shares", "explained", "chosen", "said"),
     [
-        ("", "", None, "needs column final_share of table layers; `driftlens explain RUN` adds it."),
-        ("merged", "merged", [CALIBRATED], "`driftlens explain RUN` adds it."),
+        ("", "", None, "needs column final_share of table layers; `driftlens analyze RUN` adds it."),
+        ("merged", "merged", [CALIBRATED], "`driftlens analyze RUN` adds it."),
         ("merged", "merged", ["merged"], ""),
         ("merged", "merged", ["base"], "not measured for base; choose another variant."),
-        ("", f"merged {CONTROL} {CALIBRATED}", None, "`driftlens explain RUN --add contributions` adds it."),
+        ("", f"merged {CONTROL} {CALIBRATED}", None, "`driftlens analyze RUN --add contributions` adds it."),
     ],
     ids=["all left out", "one left out", "of others", "of the base", "a part switched off"],
 )
 def test_attribution_that_was_left_out_is_added_to_the_run_itself(
     shares: str, explained: str, chosen: list[str] | None, said: str, full: DriftRun
 ) -> None:
-    """`driftlens explain` passes over variants that have rows with Jacobians, whatever was left out of these."""
+    """`driftlens analyze` passes over variants that have rows with Jacobians, whatever was left out of these."""
     rows = full.layers()
     rows["final_share"] = rows["final_share"].where(rows["variant"].isin(shares.split()))
     rows["jacobian_samples"] = rows["n"].where(rows["variant"].isin(explained.split()))

@@ -157,7 +157,7 @@ def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
     assert named["drift / base distance"].to_numpy() == pytest.approx(1, abs=0.2)
 
 
-ADD = "driftlens explain RUN --add "
+ADD = "driftlens analyze RUN --add "
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ ADD = "driftlens explain RUN --add "
     [
         ("spectral", "spectral_norm_mean", f"{ADD}jacobian.spectral"),
         ("cka", "cka", f"{ADD}cka"),
-        ("contributions", "final_share", "driftlens explain RUN"),
-        ("splits", "final_share, prefix_share", "driftlens explain RUN"),
+        ("contributions", "final_share", "driftlens analyze RUN"),
+        ("splits", "final_share, prefix_share", "driftlens analyze RUN"),
     ],
 )
 def test_what_was_not_measured_is_named_with_the_command_that_adds_it(

@@ -210,7 +210,7 @@ def test_without_labels_classes_have_no_colours_and_the_notes_say_so(bare: Drift
 
 def test_a_layout_that_is_not_stored_names_its_command(full: DriftRun) -> None:
     reason = charts["scatter"].missing(full, ChartOptions(controls=True, method="umap", tasks=["cars"]))
-    assert reason is not None and "`driftlens project RUN --task TASK --layer final --method umap`" in reason
+    assert reason is not None and "`driftlens view RUN --task cars --method umap`" in reason
 
 
 @pytest.mark.parametrize("name", CLOUDS)

@@ -203,7 +203,7 @@ def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
 def test_without_labels_accuracy_charts_name_the_command(tmp_path: Path) -> None:
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
     for name in ("accuracy", "gains"):
-        assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions(controls=True)))
+        assert "`driftlens analyze RUN`" in str(charts[name].missing(bare, ChartOptions(controls=True)))
 
 
 DEFAULTS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 64}

@@ -165,7 +165,7 @@ def test_what_a_run_lacks_is_said_and_not_invented(name: str, bare: DriftRun) ->
 def test_notes_stand_on_the_figure_with_their_command(bare: DriftRun) -> None:
     said = words(draw("intro", bare).figure)
     assert "driftlens calibrate RUN --name featcal adds them" in said
-    assert "driftlens evaluate RUN adds it" in said and "`" not in said
+    assert "driftlens analyze RUN adds it" in said and "`" not in said
     assert "driftlens sweep RUN" in words(draw("sweeps", bare).figure)
 
 

@@ -87,8 +87,8 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 def test_a_missing_part_is_a_framed_note_with_its_command() -> None:
     grid = Grid((Column("score"),), (Block((Line("a", {"score": Cell(1.0)}),)),))
-    text = to_latex([grid], "t", "C", missing=[Gap("Part_1", "`driftlens evaluate RUN` adds it.")])
-    assert r"\driftnote{Part\_1: \texttt{driftlens evaluate RUN} adds it.}" in text
+    text = to_latex([grid], "t", "C", missing=[Gap("Part_1", "`driftlens analyze RUN` adds it.")])
+    assert r"\driftnote{Part\_1: \texttt{driftlens analyze RUN} adds it.}" in text
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_without_labels_nothing_is_measured_and_the_command_is_named(folder: Pat
     for name in ("accuracy", "accuracy-avg", "experts"):
         shown = drawn(name, blind)
         assert not len(measured(shown)) and len(shown.data)
-        assert "driftlens evaluate" in shown.missing[0].missing
+        assert "driftlens analyze" in shown.missing[0].missing
         assert r"\driftnote{Measured rows" in (shown.latex or "")
 
 

@@ -156,7 +156,7 @@ def _calibrating(
         sources = {name: module_source(module, name) for name, module in models.items()}
         pool = ModelPool(chain, models["merged"], sources, device=device, dtype=torch.float32)
         parts = {task: [Given(lambda of=of: of)] for task, of in batches.items()}
-        for _ in method.calibrate(Ground(pool, parts, select_sites(chain, update=method.kinds))):
+        for _ in method.calibrate(Ground(pool, parts, select_sites(chain, update=method.update))):
             pass
 
     return work

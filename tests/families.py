@@ -40,7 +40,7 @@ COLUMNS = {
     "drift": "drift",
     "attribution": "attribution",
     "sites": "calibrated sites",
-    "routers": "routers",
+    "routes": "routes",
     "reloads": "saved, and reloads in its library",
 }
 """What a test may show, and how the table calls it."""
@@ -59,7 +59,7 @@ HEAD = """# Families of models, and what works with each
 Made from the tests by `python -m tests.families`: a cell holds what at least one test shows, a dash that none does.
 Live modules are models in memory, given to `dl.analyze` and `FeatCal.fit`. Drift is compared with forward passes of the
 model's own library. Calibration names what of the blocks' weights it leaves alone. Reloading means the same features
-and the same accuracy there. Routers are those of mixtures of experts. Test files are those below `tests/`.
+and the same accuracy there. Routes are those of tokens in mixtures of experts. Test files are those below `tests/`.
 
 DeBERTa's projections of queries and keys also read its table of relative positions, so they have no one input to
 calibrate on: they stay as merged. Its values, outputs and feed-forward layers are calibrated.

@@ -22,10 +22,8 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, output, task_vectors
 from driftlens.engine import layer_sums, snapshot, walk
 from driftlens.engine import pool as pool_module
-from driftlens.engine import routers as repairs
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
-from driftlens.linalg import routing as solved_routing
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
@@ -35,12 +33,10 @@ from driftlens.models.families import vit
 from driftlens.models.taking_apart import dissection
 from tests.calibration import test_mixtures as mixed
 from tests.calibration import test_reference as calibration
-from tests.calibration import test_routers as repaired
 from tests.diagnostics.heads import head
 from tests.identities import test_attribution as attributed
 from tests.identities import test_routing as routing
 from tests.identities import test_split as split
-from tests.linalg import test_routing as routed
 from tests.models import test_sentences as sentences
 from tests.zoo.cases import CASES, family
 
@@ -134,14 +130,6 @@ def what_changed_routes_do_is_exact() -> None:
 
 def experts_agree_with_sums_over_their_tokens() -> None:
     mixed.test_every_expert_agrees_with_sums_over_the_tokens_it_is_sent("Mixtral")
-
-
-def routers_are_those_of_dense_matrices() -> None:
-    routed.check_against_dense_references("softmax")
-
-
-def routers_are_fed_what_the_library_feeds_them() -> None:
-    repaired.check_a_router_is_the_dense_solution("Mixtral", "after")
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -300,7 +288,6 @@ def without_gates(weights: Any) -> Any:
 
 VIT, STATE, ATTRIBUTION = partial(put, vit), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, layer_sums), partial(put, pool_module)
-ROUTING = partial(put, solved_routing.Routing)
 FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, snapshot.SnapshotWalk, "advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
@@ -338,34 +325,6 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             walk.LayerView,
             "rerouted",
             lambda _: lambda self, by: {n: 0 * x for n, x in self.merged_out.items()},
-        ),
-    },
-    routers_are_those_of_dense_matrices: {
-        "curvature_left_out": ROUTING("curved", lambda _: lambda self, scores, logits: logits),
-        "scores_taken_one_by_one": ROUTING(
-            "curved", lambda _: lambda self, scores, logits: scores * (1 - scores) * logits
-        ),
-        "shrinking_left_out": put(solved_routing, "SHRINK", lambda _: 1.0),
-        "sum_for_mean": ROUTING(
-            "pushed", lambda pushed: lambda self, task, *of: self.counts[task] * pushed(self, task, *of)
-        ),
-    },
-    routers_are_fed_what_the_library_feeds_them: {
-        "fed_by_the_merged_layer": put(
-            repairs.RouterRepair,
-            "solved",
-            lambda solved: (
-                lambda self, student: solved(self, self.walk.pool.parameters("merged", self.layer))
-            ),
-        ),
-        "padding_counts": put(
-            repairs.RouterRepair,
-            "_gone",
-            lambda gone: (
-                lambda self, *of: (lambda routes, real, same: (routes, torch.ones_like(real), same))(
-                    *gone(self, *of)
-                )
-            ),
         ),
     },
     experts_agree_with_sums_over_their_tokens: {

@@ -35,7 +35,6 @@ class Calibrator(Method):
         effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
-        routers: whether it solves for routers of mixtures, `before` their layer's experts or `after`; else `off`.
         needs_task_id: whether it has another model for every task, so that the task of an input must be known.
         repeats: name of the setting that says how often it goes through a batch; empty where it doesn't.
     """
@@ -53,12 +52,6 @@ class Calibrator(Method):
     needs_task_id: ClassVar[bool] = False
     repeats: ClassVar[str] = ""
     update: Sequence[str] = ()
-    routers: str = "off"
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """`update`, and `router` where routers of mixtures are solved for."""
-        return self.update if self.routers == "off" else [*self.update, "router"]
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""

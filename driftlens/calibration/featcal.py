@@ -163,11 +163,6 @@ Rho = Annotated[float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * m
 Alpha = Annotated[float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"]
 Eps = Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"]
 Anchor = Annotated[Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"]
-Routers = Annotated[
-    Literal["off", "before", "after"],
-    Label("Routers of mixtures"),
-    "solved for before the experts of their layer, or after them; `off` leaves them as merged",
-]
 Precision = Annotated[Literal["float64", "float32"], Label("Precision"), "of sums and solves"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -211,8 +206,6 @@ class FeatCal(ClosedFormBase):
         solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is good to about 1e-3 only.
         inputs: what each layer is fed while it is fitted: `deployed`, what the layers calibrated before it give, as the
             paper has it; `merged` or `expert`, what those of that model give, which ablations of it ask for.
-        routers: of mixtures of experts: `before` solves each on what the layer feeds it with its other weights as
-            merged, `after` on what it feeds it once they are solved; see `linalg.routing.solve_router` (HARC).
     """
 
     title = "FeatCal"
@@ -253,7 +246,6 @@ class FeatCal(ClosedFormBase):
         inputs: Annotated[
             Literal["deployed", "merged", "expert"], Label("Features fed"), "whose features a layer is fed"
         ] = "deployed",
-        routers: Routers = "off",
     ) -> None:
         self.lam = lam
         self.rho = rho
@@ -264,7 +256,6 @@ class FeatCal(ClosedFormBase):
         self.last_block_tokens = last_block_tokens
         self.solve_dtype = solve_dtype
         self.inputs = inputs
-        self.routers = routers
 
     def check(self, *, has_base: bool = True) -> None:
         """Refuse settings that make no sense."""

@@ -11,7 +11,7 @@ import torch
 from driftlens.base.errors import DataError, SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.featcal import Routers, relative_change
+from driftlens.calibration.featcal import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.steps import Stepwise
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
@@ -36,9 +36,6 @@ class ResidualCal(Calibrator, Stepwise):
         ridge: both ridges where nothing is chosen, relative to a mean Gram matrix of norm 1.
         mu: share in [0, 1] of the gradients' second moment in the output metric; it holds every task's Gram matrix.
         seed: of the random backward passes.
-        routers: of mixtures of experts, solved for `before` the matrices of their layer's experts or `after` them; the
-            two differ where `order` is `block` or gates scale what experts read, see `linalg.routing.solve_router`
-            (HARC).
     """
 
     title = "Residual calibration"
@@ -72,7 +69,6 @@ class ResidualCal(Calibrator, Stepwise):
             float, Bounds(low=0, high=1), Label("Output metric μ"), "share of the gradients' second moment"
         ] = 0.0,
         seed: Annotated[int, Bounds(low=0), Label("Seed"), "of the random backward passes"] = 0,
-        routers: Routers = "off",
     ) -> None:
         self.order = order
         self.residual = residual
@@ -82,7 +78,6 @@ class ResidualCal(Calibrator, Stepwise):
         self.ridge = ridge
         self.mu = mu
         self.seed = seed
-        self.routers = routers
 
     def cost(self, times: float = 1.0) -> float:
         """As of every calibrator; the solve with an output metric takes as long whatever the samples."""

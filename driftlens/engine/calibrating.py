@@ -36,7 +36,6 @@ from driftlens.engine.problems import (
     LinearProblem,
     NormProblem,
     Problem,
-    RouterProblem,
     SiteReport,
     SiteUpdate,
     StepProblem,
@@ -55,7 +54,7 @@ EXPERT, TRUNK = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem, RouterProblem)
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
 
@@ -234,12 +233,10 @@ class ClosedForm(Method, ABC):
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
-        routers: whether routers of mixtures are solved for, `before` their layer's experts or `after`; else `off`.
     """
 
     solve_dtype: str = "float64"
     update: Sequence[str] = ("linear", "bias", "norm")
-    routers: str = "off"
 
     @abstractmethod
     def check(self, *, has_base: bool) -> None:
@@ -248,12 +245,6 @@ class ClosedForm(Method, ABC):
     def least_rows(self, width: int) -> int:
         """How many rows an expert of a mixture needs in every fold, by its inputs; with fewer it stays as merged."""
         return 1
-
-
-def router_of(layer: Layer, names: Collection[str], calibrators: Iterable[ClosedForm]) -> Site | None:
-    """The router of a layer, where it is among the chosen sites and any calibrator solves for routers."""
-    is_wanted = any(calibrator.routers != "off" for calibrator in calibrators)
-    return layer.router if is_wanted and layer.router is not None and layer.router.name in names else None
 
 
 @dataclass(frozen=True)
@@ -524,11 +515,11 @@ def _solved(
         ) from error
 
 
-def _named(layer: Layer, problem: Problem | StepProblem | WeightProblem | RouterProblem) -> str:
+def _named(layer: Layer, problem: Problem | StepProblem | WeightProblem) -> str:
     return ", ".join(site_path(layer, site) for site in _sites(problem))
 
 
-def _fault(problem: Problem | StepProblem | WeightProblem | RouterProblem, solved: object) -> str:
+def _fault(problem: Problem | StepProblem | WeightProblem, solved: object) -> str:
     """Why what a calibrator returned, which anybody may have written, is no solution; "" where it is one."""
     if not isinstance(solved, Sequence) or not solved:
         return f"is {'empty' if solved == [] else type(solved).__name__}"
@@ -556,7 +547,7 @@ def _solved_or_kept(
     return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
 
-def _sites(problem: Problem | StepProblem | WeightProblem | RouterProblem) -> Sequence[Site]:
+def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites
 
 

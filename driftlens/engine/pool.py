@@ -495,19 +495,6 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
             missing=missing,
             unknown=unknown,
         )
-    routers = [
-        layer.parameters[f"{layer.router.name}.weight"].key
-        for layer in chain.layers
-        if layer.router is not None
-    ]
-    for key in routers:
-        if headers[key].shape[:1] != needed[key].shape[:1]:
-            raise IncompatibleModelsError(
-                f"{source.name} has {headers[key].shape[0]} experts in a mixture; the architecture has "
-                f"{needed[key].shape[0]}, and {key!r} scores as many",
-                hint="Merge only models fine-tuned from one base: experts that were added or taken out have no match.",
-                key=key,
-            )
     for key, header in needed.items():
         if headers[key].shape != header.shape:
             raise IncompatibleModelsError(

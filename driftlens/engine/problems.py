@@ -84,14 +84,6 @@ class WeightProblem:
     experts: Callable[[], Iterator[Tensor]]
 
 
-@dataclass(frozen=True)
-class RouterProblem:
-    """The router of one layer, and its parameters by the layer's own names; its rows wait where they were seen."""
-
-    sites: tuple[Site]
-    parameters: Parameters
-
-
 Problem = LinearProblem | NormProblem
 
 
@@ -101,8 +93,7 @@ class SiteReport:
 
     Attributes:
         site: the module's path in the library's own names; a calibrator gives its name in the layer.
-        kind: of the solve; `kept` where an expert of a mixture stays as merged, for want of rows, or a router, which
-            makes its choice otherwise than by the largest scores.
+        kind: of the solve; `kept` where an expert of a mixture has too few rows and stays as merged.
         lam: ridge, relative to a Gram matrix of Frobenius norm 1; 0 without an anchor.
         objective_before: objective (Eq. 15 or 57) at the merged parameters; None where nobody asked for it.
         objective_after: objective at the calibrated parameters; never more than before.
@@ -116,11 +107,9 @@ class SiteReport:
         seconds: time spent on the solve.
         upstream_ridge: ridge of the repair of what upstream sites left; None where a calibrator has no such repair.
         upstream_share: share in [0, 1] of that repair which held-out samples supported.
-        stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.cholesky`; of
-            routers |A D - R| / (|A D| + |R|); None for other iterations, or where nothing is solved.
+        stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.cholesky`; None
+            for iterations, or where nothing is solved.
         num_rows: rows that an expert of a mixture was sent; None for what every token passes.
-        routes_before: share of tokens that the router, as merged, sends where the task's own model does.
-        routes_after: the same of the calibrated router.
         change: how much of the way from the merged parameters is left in the dtype that is saved; the entries of a
             `Change` in `base.rounding`.
     """
@@ -140,8 +129,6 @@ class SiteReport:
     upstream_share: float | None = None
     stationarity_error: float | None = None
     num_rows: int | None = None
-    routes_before: float | None = None
-    routes_after: float | None = None
     change: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -153,8 +140,8 @@ class SiteUpdate:
     report: SiteReport
 
     @classmethod
-    def kept(cls, site: Site, num_rows: int | None) -> SiteUpdate:
-        """That an expert of a mixture stays as merged, for want of rows, or a router of unknown form."""
+    def kept(cls, site: Site, num_rows: int) -> SiteUpdate:
+        """Return the update of an expert of a mixture that has too few rows and stays as merged."""
         return cls({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=num_rows))
 
 

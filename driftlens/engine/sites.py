@@ -90,7 +90,7 @@ def select_sites(
         LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
         IncompatibleModelsError: a site that is meant runs more than once in its layer, or shares its weight.
     """
-    paths = [site_path(layer, site) for layer in chain.layers for site in layer.all_sites]
+    paths = [site_path(layer, site) for layer in chain.layers for site in layer.sites]
     there = {group for layer in chain.layers for group in site_groups(layer).values()}
     for pattern in sites or ():
         if pattern not in there:
@@ -101,7 +101,7 @@ def select_sites(
     for layer in chain.layers:
         if wanted is not None and layer.index not in wanted:
             continue
-        for site in _with_router(layer, update):
+        for site in layer.sites:
             path = site_path(layer, site)
             is_left_out = sites is None and path in tied
             if is_left_out or not _is_updated(site, update) or not _is_meant(layer, site, path, sites):
@@ -118,8 +118,6 @@ def select_sites(
                     hint="Leave it out with a pattern of sites, or give each place a weight of its own.",
                 )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
-    if "router" in update:
-        _require_router(chain, chosen)
     if not chosen:
         asked = {"layers": layers, "sites": sites, "update": update}
         given = {
@@ -132,30 +130,6 @@ def select_sites(
             hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}{shared}.",
         )
     return chosen
-
-
-def _with_router(layer: Layer, update: Collection[str]) -> Sequence[Site]:
-    """What of a layer may be meant; a router that is solved for by itself is no plain linear map beside."""
-    if "router" not in update or layer.router is None:
-        return layer.sites
-    return [*(site for site in layer.sites if site.name != layer.router.name), layer.router]
-
-
-def _require_router(chain: LayerChain, chosen: Mapping[int, Collection[str]]) -> None:
-    """Refuse to repair routers where there is none, or none is among the chosen sites."""
-    routers = {layer.index: layer.router for layer in chain.layers if layer.router is not None}
-    if not routers:
-        raise SpecError(
-            f"routers are to be repaired, and no layer of {chain.architecture} has one: it is no mixture of experts "
-            "whose router is one linear map",
-            hint="Set routers to off.",
-        )
-    if not any(site.name in chosen.get(index, ()) for index, site in routers.items()):
-        path = site_path(chain.layers[min(routers) - 1], routers[min(routers)])
-        raise SpecError(
-            "routers are to be repaired, and the chosen layers and sites leave all of them out",
-            hint=f"Name them among the sites (they are called like {path}), or set routers to off.",
-        )
 
 
 def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
@@ -186,7 +160,7 @@ def coverage(
     modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
-        by_name, in_block = {site.name: site for site in _with_router(layer, update)}, layer.role == "block"
+        by_name, in_block = {site.name: site for site in layer.sites}, layer.role == "block"
         for name, slot in chain.owned(layer).items():
             place = chain.tied.get(slot.key, (slot.key,))[0], slot.rows
             if place in counted:
@@ -194,8 +168,8 @@ def coverage(
             counted.add(place)
             owner, _, part = name.rpartition(".")
             site, is_chosen = by_name.get(owner), owner in sites.get(layer.index, ())
-            kinds = {"linear": _KINDS.get(part), "router": "router"}
-            kind = kinds.get("linear" if site is None else site.kind, "norm")
+            is_linear = site is None or site.kind == "linear"
+            kind = _KINDS.get(part) if is_linear else "norm"
             is_solved = is_chosen and kind in update
             size = math.prod(slot.shape(source.headers[slot.key].shape))
             sizes[in_block, is_solved] += size
@@ -258,15 +232,13 @@ def updated_sites(
     """Those of the sites at which a calibrator that updates other kinds of parameters changes anything."""
     updated = {}
     for index, names in sites.items():
-        by_name = {site.name: site for site in chain.layers[index - 1].all_sites}
+        by_name = {site.name: site for site in chain.layers[index - 1].sites}
         if solved := tuple(name for name in names if _is_updated(by_name[name], update)):
             updated[index] = solved
     return updated
 
 
 def _is_updated(site: Site, update: Collection[str]) -> bool:
-    if site.kind == "router":
-        return "router" in update
     return "norm" in update if site.kind != "linear" else not {"linear", "bias"}.isdisjoint(update)
 
 

@@ -33,12 +33,11 @@ from driftlens.engine.calibrating import (
     Ground,
     Solved,
     in_words,
-    router_of,
     solve_layer,
     solved_by_all,
 )
 from driftlens.engine.layer_sums import LayerSums
-from driftlens.engine.pool import LayerMap, replaced
+from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import (
     CalibratedLayer,
     InputSums,
@@ -47,14 +46,12 @@ from driftlens.engine.problems import (
     Wanted,
     WeightedFold,
 )
-from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool, solve_bytes
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, Parameters, SideInputs, Site, State
 
-_ENTERED = "entered"
 _MANY = 1 << 40
 """Batches of a task: so many that their number makes no difference."""
 
@@ -145,13 +142,11 @@ class SnapshotWalk(CalibrationWalk):
     calibrations: Sequence[Lane] = ()
     sums: dict[str, dict[Hashable, LayerSums]] = field(default_factory=dict, init=False)
     kept: dict[Hashable, dict[Hashable, InputSums]] = field(default_factory=dict, init=False)
-    router: Site | None = field(default=None, init=False)
     seen: list[str] = field(default_factory=list, init=False)
     """Tasks of this process of which the layer at hand sees anything."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_trained(self.pool, self.sites, self.tasks, [lane.calibrator for lane in self.calibrations])
         # Before features wait there, of half of what is free; processes sum up the same sites at the same time.
         self.room = min(self.team.gather(room_for_sums(self.pool.device, self.ground.feature_budget)))
 
@@ -161,8 +156,6 @@ class SnapshotWalk(CalibrationWalk):
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         self.seconds = [0.0] * len(self.lanes)
         merged = self.pool.parameters("merged", layer)
-        self.router = router_of(layer, names, [lane.calibrator for lane in self.calibrations])
-        names = {*names} - {self.router.name} if self.router is not None else names
         solved: list[Solved] = [({}, []) for _ in self.lanes]
         runs = self._runs(layer, merged, names)
         for number, run in enumerate(runs, start=1):
@@ -174,7 +167,6 @@ class SnapshotWalk(CalibrationWalk):
                 updates |= more[0]
                 reports += more[1]
             self.grams.take_back()
-        self._repair_routers(layer, merged, solved)
         drift = {} if is_last else self._advance(layer, merged, solved)
         return [
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
@@ -206,23 +198,6 @@ class SnapshotWalk(CalibrationWalk):
                 key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
                 for key, lane in self._wanted(branch).items()
             }
-
-    def _repair_routers(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> None:
-        """Add every lane's router, on what the layer feeds it as it was, or as it is solved for now."""
-        if self.router is None:
-            return
-        branches = {index: branch.name for branch in self.branches for index in branch.lanes}
-        for index, (lane, (updates, reports)) in enumerate(zip(self.calibrations, solved, strict=True)):
-            calibrator = lane.calibrator
-            if calibrator.routers == "off":
-                continue
-            with self.shared([index]):
-                entered = _ENTERED if calibrator.inputs == "expert" else branches[index]
-                repair = RouterRepair(self, layer, self.router, calibrator, entered, lane.parts)
-                is_after = calibrator.routers == "after"
-                of_router, report = repair.solved(replaced(layer, merged, updates) if is_after else merged)
-                updates |= of_router
-                reports += report
 
     def _advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
         """As `advance`, but lanes that are fed another model's features walk on through the merged model."""
@@ -277,10 +252,6 @@ class SnapshotWalk(CalibrationWalk):
                         crossing.take(batch, EXPERT, heard, named=in_words(EXPERT))
                     else:
                         heard(batch.get(EXPERT), batch.side)
-                    if self.router is not None and is_final:
-                        keep_routes(layer, expert, batch, entered, seen.side.routes)
-                        if any(lane.calibrator.inputs == "expert" for lane in self.calibrations):
-                            batch.put(_ENTERED, entered)
                 self._add(layer, batch, part, merged, expert, entered, seen, task)
         if not sees:
             return

@@ -33,11 +33,9 @@ from driftlens.engine.calibrating import (
     Ground,
     Solved,
     in_words,
-    router_of,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
-from driftlens.engine.routers import RouterRepair, keep_routes, require_trained
 from driftlens.engine.sites import (
     ENTERED,
     added_to,
@@ -156,8 +154,6 @@ class StepWalk(CalibrationWalk):
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
         super().__init__(ground)
         self.calibrator = calibrator
-        if calibrator.routers != "off":
-            require_trained(self.pool, self.sites, self.tasks, [calibrator])
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}
@@ -179,18 +175,7 @@ class StepWalk(CalibrationWalk):
         student, updates = merged, dict[str, Tensor]()
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
-        steps = self._steps(groups)
-        first = next(
-            (at for at, step in enumerate(steps) if any(_of_expert(group) for _, group in step)), None
-        )
-        router = router_of(layer, names, [self.calibrator])
-        is_before = self.calibrator.routers == "before" and first is not None
-        for at, step in enumerate([*steps, []]):
-            if router is not None and at == (first if is_before else len(steps)):
-                of_router, report = RouterRepair(self, layer, router, self.calibrator).solved(student)
-                updates |= of_router
-                reports += report
-                student = replaced(layer, merged, updates)
+        for step in self._steps(groups):
             solved, of_step = self._solve_step(layer, student, merged, step, streams)
             updates |= solved
             student, solved = merged, {}  # what they were makes room
@@ -273,9 +258,7 @@ class StepWalk(CalibrationWalk):
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
-                router = router_of(layer, names, [self.calibrator])
-                plain = {*names} - {router.name} if router is not None else names
-                self.groups[layer.index] = groups_of(layer, plain)
+                self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         digests = self.team.together(partial(self._read_all, first))
@@ -437,8 +420,6 @@ class StepWalk(CalibrationWalk):
         for name, stream in streams.items():
             wanted[name] = wanted[name] + stream_of(layer, stream, state, seen.inputs)
         batch.put(_WANTED, wanted)
-        if router_of(layer, self.sites[layer.index], [self.calibrator]) is not None:
-            keep_routes(layer, expert, batch, state, seen.side.routes)
         return left
 
     def _sums(

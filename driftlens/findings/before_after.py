@@ -141,7 +141,7 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
     rows = before_after(run, name)
     sheets = (
         *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
-        *(_changes(name, changes), _answers(name, changes), _routers(run, name), _moves(run, name)),
+        *(_changes(name, changes), _answers(name, changes), _moves(run, name)),
         _shares(run, name),
     )
     return [sheet for sheet in sheets if sheet.rows]
@@ -248,20 +248,6 @@ def _answers(name: str, changes: Sequence[Finding]) -> Table:
         f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} on these samples, with "
         "Tango's interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals "
         "(MOVER; samples of different tasks are independent) and has its p from its own.",
-    )
-
-
-def _routers(run: DriftRun, name: str) -> Table:
-    """Of every router that was to be solved for, how many tokens go to the experts' own choices, before and after."""
-    rows = run.calibration(name)
-    rows = rows[rows["routes_after"].notna()]
-    return Table.of(
-        f"routers-{name}",
-        f"{title(calibrated(name))}: tokens that go where each task's own expert model sends them",
-        {"router": "text", "layer": "count", "tokens before": "share", "tokens after": "share"},
-        rows[["site", "layer", "routes_before", "routes_after"]].to_numpy(dtype=object).tolist(),
-        "On calibration samples and the features that the router was solved on, all of a token's experts being the "
-        "same; `rerouted` in the table of layers says how many others go elsewhere on diagnosis samples.",
     )
 
 

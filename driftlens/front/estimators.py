@@ -71,7 +71,7 @@ class Fitting(Calibrator):
         inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
         study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
-        chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.kinds)
+        chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
         # Of the base nothing but weights is asked.
         check_closure(replace(study, variants=("merged",)), request.closure_samples)
         ground = Ground(
@@ -92,7 +92,7 @@ class Fitting(Calibrator):
         self.history_ = pd.DataFrame(history_rows("", solution.reports)).drop(columns="name")
         self.modules_ = tuple(dict.fromkeys(report.site for _, report in solution.reports))
         tied = ", ".join(tied_sites(chain)) if request.sites is None else ""
-        share, text = coverage(chain, source, chosen, self.kinds)
+        share, text = coverage(chain, source, chosen, self.update)
         left = f"left as they are, because their weights serve other places too: {tied}"
         said = (left, bool(tied)), (f"only a part is calibrated: {text}", share < 1)
         self.notices_ = (*study.notices, *(notice for notice, holds in said if holds))

@@ -44,12 +44,8 @@ GATED = "gated"
 """The rule of token weights of a mixture's experts: a token counts the square of its gate, 0 for other experts."""
 
 Role = Literal["stem", "block", "head"]
-SiteKind = Literal["linear", "layer_norm", "rms_norm", "router"]
+SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
-
-
-class RoutesKnown(Exception):
-    """Thrown out of a pass that ends where it is known which experts tokens go to."""
 
 
 @dataclass(eq=False)
@@ -60,9 +56,6 @@ class Routes:
     they are given. A pass that is given them takes these experts in the place of those that its own router would, by
     gates that its router makes of them.
 
-    A pass that `ends` there, by `RoutesKnown`, also writes what its router reads, `fed` [T, d], and which `steps` it
-    takes from scores to choices: `softmax` or `sigmoid`, and `top`.
-
     A pass that `keeps_rows` also writes what the mixture reads and makes of it, `rows` [T, d] each. One that is given
     other routes from the same features takes from it, as `beside`, the rows of tokens that go the same way in both.
     """
@@ -70,19 +63,9 @@ class Routes:
     chosen: Tensor | None = None
     gates: Tensor | None = None
     is_given: bool = False
-    ends: bool = False
-    fed: Tensor | None = None
-    steps: set[str] = field(default_factory=set)
     keeps_rows: bool = False
     rows: tuple[Tensor, Tensor] | None = None
     beside: Routes | None = None
-
-    @property
-    def scoring(self) -> str:
-        """`softmax` or `sigmoid`, where scores are made by it alone and the largest are chosen; else empty."""
-        scorings = self.steps - {"top"}
-        is_known = self.fed is not None and "top" in self.steps and len(scorings) == 1
-        return next(iter(scorings)) if is_known else ""
 
     def record(self, chosen: Tensor, gates: Tensor) -> None:
         """Keep where tokens went, unless that was given."""
@@ -318,7 +301,6 @@ class Layer:
             before a decoder, none is the one that scores are made of, so their mean is taken.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
-        router: of a mixture of experts, as a site that is solved by itself; none where there is no one linear map.
         is_returned: whether its module returns what leaves it, where nothing is done to that before the next one.
         needs: the side input without which its sites see nothing of a batch, such as the places of images.
     """
@@ -333,18 +315,12 @@ class Layer:
     pool: Pool | None = None
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    router: Site | None = None
     is_returned: bool = True
     needs: str = ""
 
     def sees(self, side: SideInputs) -> bool:
         """Whether its sites are given anything of a batch."""
         return not self.needs or self.needs in side
-
-    @property
-    def all_sites(self) -> tuple[Site, ...]:
-        """All that can be calibrated, the router last."""
-        return self.sites if self.router is None else (*self.sites, self.router)
 
     @property
     def num_experts(self) -> int:

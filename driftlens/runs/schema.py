@@ -423,7 +423,7 @@ CALIBRATION = Table(
         _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from, empty elsewhere."),
         _pure(
             "routes_before",
-            "Of routers: share of tokens sent where the task's own model does.",
+            "Of routers that older runs repaired: share of tokens sent where the task's own model does.",
             "lower",
             SHARE,
         ),

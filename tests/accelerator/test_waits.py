@@ -22,7 +22,6 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Crossing
 from driftlens.jobs.analyze import causes
-from driftlens.linalg import routing
 from driftlens.models.chain import Routes
 from driftlens.models.taking_apart import dissection
 from driftlens.models.taking_apart.mixtures import _mixture, _Watch
@@ -200,7 +199,6 @@ def test_a_calibration_that_reads_of_every_batch_is_found(
 
 MIXED: dict[str, Calibrator] = {
     "featcal": FeatCal(),
-    "routers": FeatCal(routers="after"),
     "residual": ResidualCal(cv="off", weights="uniform"),
 }
 
@@ -231,7 +229,7 @@ def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
     pool = ModelPool(chain, base, sources, device=sim, dtype=torch.float32)
     tokens = torch.randint(4, 40, (4, 12), generator=torch.Generator().manual_seed(3))
     inputs = {"input_ids": tokens}
-    sites = select_sites(pool.chain, update=method.kinds)
+    sites = select_sites(pool.chain, update=method.update)
 
     def as_alone(number: int, again: Callable[[], Any]) -> None:
         before = counted().read
@@ -254,8 +252,6 @@ def test_of_mixtures_the_librarys_own_forward_alone_reads_of_every_batch(
     packed = "find_packed_sequence_indices"
     monkeypatch.setattr(masking_utils, packed, apart.listening(getattr(masking_utils, packed), packed))
     monkeypatch.setattr(_Watch, "before", apart.listening(_Watch.before, "told"))
-    # Every step of a router's solve reads two numbers, and how many steps there are may be rounding's choice.
-    monkeypatch.setattr(routing, "_STEPS", 2)
     if is_planted:
         read_of_every_batch(monkeypatch)
     assert (rest(4, "a") == rest(1, "ab")) != is_planted

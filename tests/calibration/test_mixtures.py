@@ -184,10 +184,9 @@ IN_RUNS: dict[str, list[Any]] = {
         FeatCal(lam=0.1),
         FeatCal(lam=1.0),
         FeatCal(inputs="expert"),
-        FeatCal(alpha=0.1, routers="after"),
+        FeatCal(alpha=0.1),
     ],
-    "routers before": [FeatCal(routers="before")],
-    "residual": [ResidualCal(folds=2, order="block", mu=0.5, routers="before")],
+    "residual": [ResidualCal(folds=2, order="block", mu=0.5)],
 }
 
 
@@ -206,20 +205,19 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
         most = max(most, len(self._lent))
         return lent
 
-    def walked(budget: int, objectives: bool) -> tuple[list[list[CalibratedLayer]], int]:
+    def walked(budget: int) -> tuple[list[list[CalibratedLayer]], int]:
         nonlocal most
         most = 0
         monkeypatch.setattr(steps, "in_runs", in_runs if budget == 1 else lambda items, *_: [list(items)])
-        sites = select_sites(models.pool.chain, update=calibrators[-1].kinds)
+        sites = select_sites(models.pool.chain, update=calibrators[-1].update)
         parts = {task: given(models.batches) for task in TASKS}
-        ground = Ground(models.pool, parts, sites, feature_budget=budget, objectives=objectives)
+        ground = Ground(models.pool, parts, sites, feature_budget=budget)
         if method == "residual":
             return [[layer] for layer in calibrators[0].calibrate(ground)], most
         return list(calibrate_side_by_side(ground, [Lane(each) for each in calibrators])), most
 
     monkeypatch.setattr(GramPool, "lend", counted)
-    objectives = method != "routers before"
-    (whole, many), (parted, few) = walked(1 << 31, objectives), walked(1, objectives)
+    (whole, many), (parted, few) = walked(1 << 31), walked(1)
     # Of ten groups of sites eight are experts', which have two matrices each.
     assert few * 10 == many * (3 if method != "residual" else 1)
     for lane, other in zip(*(chain.from_iterable(layers) for layers in (whole, parted)), strict=True):

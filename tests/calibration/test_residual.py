@@ -191,7 +191,7 @@ def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_
 
     written = calibrated(models, settings, feature_budget=0, spill=spill, on_step=look)
     assert all(torch.equal(value, held[key]) for key, value in written.items()) and not spill.exists()
-    sites = select_sites(models.pool.chain, update=settings.kinds)
+    sites = select_sites(models.pool.chain, update=settings.update)
     told = len(TASKS) * settings.waiting_bytes(models.pool, sites)
     assert entries and 4 * sum(entries.values()) == told and solved and not left
     assert SMALL.waiting_bytes(models.pool, sites) == 0

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
-from tests.zoo.decoders import MIXTURES
-from tests.zoo.suite import spec_of
 from tests.zoo.world import CLASSES, LOGIT_SCALE, TASKS, World, write_images, write_spec
 
 Spec = dict[str, Any]
@@ -263,39 +261,6 @@ def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
     monkeypatch.undo()
     assert run_cli(*arguments, "--resume").code == 0
     assert run_cli("check", out).code == 0
-
-
-@pytest.mark.slow
-def test_routers_that_no_expert_has_changed_are_refused_before_anything_is_begun(
-    run_cli: Cli, tmp_path: Path
-) -> None:
-    """By a trial as by the calibration itself; and a model of more experts than its base before it is walked."""
-    spec, out = spec_of(MIXTURES["Mixtral"], tmp_path) | {"metrics": {"jacobian": False}}, tmp_path / "run"
-    stored = {name: tmp_path / name / "model.safetensors" for name in ("base", "a", "b")}
-    routers = {key: value for key, value in load_file(stored["base"]).items() if key.endswith(".gate.weight")}
-    assert routers
-    for file in stored.values():
-        save_file(load_file(file) | routers, file, {"format": "pt"})
-    analyze = ("analyze", write_spec(tmp_path / "spec.yaml", spec), "--progress", "none", "--out")
-    assert run_cli(*analyze, out).code == 0
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for method in ("featcal", "residual"):
-        asked = ("calibrate", out, "--name", "x", "--method", method, "--set", "routers=before")
-        for flags in ((), ("--dry-run",)):
-            refused = run_cli(*asked, *flags)
-            assert refused.code == 2 and "frozen in training" in refused.err + refused.out, refused
-            assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    state = load_file(stored["a"])
-    more = {
-        key.replace("experts.3", "experts.4"): value.clone()
-        for key, value in state.items()
-        if "experts.3" in key
-    } | {key: value[[0, 1, 2, 3, 3]] for key, value in routers.items()}
-    assert len(more) > len(routers)
-    save_file(state | more, stored["a"], {"format": "pt"})
-    refused = run_cli(*analyze, tmp_path / "none")
-    assert refused.code == 4 and "5 experts" in refused.message and refused.hint, refused.err
-    assert not (tmp_path / "none").exists()
 
 
 def one_image(bench: Bench) -> None:

@@ -35,7 +35,6 @@ class Subject:
     build: Callable[[], nn.Module]
     batch: Callable[[Sequence[int], bool, int], Any]
     is_padded: bool = True
-    is_mixture: bool = False
     tolerance: float = 1e-6
 
 
@@ -60,7 +59,6 @@ def decoder(config: Any) -> Subject:
     return Subject(
         with_seed(lambda: in_double(transformers.AutoModelForCausalLM.from_config(config))),
         lambda chosen, is_left, more: padded([rows[at] for at in chosen], is_left, more),
-        is_mixture=config in MIXTURES.values(),
         # A part of it computes in float32, of which rounding depends on how many rows there are: of Cohere 2 the norms.
         tolerance=1e-4 if config.model_type in (*FLOAT32, "cohere2") else 1e-6,
     )
@@ -131,10 +129,9 @@ def measured(subject: Subject, models: Any, batches: list[Any], out: Path) -> tu
         jacobian=None,
         progress="none",
     )
-    routers = "after" if subject.is_mixture else "off"
     for name, calibrator in {
-        "featcal": dl.FeatCal(lam=1e-2, rho=1.5, routers=routers),
-        "residual": dl.ResidualCal(folds=2, routers=routers),
+        "featcal": dl.FeatCal(lam=1e-2, rho=1.5),
+        "residual": dl.ResidualCal(folds=2),
     }.items():
         run = run.calibrate(calibrator, name=name)
     before = merged.state_dict()

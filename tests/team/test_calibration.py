@@ -90,7 +90,6 @@ DIVIDED: dict[str, tuple[str, Calibrator]] = {
     "residual": ("open_clip_vit", ResidualCal(folds=2)),
     "metric": ("open_clip_vit", ResidualCal(folds=2, mu=0.9, order="block")),
     "uniform": ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
-    "routers": ("Mixtral", FeatCal(routers="after")),
     "experts": ("Mixtral", ResidualCal(weights="uniform", cv="off")),
 }
 ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
@@ -108,7 +107,7 @@ def test_several_processes_find_what_one_finds(method: str, size: int) -> None:
 
     def walk(team: Team) -> list[CalibratedLayer]:
         pool = pools[team.rank]
-        sites = select_sites(pool.chain, update=calibrator.kinds)
+        sites = select_sites(pool.chain, update=calibrator.update)
         # Experts of a mixture, or groups of sites, in runs of one: for these, sums are too large together.
         budget = 1 if team.size > 1 else 1 << 31
         ground = Ground(pool, samples(case), sites, team=team, feature_budget=budget)
@@ -193,7 +192,7 @@ def test_batches_of_a_task_are_shared_where_tasks_are_too_few(method: str, size:
             task: [Given(lambda task=task: given[task], [f"{task}{at}" for at in range(count)], 2)]  # type: ignore[misc]
             for task, count in counts.items()
         }
-        sites = select_sites(pool.chain, update=calibrator.kinds)
+        sites = select_sites(pool.chain, update=calibrator.update)
 
         def hear(now: Step) -> None:
             seen.append((team.rank, now.task, now.layer))
@@ -262,7 +261,7 @@ def test_all_begin_anew_where_one_has_too_little_memory(short: tuple[int, str, s
         layers: list[CalibratedLayer] = []
         steps = itertools.count()
         pool = pools[team.rank]
-        sites = select_sites(pool.chain, update=calibrator.kinds)
+        sites = select_sites(pool.chain, update=calibrator.update)
 
         def hear(now: Step) -> None:
             if team.rank == 1 and fitting_batch(4) > fits and next(steps) % 4 == 3:

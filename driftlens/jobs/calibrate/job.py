@@ -435,7 +435,7 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
     notices += trained_on(plan.samples, study) if plan.automatic or "curve" in plan.shrink else []
     if plan.sites:
         pool = study.pool
-        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.kinds)
+        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*notices, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries and not plan.calibrator.needs_task_id:

@@ -21,9 +21,7 @@ from driftlens.base.variants import calibrated, control_of, expert_of, task_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
-from driftlens.engine.calibrating import ClosedForm
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.routers import require_trained
 from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.study.merging import merged_within
@@ -137,7 +135,7 @@ class CalibrationPlan(Chosen):
             samples = {task: dataclasses.replace(drawn, views=views) for task, drawn in self.samples.items()}
             plan = dataclasses.replace(plan, samples=samples)
         if type(calibrator) is not type(self.calibrator):
-            sites = updated_sites(study.pool.chain, self.sites, calibrator.kinds)
+            sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
         return plan.settled(calibrator, study)
 
@@ -288,10 +286,8 @@ def plan_calibration(
             hint="Leave them out, or choose a method that solves for modules, for example featcal.",
         )
     chain = study.pool.chain
-    update = calibrator.kinds
+    update = calibrator.update
     sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
-    if isinstance(calibrator, ClosedForm) and calibrator.routers != "off":
-        require_trained(study.pool, sites, samples, [calibrator])
     control = control_of(request.name)
     if control in study.variants:
         raise SpecError(

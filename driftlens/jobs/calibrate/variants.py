@@ -112,22 +112,16 @@ class Solution:
 
 
 def unreached(solution: Solution) -> list[str]:
-    """Names what of mixtures stays as merged: experts to which too few tokens came, routers whose form isn't known."""
+    """Return a notice on experts of mixtures that stay as merged because too few tokens came to them."""
     kept = [report for _, report in solution.reports if report.kind == "kept"]
-    tokens = {
-        report.site.rpartition(".")[0]: report.num_rows for report in kept if report.num_rows is not None
-    }
+    tokens = {report.site.rpartition(".")[0]: report.num_rows or 0 for report in kept}
+    if not tokens:
+        return []
     named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
-    text = (
-        f"too few tokens came to {counted(len(tokens), 'expert')} of mixtures, which stay as merged: {named}"
-    )
-    routers = [report.site for report in kept if report.num_rows is None]
-    unknown = (
-        f"{counted(len(routers), 'router')} of mixtures stay as merged, because they don't choose by the largest of "
-        f"softmax or sigmoid scores: {some_of(routers)}"
-    )
-    notices = (f"{text}; more samples reach more of them", tokens), (unknown, routers)
-    return [notice for notice, concerned in notices if concerned]
+    experts = counted(len(tokens), "expert")
+    return [
+        f"too few tokens came to {experts} of mixtures, which stay as merged: {named}; more samples reach more of them"
+    ]
 
 
 def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:

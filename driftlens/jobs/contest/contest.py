@@ -388,7 +388,7 @@ class Trials:
         together: dict[tuple[str, ...], list[Fit]] = {}
         for fit in fits:
             if fit.calibrator.lane() is not None:
-                together.setdefault(tuple(fit.calibrator.kinds), []).append(fit)
+                together.setdefault(tuple(fit.calibrator.update), []).append(fit)
                 continue
             self.begin([fit])
             try:
@@ -433,7 +433,7 @@ class Trials:
         """The seconds that a fit took; the study's pool has its model then."""
         pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
         attached: dict[tuple[str, int], Attachment] = {}
-        sites = self.sites(fit.calibrator.kinds) if fit.calibrator.takes_sites else {}
+        sites = self.sites(fit.calibrator.update) if fit.calibrator.takes_sites else {}
         parts: Parts = {task: [samples] for task, samples in self._samples_of(fit).items()}
         started = time.perf_counter()
         for layer in fit.calibrator.calibrate(self.ground(parts, sites)):

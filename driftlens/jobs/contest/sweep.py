@@ -98,7 +98,7 @@ class Setting:
     def walks_with(self) -> tuple[str, ...]:
         """Equal for settings that can be solved for in one walk; empty where it walks alone."""
         calibrator = self.calibrator
-        return (self.corruption, *calibrator.kinds) if calibrator.lane() is not None else ()
+        return (self.corruption, *calibrator.update) if calibrator.lane() is not None else ()
 
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""

@@ -98,7 +98,7 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
     checks.ok("settings", f"{plan.method}: {settings}")
     pool, where = opened.study.pool, f"in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers"
     if plan.sites:
-        _, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.kinds)
+        _, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         checks.ok("sites", f"{where}: {text}")
     else:
         what = "attachments" if plan.calibrator.needs_task_id else "all weights"

@@ -218,14 +218,14 @@ def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks:
         if not calibrator.takes_sites:  # it trains something
             return
         patterns = None if spec.calibration is None else spec.calibration.sites
-        sites = select_sites(chain, sites=patterns, update=calibrator.kinds)
+        sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
         return
-    share, text = coverage(chain, weights, sites, calibrator.kinds)
+    share, text = coverage(chain, weights, sites, calibrator.update)
     file = checks.ok if share == 1 or patterns is not None else checks.notice
     file("sites", text)
 

@@ -218,7 +218,7 @@ def short_plan(plan: CalibrationPlan, short: Shortened) -> CalibrationPlan:
     """The plan for a study cut short: in every layer that is left, the sites that the plan has in any layer."""
     planned = {site for sites in plan.sites.values() for site in sites}
     layers, calibrator = short.study.pool.chain.layers, plan.calibrator
-    named = {layer.index: [site.name for site in layer.all_sites if site.name in planned] for layer in layers}
+    named = {layer.index: [site.name for site in layer.sites if site.name in planned] for layer in layers}
     is_chosen = plan.shrink.get("asked") == "auto"  # what that takes, the choice tells
     if calibrator.repeats:
         calibrator = calibrator.changed(**{calibrator.repeats: min(short.size.rounds, rounds_of(calibrator))})

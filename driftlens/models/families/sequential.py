@@ -142,7 +142,6 @@ def _taken_apart(
             sites=pieces.sites[position],
             is_residual=pieces.is_residual[position],
             no_sites=no_sites(parts.blocks[position], parts.slots[position], pieces.sites[position]),
-            router=parts.router(position),
         )
         for position in range(len(parts.blocks))
     ]

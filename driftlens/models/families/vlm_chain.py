@@ -291,7 +291,6 @@ class Sighted(Dissection):
                     pool="mean" if is_tower else None,
                     is_residual=frame.entered == frame.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
-                    router=self.router(position),
                     is_returned=position not in added,
                     needs=_AT_IMAGES if is_tower else "",
                 )

@@ -229,12 +229,6 @@ class Dissection:
         mixture = self.mixtures[position]
         return () if mixture is None else mixture.sites()
 
-    def router(self, position: int) -> Site | None:
-        """The router of a block's experts, where it is a mixture whose router is one linear map."""
-        mixture = self.mixtures[position]
-        name = "" if mixture is None else mixture.router
-        return Site(name, "router", name) if name else None
-
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""

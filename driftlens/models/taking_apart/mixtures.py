@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from driftlens.models.chain import GATED, Routes, RoutesKnown, Site, Slot, Tap
+from driftlens.models.chain import GATED, Routes, Site, Slot, Tap
 
 _READ = (torch.Tensor.__getitem__, torch.select, torch.Tensor.select)
 _PRODUCTS = (
@@ -28,10 +28,6 @@ _PRODUCTS = (
 )
 _BATCHED = (torch.bmm, torch.Tensor.bmm)
 _TOP = (torch.topk, torch.Tensor.topk)
-_SCORINGS: Mapping[Any, str] = {
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax), "softmax"),
-    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,6 @@ class Mixture:
         size: how many experts there are.
         matrices: names of its tensors [experts, ., .].
         is_routed: whether the module is told who goes where; otherwise it is handed the tokens of every expert.
-        router: name in the block of the linear map that scores every expert; empty where there is no such one map.
     """
 
     path: str
@@ -52,7 +47,6 @@ class Mixture:
     size: int
     matrices: tuple[str, ...]
     is_routed: bool
-    router: str = ""
 
     @property
     def is_transposed(self) -> bool:
@@ -93,22 +87,7 @@ def mixture_of(block: nn.Module) -> Mixture | None:
     several = [
         mixture for path, module in block.named_modules() if (mixture := _mixture(path, module)) is not None
     ]
-    return replace(several[0], router=_router(block, several[0])) if len(several) == 1 else None
-
-
-def _router(block: nn.Module, mixture: Mixture) -> str:
-    """The map of features to one score an expert that lies nearest to the mixture, and not in it."""
-    around, inside = mixture.path.rpartition(".")[0], f"{mixture.path}."
-    maps = [
-        name
-        for name, module in block.named_modules()
-        if name.startswith(around) and not f"{name}.".startswith(inside)
-        if isinstance(weight := getattr(module, "weight", None), Tensor)
-        if weight.dim() == 2 and len(weight) == mixture.size
-    ]
-    least = min((name.count(".") for name in maps), default=0)
-    nearest = [name for name in maps if name.count(".") == least]
-    return nearest[0] if len(nearest) == 1 else ""
+    return several[0] if len(several) == 1 else None
 
 
 def _mixture(path: str, module: nn.Module) -> Mixture | None:
@@ -164,15 +143,12 @@ def mixing(
         hooks.callback(mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
         if mixture.is_routed:
             hooks.callback(mixture.module.register_forward_hook(watch.after).remove)
-        if mixture.router and watch.routes.ends:
-            router = block.get_submodule(mixture.router)
-            hooks.callback(router.register_forward_pre_hook(watch.before_router, with_kwargs=True).remove)
         with watch:
             yield
 
 
 class _Watch(TorchFunctionMode):
-    """Follows one mixture through one pass: what its router takes, what it reads of its tensors and multiplies."""
+    """Follows one mixture through one pass: who goes where, what it reads of its tensors and multiplies."""
 
     def __init__(
         self,
@@ -206,8 +182,6 @@ class _Watch(TorchFunctionMode):
         if self.mixture.is_routed:
             self.features, chosen, gates = (*args, *kwargs.values())
             self.routes.record(chosen, gates)
-        if self.routes.ends:
-            raise RoutesKnown
         if self.features is None or not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
@@ -230,11 +204,6 @@ class _Watch(TorchFunctionMode):
             self.routes.rows = self.features, output
         return None
 
-    def before_router(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the router runs: what it reads; from here on functions of scores are its own."""
-        features = (*args, *kwargs.values())[0]
-        self.routes.fed, self.routes.steps = features.reshape(-1, features.shape[-1]), set()
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -242,10 +211,7 @@ class _Watch(TorchFunctionMode):
         if func is torch.zeros_like and self.is_inside:
             # What is added up in it may carry derivatives, also for many vectors at once.
             return args[0] * 0
-        if func in _SCORINGS:
-            self.routes.steps.add(_SCORINGS[func])
         if func in _TOP and args[0].shape[-1] == self.mixture.size:
-            self.routes.steps.add("top")
             return self._top(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:
             # A number that lies on a device is waited for once, as it is without us.

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -30,7 +31,9 @@ from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_ou
 
 DIVIDED = ("analyze", "calibrate", "sweep", "arena")
 """Commands that divide their work among processes."""
-_GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
+_GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug", "--offline"}
+_GLOBAL_OPTIONS = ("--threads", "--progress")
+"""Options of the whole program that take a value."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start": ("demo", "why", "init", "validate", "convert", "ui", "doctor"),
     "Measure": ("analyze", "attach", "compare", "check"),
@@ -68,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
-    # Flags that concern the whole program are understood behind the command too.
-    flags = [part for part in given if part in _GLOBAL_FLAGS]
-    rest = [part for part in given if part not in _GLOBAL_FLAGS]
+    flags, rest = _split_global_options(given)
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
@@ -98,6 +99,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of the whole program, which may also stand after the command, and all other arguments."""
+    flags: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in _GLOBAL_OPTIONS:
+            flags += [word, *itertools.islice(words, 1)]
+        elif word in _GLOBAL_FLAGS or word.partition("=")[0] in _GLOBAL_OPTIONS:
+            flags.append(word)
+        else:
+            rest.append(word)
+    return flags, rest
 
 
 def run(arguments: list[str]) -> int:

@@ -53,6 +53,9 @@ class Manner:
     log_json: bool = False
     debug: bool = False
     silent: bool = False
+    offline: bool = False
+    threads: int | None = None
+    progress: str = "auto"
     team: Team = ALONE
 
 
@@ -73,6 +76,22 @@ def set_manner(
         bool, typer.Option("--log-json", help="Log lines, progress and errors as JSON.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing."),
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            envvar="DRIFTLENS_THREADS",
+            min=1,
+            help="Threads to compute with; measured when a phase begins if left out.",
+        ),
+    ] = None,
+    progress: Annotated[
+        str, typer.Option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
+    ] = "auto",
     version: Annotated[
         # A variable DRIFTLENS_VERSION is somebody's note of a version, not a question.
         bool,
@@ -87,6 +106,7 @@ def set_manner(
 ) -> None:
     """Measure, explain and repair the feature drift of merged neural networks."""
     manner.quiet, manner.verbose, manner.log_json, manner.debug = quiet, verbose, log_json, debug
+    manner.offline, manner.threads, manner.progress = offline, threads, progress
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if log_json else _PlainLines())
@@ -112,9 +132,6 @@ def _event(event: str, **about: object) -> str:
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
-Offline = Annotated[
-    bool, typer.Option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing.")
-]
 Trust = Annotated[
     # Trust is given on the command line or not at all; no variable may give it.
     bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code that the spec names.")
@@ -127,18 +144,6 @@ Device = Annotated[
         help="auto, cpu, cuda, mps, xpu; cuda:1 of several; over the spec's.",
     ),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        envvar="DRIFTLENS_THREADS",
-        min=1,
-        help="Threads to compute with; measured when a phase begins if left out.",
-    ),
-]
-ProgressMode = Annotated[
-    str, typer.Option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
-]
 
 
 @dataclass(frozen=True)
@@ -146,28 +151,25 @@ class Job:
     """What a command that computes may use, and how it is watched."""
 
     device: Device = None
-    offline: Offline = False
     trust: Trust = False
-    threads: Threads = None
-    progress: ProgressMode = "auto"
 
     @property
     def access(self) -> Access:
         """Device, network and trust, as the pipeline takes them."""
-        return Access(self.device, self.offline, self.trust, manner.team)
+        return Access(self.device, manner.offline, self.trust, manner.team)
 
     @contextmanager
     def context(self) -> Iterator[Context]:
         """Progress shown as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
         from driftlens.base.progress import sink_for
 
-        mode: Any = "none" if manner.quiet else self.progress
+        mode: Any = "none" if manner.quiet else manner.progress
         if manner.log_json and mode == "auto":
             mode = "jsonl"
         if mode == "jsonl":  # whoever reads these lines can read no others
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
-        with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
+        with limited_threads(manner.threads), cancelling() as cancel, sink_for(mode) as sink:
             yield Context(self.access, manner.team.progress(sink), cancel)
 
 
@@ -182,7 +184,7 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
         @flagged
         def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = False) -> None: ...
 
-    `Annotated[Job, "device", "progress"]` has only these of its options.
+    `Annotated[Job, "device"]` has only these of its options.
     """
     parameters: dict[str, inspect.Parameter] = {}
     own: dict[str, inspect.Parameter] = {}
@@ -219,7 +221,7 @@ def _job(names: list[str], given: Mapping[str, Any]) -> Job:
 
 def _request(kind: type[Request], given: Mapping[str, Any]) -> Request:
     """The request that flags ask for; what is left out has its default."""
-    said = {name: value for name in kind.short if (value := given[name]) is not None}
+    said = {}
     for name, field in kind.model_fields.items():
         option = Option.of(field)
         value = given[option.parameter or name] if option.is_given else None
@@ -235,11 +237,6 @@ def request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
     """The flags of a request, as parameters that typer understands."""
     for name, field in kind.model_fields.items():
         option = Option.of(field)
-        if name == "parameters":
-            yield from (
-                _flag(short, float | None, None, typer.Option(help=help_text))
-                for short, help_text in kind.short.items()
-            )
         if option.is_given:
             yield _field_flag(name, field, option)
 

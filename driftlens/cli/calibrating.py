@@ -46,7 +46,7 @@ def calibrate(
     from driftlens.jobs.contest.sweep import control
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
-    name, is_watched = request.name, job.progress == "jsonl"
+    name, is_watched = request.name, manner.progress == "jsonl"
 
     def show_first(measured: DriftRun) -> None:
         note(first_numbers_text(measured, name))

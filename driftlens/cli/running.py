@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from driftlens.base.access import Access
 from driftlens.base.errors import SpecError
 from driftlens.base.progress import ProgressEvent, all_of
 from driftlens.cli.app import (
@@ -50,7 +51,7 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
     *,
-    job: Annotated[Job, "device", "threads", "progress"],
+    job: Annotated[Job, "device"],
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
@@ -115,8 +116,6 @@ def init(
     template: Annotated[str, typer.Option(help="generic or clip-ta, where no models are given.")] = "generic",
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
-    *,
-    job: Annotated[Job, "offline"],
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run spec to start from: a commented one, or one of models and their data."""
@@ -132,7 +131,7 @@ def init(
 
         asked = asked_about(models, recipe_in(models), is_merged=False)
         probe = Path("probe") if is_shown else out.with_name(f"{out.stem}-probe")
-        drafted = draft(asked, data or (), overrides or (), probe, job.access)
+        drafted = draft(asked, data or (), overrides or (), probe, Access(offline=manner.offline))
         text, chosen = drafted.text, drafted.chosen
     else:
         text = template_text(template)
@@ -153,14 +152,14 @@ def init(
 def validate(
     spec: SpecFile,
     request: PreflightRequest,
-    job: Annotated[Job, "device", "offline", "trust", "threads"],
+    job: Job,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
 
-    with limited_threads(job.threads):
+    with limited_threads(manner.threads):
         checks = preflight(load_spec(spec, request.overrides), request, job.access)
     say_json(checks.as_dict()) if as_json else say(checks.text())
     if checks.problems:
@@ -203,7 +202,7 @@ def analyze(
     elif add is not None:
         raise SpecError("--add needs a finished run", hint="Give the run directory instead of a spec.")
     else:
-        resolved = load_spec(source, request.over_spec)
+        resolved = load_spec(source, request.overrides)
         with job.context() as context:
             run = run_analysis(resolved, request, context)
     if manner.verbose:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -86,9 +86,7 @@ def unspoken(default: Any) -> Any:
 
 
 class Request(Part, title="calibrate"):
-    """What one command is asked to do; `short`: settings with flags of their own, which `parameters` takes up."""
-
-    short: ClassVar[Mapping[str, str]] = {}
+    """The options of one command."""
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
@@ -103,27 +101,21 @@ class Request(Part, title="calibrate"):
     @classmethod
     def keywords(cls) -> dict[str, Any]:
         """All that can be said, with what it is if nobody does; `...` where somebody has to."""
-        said = {
+        return {
             name: ... if field.is_required() else field.get_default(call_default_factory=True)
             for name, field in cls.model_fields.items()
         }
-        return {**said, **dict.fromkeys(cls.short)}
 
     @model_validator(mode="before")
     @classmethod
-    def _take_up_short_names(cls, keywords: Any) -> Any:
+    def _use_python_numbers(cls, keywords: Any) -> Any:
         if not isinstance(keywords, Mapping):
             return keywords
-        # Numbers of numpy and torch are no numbers of Python's, which records hold.
-        keywords = {
+        # Records hold Python's numbers, not those of numpy or torch.
+        return {
             name: value.item() if getattr(value, "ndim", None) == 0 else value
             for name, value in keywords.items()
         }
-        if not keywords.keys() & cls.short.keys():
-            return keywords
-        short = {name: keywords[name] for name in cls.short if keywords.get(name) is not None}
-        rest = {name: value for name, value in keywords.items() if name not in cls.short}
-        return {**rest, "parameters": {**(rest.get("parameters") or {}), **short}}
 
     @classmethod
     def in_python(cls) -> dict[str, str]:
@@ -134,7 +126,7 @@ class Request(Part, title="calibrate"):
             if option.is_given:
                 value = not field.default if isinstance(field.default, bool) else ""
                 said[option.spelled(name)] = f"{name}={value}"
-        return {**said, **{f"--{name}": f"{name}=" for name in cls.short}}
+        return said
 
     def words(self) -> list[str]:
         """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
@@ -257,18 +249,12 @@ def _parameters(text: str) -> Any:
 class CalibrationRequest(Request):
     """One calibration; what is left out comes from the preset, then from the run's spec."""
 
-    short: ClassVar[Mapping[str, str]] = {
-        "lam": "Ridge, for Gram matrices of norm 1; >= 0.",
-        "rho": "Anchor: rho * merged + (1 - rho) * base.",
-        "alpha": "Share of the expert in the target; 0 to 1.",
-    }
-
     name: Annotated[str, AfterValidator(_calibration_name)] = asked(
         "Its variant will be called calibrated:NAME.", ...
     )
     method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
     preset: Text | None = asked("Published settings; `driftlens doctor --methods` lists them.")
-    parameters: dict[str, Any] = _parameters("Another hyperparameter of the method; repeatable.")
+    parameters: dict[str, Any] = _parameters("A setting of the method, such as lam=0.05; repeatable.")
     samples: Count | None = asked(_SAMPLES, unset="the spec's")
     views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies", read=str, is_list=False)
     layers: LayerPatterns = asked(_LAYERS, read=layers_named)
@@ -390,7 +376,6 @@ class AnalysisRequest(Request, title="analyze"):
     out: Path | None = asked("The run directory; runs/<name> if left out.")
     resume: Flag = asked("Go on with an interrupted run.", False)
     force: Flag = asked("Replace the run that is there.", False)
-    seed: int | None = asked("Over data.defaults.seed.")
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
     synthetic: Flag = unspoken(False)
@@ -401,11 +386,6 @@ class AnalysisRequest(Request, title="analyze"):
         if self.resume and self.force:
             raise problem("resume goes on with the run that is there, force replaces it", "Give one of them.")
         return self
-
-    @property
-    def over_spec(self) -> tuple[str, ...]:
-        """All that goes over the spec, `a.b=value` each."""
-        return self.overrides if self.seed is None else (*self.overrides, f"data.defaults.seed={self.seed}")
 
 
 class PreflightRequest(Request, title="validate"):

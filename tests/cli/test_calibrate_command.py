@@ -109,7 +109,7 @@ def test_all_that_is_saved_has_the_type_that_the_flag_names(
 @pytest.mark.slow
 def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
     result = run_cli(
-        "calibrate", folder, "--name", NAME, "--rho", 1, "--set", "update=[linear]", "--json", *QUIET
+        "calibrate", folder, "--name", NAME, "--set", "rho=1", "--set", "update=[linear]", "--json", *QUIET
     )
     found, run = json.loads(result.out), open_run(folder)
     assert result.code == 0 and found["variant"] == VARIANT and found["control"] == ""
@@ -130,7 +130,7 @@ def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (("--lam", -1), 2, "lam"),
+        (("--set", "lam=-1"), 2, "lam"),
         (("--layers", "*.resblock.*"), 2, "resblocks"),
         (("--sites", "*.nosuch"), 2, "nosuch"),
         (("--preset", "paper"), 2, "paper-clip"),
@@ -142,7 +142,7 @@ def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
         (("--method", "surgery9"), 2, "surgery9"),
         (("--device", "tpu"), 2, "tpu"),
         (("--method", "residual", "--set", "fold=3"), 2, "Did you mean 'folds'"),
-        (("--method", "residual", "--lam", 0.1), 2, "lam"),
+        (("--method", "residual", "--set", "lam=0.1"), 2, "lam"),
         (("--method", "residual", "--set=mu=0.9", "--set=weights=uniform"), 2, "Set weights to gradient"),
         (("--method", "residual", "--set", "folds=5"), 4, "set folds to at most 4"),
         (("--method", "residual", "--samples", 3), 4, "set folds to at most 3"),
@@ -221,13 +221,13 @@ def test_a_dry_run_estimates_and_writes_nothing(
     assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
     found, more, same = (
         json.loads(run_cli(*asked, "--json", *flags).out)
-        for flags in ((), ("--control",), ("--control", "--rho", 1))
+        for flags in ((), ("--control",), ("--control", "--set", "rho=1"))
     )
     assert found["ready"] and found["estimate"]["seconds"] > 0
     assert walks == [1, 1, 2, 1], "the control is a walk of its own; at rho 1 there is nothing to repeat"
     told = ["rho 1" in {finding["subject"] for finding in at["findings"]} for at in (found, more, same)]
     assert told == [False, True, False]
-    refused = run_cli(*asked, "--lam", -1, "--json")
+    refused = run_cli(*asked, "--set", "lam=-1", "--json")
     assert refused.code == 2 and json.loads(refused.out)["findings"][0]["level"] == "problem"
     assert files_of(folder) == before
 
@@ -294,7 +294,19 @@ def test_the_settings_chosen_are_those_calibrated_with(
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
-    flags = ("--name", NAME, "--method", "featcal", "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
+    flags = (
+        "--name",
+        NAME,
+        "--method",
+        "featcal",
+        "--auto",
+        "--set",
+        "lam=50",
+        "--set",
+        "rho=4",
+        "--layers",
+        "2",
+    )
     rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
     assert rehearsed.code == 0 and "candidates" in rehearsed.out and "estimate: about" in rehearsed.out
     found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)

@@ -59,7 +59,7 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
 
     early = run_cli("analyze", out)
     assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint
-    changed = ("analyze", spec, "--out", out, "--resume", "--seed", 7)
+    changed = ("analyze", spec, "--out", out, "--resume", "--set", "data.defaults.seed=7")
     refused = run_cli(*changed)
     assert (
         refused.code == 2

@@ -141,7 +141,9 @@ def test_a_sweep_of_live_modules_is_of_the_calibrations_that_it_would_make(tmp_p
     rows = again.set_index(["sweep", "lam", "n", "task"])
     assert len(again) == 4 * len(TASKS)
     for name, lam, n in (("lam", 2.0, 16), ("n", 0.05, 8), ("lam", 3.0, 16)):
-        made = dl.calibrate(swept, name=f"{name}-{lam:g}", lam=lam, samples=n, data=others(), progress="none")
+        made = dl.calibrate(
+            swept, name=f"{name}-{lam:g}", parameters={"lam": lam}, samples=n, data=others(), progress="none"
+        )
         final = made.layers(variant=f"calibrated:{name}-{lam:g}", layer="final").set_index("task")
         hits = made.accuracy(variant=f"calibrated:{name}-{lam:g}").set_index("task")["value"]
         for task in TASKS:

@@ -180,11 +180,15 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
     folder: Path, light: DriftRun, tmp_path: Path
 ) -> None:
     part = {"layers": [2], "sites": ["*c_fc"], "samples": 3, "progress": "none"}
-    run = dl.calibrate(folder, name=NAME, rho=2.0, lam=0.2, attribution=False, control=True, **part)
+    run = dl.calibrate(
+        folder, name=NAME, parameters={"rho": 2.0, "lam": 0.2}, attribution=False, control=True, **part
+    )
     other = {"parameters": {"rho": 2.0, "lam": 0.2}, "samples": 3}
     run = calibrate(folder, request("whole", **other, attribution=False))
     rows = rows_of(run, "layers 2; sites *c_fc:control")
-    plain = dl.calibrate(copied(light, tmp_path / "plain"), name=NAME, rho=1.0, lam=0.2, **part)
+    plain = dl.calibrate(
+        copied(light, tmp_path / "plain"), name=NAME, parameters={"rho": 1.0, "lam": 0.2}, **part
+    )
     for row in rows.itertuples():
         final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
         assert row.drift_l2_mean == pytest.approx(final["drift_l2_mean"], rel=1e-5)

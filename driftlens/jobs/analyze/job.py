@@ -68,7 +68,7 @@ def analyze(
     context: Context = Context(),
 ) -> DriftRun:
     """Measure the drift of every variant of a spec, and write it all into a run directory."""
-    resolved = driftlens.spec.load_spec(spec, request.over_spec)
+    resolved = driftlens.spec.load_spec(spec, request.overrides)
     out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
     if resolved.merge is not None:

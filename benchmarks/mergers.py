@@ -22,10 +22,9 @@ SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, SEED = 128, 0
 SUITES = {"real": ("paper-clip", "accuracy", 300), "real_text/llama": ("llama-3b", "exact_match", 200)}
 """Folder -> preset of FeatCal, what is scored, and test samples of a task."""
-SYMERGE = "adamerging, objective=experts"
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("real_text/llama", "fisher"): {"estimator": "batch_sqrt"},
-} | {(suite, SYMERGE): {"objective": "experts"} for suite in SUITES}
+}
 """Exact Fisher information of a whole vocabulary would take a pass for each of its words."""
 HEAD = (
     "| method | merged | anchor alone | FeatCal | change | drift, merged | drift, FeatCal | merge | FeatCal |\n"
@@ -42,8 +41,7 @@ def run(
     place, started = pathlib.Path(file), time.monotonic()
     known = json.loads(place.read_text()) if place.is_file() else {}
     here = [suite for suite in SUITES if (SHARED / suite).is_dir()]
-    every = (*merge_methods, SYMERGE)
-    for name in methods or every:
+    for name in methods or merge_methods:
         for suite in here:
             key = f"{suite}, {name}"
             if key in known or time.monotonic() - started > 60 * minutes:
@@ -55,7 +53,7 @@ def run(
             print(suite, row(name, known[key]), flush=True)
     tables = []
     for suite in here:
-        rows = [row(name, known[key]) for name in every if (key := f"{suite}, {name}") in known]
+        rows = [row(name, known[key]) for name in merge_methods if (key := f"{suite}, {name}") in known]
         tables.append("\n".join([f"{suite}, then FeatCal with {SUITES[suite][0]}", HEAD, *rows]))
     return "\n\n".join(tables)
 
@@ -81,7 +79,7 @@ def measured(suite: str, name: str, device: str) -> dict[str, Any]:
         folder, spec = pathlib.Path(place), spec_of(suite, device, 2 if name == "slerp" else None)
         try:
             started = time.perf_counter()
-            merged = dl.merge(spec, out=folder / "merged", method=name.partition(",")[0], parameters=settings)
+            merged = dl.merge(spec, out=folder / "merged", method=name, parameters=settings)
             found |= {"merge_seconds": time.perf_counter() - started, "merge_peak": _peak()}
             analysis = {key: value for key, value in spec.items() if key != "merge"}
             file = folder / "spec.json"

@@ -49,12 +49,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "distillation of all weights": {"method": "distill"},
 }
 MERGES: dict[str, dict[str, Any]] = {
-    "merge: ACE-Merging": {"merge": {"method": "ace"}},
     "merge: RegMean": {"merge": {"method": "regmean"}},
     "merge: RegMean, views": {"merge": {"method": "regmean"}} | VIEWS,
-    "merge: coefficients trained to the experts' features": {
-        "merge": {"method": "adamerging", "objective": "experts"}
-    },
 }
 Found = dict[str, dict[str, dict[str, list[float]]]]
 """Model -> task -> score, KL, final relative drift and cosine: one value per test sample, of the last two one alone."""

@@ -67,7 +67,7 @@ method or one that runs models on the CPU; judging merges, measuring and calibra
 Both libraries' forms of one model merge to one network: parameters come alike from every file format, queries, keys and
 values apart and matrices upright, under names that the formats share, which random masks follow.
 
-Random masks (`dare`, `della`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
+Random masks (`dare`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
 over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
 mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit.
 

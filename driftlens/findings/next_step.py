@@ -14,8 +14,8 @@ from driftlens.runs.layout import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.standing import command_to_resume, is_live
 
-CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,karcher"}
-"""Merges of weights alone that are worth a comparison, with a base and without."""
+CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
+"""Merges that are worth a comparison, with a base and without."""
 _LOWER = {
     "hellinger": "Hellinger distance {} lower",
     "kl": "KL {} nat lower",  # of comparisons made by earlier versions

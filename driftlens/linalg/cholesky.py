@@ -208,15 +208,13 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
         return (rows @ vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
 
 
-def singular_parts(matrix: Tensor, whole: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] that is more than the rounding of float32.
 
-    Computed in float64. None are left of a matrix of zeros, nor of one that is rounding beside the `whole` that it was
-    taken from.
+    Computed in float64. None are left of a matrix of zeros.
     """
     left, values, right = torch.linalg.svd(near_factors(wide(matrix)), full_matrices=False)
-    size = values[:1] if whole is None else torch.linalg.matrix_norm(wide(whole))
-    rank = int((values > max(matrix.shape) * SINGLE * size).sum())
+    rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
     return left[:, :rank], values[:rank], right[:rank]
 
 

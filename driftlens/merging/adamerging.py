@@ -1,4 +1,4 @@
-"""Merging with coefficients learned by descent: towards answers without doubt, or towards the experts' answers."""
+"""AdaMerging: coefficients of task vectors learned by descent on the entropy of the merged model's answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ Rows = tuple[int, int] | None
     reads="samples",
     scores=True,
     held=lambda experts: experts + 3,
-    runs=lambda settings, samples, classes: (
-        settings["steps"] * min(settings["batch_size"], samples)
-        + samples * (settings["objective"] == "experts")
-    ),
+    runs=lambda settings, samples, classes: settings["steps"] * min(settings["batch_size"], samples),
 )
 def adamerging(
     base: StateDict,
@@ -39,10 +36,6 @@ def adamerging(
         Literal["layer", "task"],
         "whether every parameter tensor has a coefficient per task, or the whole model",
     ] = "layer",
-    objective: Annotated[
-        Literal["entropy", "experts"],
-        "whether answers shall be least in doubt, or those of the experts (as in SyMerge, arXiv:2412.19098)",
-    ] = "entropy",
     initial: Annotated[float, Bounds(-100, 100), "the coefficients that it starts with"] = 0.3,
     steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent, each on one batch of every task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
@@ -52,9 +45,7 @@ def adamerging(
     """base + task vectors, times coefficients for which the merged model's answers are least in doubt.
 
     The sum over tasks of the mean entropy of the scores is minimised on calibration samples, without labels; the
-    authors' code takes the test samples. Tensors that scores don't depend on keep the initial coefficients. With
-    `objective="experts"` it is the cross-entropy to what each task's expert chooses; SyMerge trains a layer per task
-    beside the coefficients, which stays the merged one here.
+    authors' code takes the test samples. Tensors that scores don't depend on keep the initial coefficients.
     """
     asked = {task: study.asked(task) for task in experts}
     first = next(iter(asked.values()))
@@ -64,14 +55,6 @@ def adamerging(
         task: {key: first.placed(expert[key]) - start[key] for key in keys}
         for task, expert in experts.items()
     }
-    chosen = {}
-    if objective == "experts":
-        for task, each in asked.items():
-            own = {key: first.placed(experts[task][key]) for key in keys}
-            rows = range(0, len(each), batch_size)
-            with torch.no_grad():
-                scores = [each.log_probabilities(range(len(each))[at : at + batch_size], own) for at in rows]
-            chosen[task] = torch.cat(scores).argmax(dim=-1)
     parts = tuple(dict.fromkeys(part for each in asked.values() for part in each.parts))
     wide = len(parts) if granularity == "layer" else 1
     coefficients = torch.full((len(experts), wide), initial, device=start[keys[0]].device).requires_grad_()
@@ -81,12 +64,8 @@ def adamerging(
         weights = _merged(start, vectors, coefficients, parts)
         coefficients.grad = torch.zeros_like(coefficients)
         for task, each in asked.items():
-            batch = next(order[task])
-            logs = each.log_probabilities(batch, weights)
-            if objective == "experts":
-                loss = torch.nn.functional.nll_loss(logs, chosen[task][batch])
-            else:
-                loss = -(logs.exp() * logs).sum(dim=-1).mean()
+            logs = each.log_probabilities(next(order[task]), weights)
+            loss = -(logs.exp() * logs).sum(dim=-1).mean()
             slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             by_key = dict(zip(weights, slopes, strict=True))
             for place, (key, rows) in enumerate(parts):

@@ -67,7 +67,6 @@ class MergeMethod:
         others: the `entry` method for what is no linear module, where those come one by one; it gets those of the
             settings that it has too. The method's own name hands it all else too, a tensor at a time under its key, and
             moments that are empty.
-        norms: whether norms come as modules too, with E[z * z] [k] of their normalised inputs z as moments.
         scores: whether every task's score map is needed, where `reads` is `samples`.
         passes: how often the function goes through all tensors, where `reads` is `model` or `samples`.
         held: experts -> how many whole models in float32 the function keeps in memory.
@@ -85,7 +84,6 @@ class MergeMethod:
     reads: Reads = "entry"
     needs_base: bool = True
     others: str = "average"
-    norms: bool = False
     scores: bool = False
     passes: int = 1
     held: Callable[[int], int] = lambda experts: 0

@@ -1,17 +1,17 @@
-"""Linear modules merged by regression of their outputs: RegMean, RegMean++, LOT, WUDI, ACE."""
+"""Linear modules merged by regression: RegMean and RegMean++ of their outputs, WUDI of their task vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from driftlens.base.settings import Bounds
-from driftlens.linalg.cholesky import singular_parts, solve_in_range, svd_operations
-from driftlens.merging.averages import MATRIX, MOST_STEPS, StepScaling, average, stepped
+from driftlens.linalg.cholesky import solve_in_range
+from driftlens.merging.averages import MATRIX, MOST_STEPS, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
 
 _RATE = 1 / 20
@@ -76,47 +76,6 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 @merge_methods.method(
-    "lot",
-    title="LOT Merging",
-    source="arXiv:2505.23859",
-    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
-    reads="moments",
-    others="lot",
-    norms=True,
-    work=lambda settings, experts, rows, columns: columns**2 * (2 * experts * rows + 20 * columns),
-)
-def lot(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    moments: Mapping[str, Tensor],
-    *,
-    scaling: Annotated[
-        float, Bounds(-100, 100), "factor on the merged step; published: 1.2 for ViT-B/32, 1.5 for ViT-L/14"
-    ] = 1.2,
-) -> dict[str, Tensor]:
-    """base + scaling * the step that changes outputs as close to every expert's as possible, on that expert's inputs.
-
-    Of linear modules (sum T_i G_i) times the pseudoinverse of sum G_i, with task vectors T_i: where no expert's inputs
-    reach, the base stays. Of norms' scales the mean weighted by the squared normalised inputs. Every task counts alike,
-    however many tokens it has. All else takes the mean task vector.
-    """
-    merged = stepped(base, experts, scaling)
-    if MATRIX in base and moments:
-        vectors = {task: (experts[task][MATRIX] - base[MATRIX]).double() for task in moments}
-        total = _sum(moments.values())
-        if total.dim() == 2:
-            wanted = _sum(vectors[task] @ gram for task, gram in moments.items())
-            step = solve_in_range(total, wanted)
-        else:
-            shares = [gram / total for gram in moments.values()]
-            mean = torch.stack(list(vectors.values())).mean(dim=0)
-            weighted = torch.stack([share * vectors[t] for share, t in zip(shares, moments, strict=True)])
-            step = torch.where(total > 0, weighted.sum(dim=0), mean)
-        merged[MATRIX] = base[MATRIX] + scaling * step.to(base[MATRIX])
-    return merged
-
-
-@merge_methods.method(
     "wudi",
     title="WUDI-Merging",
     source="arXiv:2503.08099",
@@ -129,18 +88,10 @@ def wudi(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    solver: Annotated[
-        Literal["adam", "closed_form"], "the published descent, or where it would end (unpublished)"
-    ] = "adam",
     steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent"] = 300,
     learning_rate: Annotated[
         float, Bounds(0), "of the descent; published: 1e-5 for CLIP; 0: by the size of the task vectors"
     ] = 0.0,
-    ridge: Annotated[
-        float,
-        Bounds(0),
-        "how much the closed form is pulled to where the descent starts, beside the mean curvature",
-    ] = 0.01,
 ) -> dict[str, Tensor]:
     """base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, from the sum of the task vectors t_i.
 
@@ -149,8 +100,7 @@ def wudi(
     square of a matrix's task vectors, so that twice as long ones give a step twice as long. What is no matrix of a
     linear module takes the mean task vector.
     """
-    solve = partial(_descended, steps=steps, rate=learning_rate)
-    return stepped(base, experts, 1.0, solve if solver == "adam" else partial(_solved, ridge=ridge))
+    return stepped(base, experts, 1.0, partial(_descended, steps=steps, rate=learning_rate))
 
 
 def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -178,77 +128,3 @@ def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1
         step.grad = 2 * (step.detach() @ curvature - wanted)
         adam.step()
     return step.detach()
-
-
-def _solved(vectors: list[Tensor], *, ridge: float) -> Tensor:
-    vectors = [vector.double() for vector in vectors]
-    curvature, wanted = _curvature(vectors)
-    start = _sum(vectors)
-    missing = wanted - start @ curvature
-    curvature.diagonal().add_(ridge * curvature.trace() / len(curvature))
-    return start + solve_in_range(curvature, missing)
-
-
-@merge_methods.method(
-    "ace",
-    title="ACE-Merging",
-    source="arXiv:2603.02945",
-    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
-    reads="site",
-    others="ace",
-    work=lambda settings, experts, rows, columns: (
-        4 * experts * rows * columns**2 + svd_operations(1, rows, columns)
-    ),
-)
-def ace(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: StepScaling = 1.0,
-    ridge: Annotated[
-        float, Bounds(0, low_open=True), "added to every covariance; absolute, as published"
-    ] = 0.01,
-    unlike: Annotated[
-        float, Bounds(0), "relative variance of log sizes of task vectors beyond which they count as unlike"
-    ] = 0.3,
-    refined: Annotated[float, Bounds(0, 1), "share of the rank that is refined where they are unlike"] = 0.3,
-) -> dict[str, Tensor]:
-    """base + scaling * the regression of task vectors on covariances of inputs that are estimated from themselves.
-
-    (sum T_i S_i) (sum S_i + C)^-1, where S_i = T_i' T_i + ridge I, the rows of T_i centred, and each row of C is the
-    mean row of the covariances' sum. Of task vectors of unlike size covariances are divided by their traces, and the
-    leading directions of what this leaves are added with their mean singular value (the authors' code, which decides
-    where the paper leaves it open). An expert that didn't move has no say. What is no matrix of a linear module takes
-    the mean task vector.
-    """
-    return stepped(base, experts, scaling, partial(_adaptive, ridge=ridge, unlike=unlike, refined=refined))
-
-
-def _adaptive(vectors: list[Tensor], *, ridge: float, unlike: float, refined: float) -> Tensor:
-    moved = [vector.double() for vector in vectors if vector.any()]
-    if not moved:
-        return torch.zeros_like(vectors[0])
-    sizes = torch.stack([vector.square().sum() for vector in moved])
-    logs = sizes.log()
-    # Of one alone the variance between several is none.
-    spread = logs.var() / logs.mean().square().clamp_min(1e-12) if len(moved) > 1 else logs.new_zeros(())
-    is_unlike = bool(spread > unlike)
-    centred = [vector - vector.mean(dim=0) for vector in moved]
-    covariances = [vector.mT @ vector for vector in centred]
-    scales = [float(matrix.trace().clamp_min(1e-12)) if is_unlike else 1.0 for matrix in covariances]
-    covariances = [matrix.div_(scale) for matrix, scale in zip(covariances, scales, strict=True)]
-    ridges = [ridge / scale for scale in scales]
-    total = _sum(covariances)
-    common = total.mean(dim=0)
-    common = common / sizes.mean() if is_unlike else common
-    total.diagonal().add_(sum(ridges))
-    terms = zip(centred, covariances, ridges, strict=True)
-    wanted = _sum(vector @ matrix + lift * vector for vector, matrix, lift in terms)
-    step = torch.linalg.solve(total + common, wanted, left=False)
-    if is_unlike:
-        mean = total / len(moved)
-        left = (vector @ (matrix - mean) for vector, matrix in zip(centred, covariances, strict=True))
-        basis, values, directions = singular_parts(step + _sum(left))
-        if count := min(int(min(step.shape) * refined), len(values)):
-            step = step + values[:count].mean() * basis[:, :count] @ directions[:count]
-    return step

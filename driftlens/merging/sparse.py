@@ -1,4 +1,4 @@
-"""Methods that drop entries of task vectors: TIES, DARE, DELLA, Breadcrumbs."""
+"""Merge methods that drop entries of task vectors: TIES and DARE."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds
-from driftlens.merging.averages import StepScaling, SumScaling, vectors_of
+from driftlens.merging.averages import StepScaling, SumScaling
 from driftlens.merging.method import StateDict, merge_methods
 
 MergeFunc = Literal["mean", "sum", "max"]
@@ -45,27 +44,6 @@ def dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_r
         return vector
     keep = keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
     return torch.where(keep, vector / (1 - drop_rate), 0)
-
-
-def ranked(magnitudes: Tensor, first: int, count: int) -> Tensor:
-    """Which entries along the last dimension come at places first to first + count, the largest at place 0.
-
-    Equal ones come in their own order, as a stable sort has them; selecting takes less time than sorting.
-    """
-    return _largest(magnitudes, first + count) & ~_largest(magnitudes, first)
-
-
-def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    size = magnitudes.shape[-1]
-    if not 0 < count < size:
-        return torch.full_like(magnitudes, count > 0, dtype=torch.bool)
-    limit = magnitudes.kthvalue(size - count + 1, dim=-1, keepdim=True).values
-    keep = magnitudes >= limit
-    surplus = keep.sum(dim=-1, keepdim=True) - count
-    if surplus.any():
-        equal = magnitudes == limit
-        keep &= ~equal | (equal.cumsum(dim=-1) <= equal.sum(dim=-1, keepdim=True) - surplus)
-    return keep
 
 
 def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
@@ -217,90 +195,3 @@ def dare(
             step = step + dropped_at_random(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
         merged[name] = start + scaling * step
     return merged
-
-
-@merge_methods.method(
-    "della",
-    title="DELLA-Merging",
-    source="arXiv:2406.11617",
-    laws=STEP_LAWS | {"unbiased_over_masks"},
-    reads="tensor",
-)
-def della(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: StepScaling = 1.0,
-    drop_rate: DropRate = 0.5,
-    window: Annotated[
-        float, Bounds(0, 1), "by how much the chances of a row's least and largest differ"
-    ] = 0.2,
-    seed: Seed = 0,
-) -> dict[str, Tensor]:
-    """base + scaling * the mean of what MAGPRUNE leaves of the task vectors, those entries of the elected sign.
-
-    Entries are dropped at random, the larger in their row the less often, and divided by their chance to stay. Chances
-    go evenly from drop_rate - window / 2 to drop_rate + window / 2. The paper searches all three settings on
-    validation data, so these are middling.
-    """
-    low, high = drop_rate - window / 2, drop_rate + window / 2
-    if low < 0 or high >= 1:
-        raise SpecError(
-            f"merge method 'della' would drop entries with chances from {low:g} to {high:g}",
-            hint="Choose window so that drop_rate - window / 2 is at least 0, and drop_rate + window / 2 less than 1.",
-        )
-    merged = {}
-    for name, start in base.items():
-        vectors = []
-        for task, expert in experts.items():
-            vector = expert[name] - start
-            keep = keep_chances(vector, drop_rate, window)
-            vectors.append(torch.where(keep_mask(keep, seed, task, name), vector / keep.to(vector), 0))
-        merged[name] = start + scaling * agreed(vectors, "mean")
-    return merged
-
-
-def keep_chances(vector: Tensor, drop_rate: float, window: float) -> Tensor:
-    """1 - p of every entry, from its place in its row by magnitude."""
-    if not vector.dim() or vector.shape[-1] == 1:
-        return torch.full_like(vector, 1 - drop_rate)
-    order = vector.abs().argsort(dim=-1, stable=True)
-    numbers = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    places = torch.empty_like(order).scatter_(-1, order, numbers)
-    return 1 - drop_rate + window * (places / (vector.shape[-1] - 1) - 0.5)
-
-
-@merge_methods.method(
-    "breadcrumbs", title="Model Breadcrumbs", source="arXiv:2312.06795", laws=STEP_LAWS, reads="tensor"
-)
-def breadcrumbs(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    *,
-    scaling: SumScaling = 0.2,
-    outliers: Annotated[float, Bounds(0, 1), "share of the largest entries that is dropped first"] = 0.006,
-    density: Annotated[float, Bounds(0, 1, low_open=True), "share of the entries left that is kept"] = 0.15,
-    scope: Annotated[Literal["row", "tensor"], "of what these are shares"] = "row",
-) -> dict[str, Tensor]:
-    """base + scaling * the sum of task vectors without their largest and their many small entries.
-
-    The paper masks by layer; by rows is what its code does. Scalars stay whole.
-    """
-    return {
-        name: start
-        + scaling
-        * sum(
-            (_trail(vector, outliers, density, scope) for vector in vectors_of(base, experts, name)),
-            start=0 * start,
-        )
-        for name, start in base.items()
-    }
-
-
-def _trail(vector: Tensor, outliers: float, density: float, scope: str) -> Tensor:
-    if not vector.dim():
-        return vector
-    size = vector.abs() if scope == "row" else vector.abs().flatten()
-    dropped = int(outliers * size.shape[-1])
-    keep = ranked(size, dropped, int(density * (size.shape[-1] - dropped)))
-    return torch.where(keep.view_as(vector), vector, 0)

@@ -27,7 +27,7 @@ Spec = dict[str, Any]
 KEY = "transformer.resblocks.1.mlp.c_fc.weight"
 """Of the image tower, whose tensors lie in whole CLIPs behind `visual.`."""
 FIRST, SECOND = "flowers", "shapes"
-KINDS = ("average", "dare", "slerp", "ties", "lot", "wudi", "regmean", "adamerging")
+KINDS = ("average", "dare", "slerp", "ties", "wudi", "regmean", "adamerging")
 """By what methods read: entries, tensors, sites, moments, samples; one of two models alone, and one with a seed."""
 
 

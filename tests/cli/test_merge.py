@@ -6,6 +6,7 @@ import html
 import json
 import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.errors import Cancelled, RunError, SpecError
+from driftlens.base.errors import Cancelled, NumericsError, RunError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.findings.next_step import next_command
+from driftlens.merging.method import merge_methods
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
@@ -164,6 +166,19 @@ def test_a_merge_that_can_not_be_leaves_no_file(
     assert list(tmp_path.iterdir()) == [spec]
 
 
+@pytest.fixture
+def failing() -> Iterator[None]:
+    """Register a merge method of that name, which always fails."""
+    with merge_methods.temporary():
+
+        @merge_methods.method("failing", title="Failing", source="none", laws=set())
+        def failing(base: object, experts: object) -> dict[str, Tensor]:
+            raise NumericsError("the step < 0")
+
+        yield
+
+
+@pytest.mark.usefixtures("failing")
 def test_merges_are_compared_without_labels_and_failures_are_rows(
     world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:
@@ -171,13 +186,13 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     values, out = world.spec(), tmp_path / "compared"
     values["data"]["defaults"]["n"] = NUM_TRAIN
     spec = write_spec(spec_file, values)
-    asked = f"average,task_arithmetic:scaling={SCALING},della:window=1"
+    asked = f"average,task_arithmetic:scaling={SCALING},failing"
     done = run_cli("merge", spec, "--compare", asked, "--out", out, "--json", "--keep")
     assert done.code == 0 and "merge" in done.err and "peak memory: " in done.err
     document = json.loads(done.out)
     assert document == json.loads((out / "merges.json").read_text())
     rows = {row["merge"]: row for row in document["merges"]}
-    own, broken = rows[f"task_arithmetic scaling={SCALING}"], rows["della window=1"]
+    own, broken = rows[f"task_arithmetic scaling={SCALING}"], rows["failing"]
     assert broken["place"] is None and broken["reason"] and document["merges"][-1] == broken
     placed = [row for row in document["merges"] if row["place"]]
     assert [row["place"] for row in placed] == list(range(1, len(placed) + 1)) and "base" in rows

@@ -20,11 +20,10 @@ from tests.merging.applying import (
 )
 from tests.reference import matrix_merging as reference
 
-SVD = ("tsv_m", "iso_c", "iso_cts")
+SVD = ("tsv_m", "iso_c")
 SLOW: dict[str, Callable[[Sequence[Any]], Any]] = {
     "tsv_m": reference.tsv_m,
     "iso_c": reference.iso_c,
-    "iso_cts": lambda deltas: reference.iso_cts(deltas, 0.8),
 }
 
 
@@ -50,21 +49,6 @@ def test_svd_methods_equal_the_slow_reference(name: str, shape: tuple[int, int])
     np.testing.assert_allclose(
         merged(name, base, experts, scaling=0.7).numpy(), expected, rtol=1e-9, atol=1e-9
     )
-
-
-@pytest.mark.parametrize("sizes", [(1, 1.1, 0.9), (30, 0.01, 1)], ids=["alike", "unlike"])
-@pytest.mark.parametrize("shape", [(12, 7), (7, 12)])
-def test_ace_equals_the_slow_reference(shape: tuple[int, int], sizes: tuple[float, ...]) -> None:
-    base, *experts = matrices(*shape)
-    deltas = [size * (expert - base) for size, expert in zip(sizes, experts, strict=True)]
-    found = merged("ace", base, [base + delta for delta in deltas], scaling=0.7)
-    expected = base.numpy() + 0.7 * reference.ace([delta.numpy() for delta in deltas])
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
-    # One that didn't move changes nothing, and none that moved makes no step.
-    torch.testing.assert_close(
-        merged("ace", base, [base, *(base + delta for delta in deltas)], scaling=0.7), found
-    )
-    assert torch.equal(merged("ace", base, [base, base]), base)
 
 
 @pytest.mark.parametrize("name", SVD)
@@ -135,34 +119,13 @@ def test_regmean_solves_its_normal_equations_and_leaves_the_mean_where_no_input_
     assert torch.isfinite(found).all()
 
 
-@pytest.mark.parametrize("rows", [40, 2])
-def test_lot_equals_the_slow_reference_of_full_rank_and_without(rows: int) -> None:
-    base, *experts = matrices(5, 8)
-    inputs, moments = grams(3, 8, rows)
-    by_task = {task: {"weight": expert} for task, expert in zip("abc", experts, strict=True)}
-    found = merge_methods["lot"].function({"weight": base}, by_task, moments, scaling=1.5)["weight"]
-    step = reference.lot([(e - base).numpy() for e in experts], [x.numpy() for x in inputs])
-    np.testing.assert_allclose(found.numpy(), base.numpy() + 1.5 * step, rtol=1e-7, atol=1e-9)
-
-
-def test_wudi_descends_as_published_and_its_closed_form_is_where_that_would_end() -> None:
+def test_wudi_descends_as_published() -> None:
     base, *experts = matrices(6, 9)
     base, experts = base / 100, [base / 100 + expert / 1000 for expert in experts]
     deltas = [expert - base for expert in experts]
     found = merged("wudi", base, experts, steps=40, learning_rate=1e-5) - base
     torch.testing.assert_close(found, reference.wudi(deltas, 40, 1e-5), rtol=1e-9, atol=1e-12)
-
-    end = (merged("wudi", base, experts, solver="closed_form", ridge=0.0) - base).requires_grad_()
-    (slope,) = torch.autograd.grad(reference.interference(end, deltas), end)
-    (before,) = torch.autograd.grad(reference.interference(start := found.requires_grad_(), deltas), start)
-    assert slope.abs().max() < 1e-9 * before.abs().max()
-    losses = [float(reference.interference(at.detach(), deltas)) for at in (sum(deltas), found, end)]
-    assert losses[0] > losses[1] > losses[2]
-    pulled = merged("wudi", base, experts, solver="closed_form", ridge=1e6) - base
-    torch.testing.assert_close(pulled, sum(deltas), rtol=1e-4, atol=1e-8)
-
-    still = merged("wudi", base, [base, experts[0]], solver="closed_form", ridge=0.0)
-    torch.testing.assert_close(still, experts[0], rtol=1e-9, atol=1e-12)  # one that did not move has no say
+    assert reference.interference(found, deltas) < reference.interference(sum(deltas), deltas)
     assert torch.equal(merged("wudi", base, [base, base]), base)
 
 
@@ -186,24 +149,16 @@ def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix(
     images = calibration_images()
     inputs = {task: reference.heard(expert, images) for task, expert in experts.items()}
     plain = apply(merge_methods["regmean"], random_model(0), by_task)
-    moved = apply(merge_methods["lot"], random_model(0), by_task, scaling=0.5)
     for name, part in base.named_modules():
         weight = f"{name}.weight"
         if name == "norm" or weight not in plain or name == "patches":
             continue
         theirs = [by_task[task][weight].double().numpy() for task in by_task]
         rows = [inputs[task][name].astype(np.float64) for task in by_task]
-        start = random_model(0)[weight].double().numpy()
         if isinstance(part, torch.nn.Linear):
             np.testing.assert_allclose(
                 plain[weight], reference.regmean(theirs, rows, 0.95), rtol=1e-3, atol=1e-4
             )
-            step = reference.lot([each - start for each in theirs], rows)
-            np.testing.assert_allclose(moved[weight], start + 0.5 * step, rtol=1e-3, atol=1e-4)
-        else:
-            normed = [(x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5) for x in rows]
-            step = reference.lot_scale([each - start for each in theirs], normed)
-            np.testing.assert_allclose(moved[weight], start + 0.5 * step, rtol=1e-4, atol=1e-5)
 
     found = apply(merge_methods["regmean_pp"], random_model(0), by_task)
     expected = reference.regmean_pp(experts, images, 0.95).state_dict()

@@ -22,7 +22,7 @@ from driftlens.data.images import read_image
 from driftlens.findings.projection.layouts import MOST_POINTS
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.contest import sweep
-from driftlens.merging import averages, spherical
+from driftlens.merging import averages
 from driftlens.models import architecture
 from driftlens.models.language import texts
 from driftlens.runs.layout import escape
@@ -66,7 +66,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     ),
     "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
     "steps of a merge": (
-        f"{averages.MOST_STEPS:,} of a descent, {spherical.MOST_STEPS:,} of `karcher`",
+        f"{averages.MOST_STEPS:,} of a descent",
         "merging/test_methods.py::test_settings_out_of_range_are_refused",
     ),
     "points of a projection": (

@@ -40,52 +40,6 @@ def iso_c(deltas: Sequence[Array]) -> Array:
     return u @ np.diag([s.mean()] * len(s)) @ vt
 
 
-def ace(deltas: Sequence[Array]) -> Array:
-    """ACE-Merging (arXiv:2603.02945) with the published code's constants, by explicit inverses."""
-    width = deltas[0].shape[1]
-    sizes = np.array([np.trace(delta.T @ delta) for delta in deltas])
-    gamma = np.var(np.log(sizes), ddof=1) / np.mean(np.log(sizes)) ** 2
-    centred = [delta - delta.mean(axis=0) for delta in deltas]
-    sigmas, ridges = [], []
-    for delta in centred:
-        sigma = delta.T @ delta
-        trace = np.trace(sigma) if gamma > 0.3 else 1.0
-        sigmas.append(sigma / trace)
-        ridges.append(sigma / trace + 0.01 / trace * np.eye(width))
-    prior = np.mean(np.sum(sigmas, axis=0), axis=0)
-    if gamma > 0.3:
-        prior /= sizes.mean()
-    inverse = np.linalg.inv(np.sum(ridges, axis=0) + np.tile(prior, (width, 1)))
-    step = np.sum([delta @ ridge for delta, ridge in zip(centred, ridges, strict=True)], axis=0) @ inverse
-    if gamma > 0.3:
-        mean = np.sum(ridges, axis=0) / len(deltas)
-        rest = step + np.sum([d @ (s - mean) for d, s in zip(centred, sigmas, strict=True)], axis=0)
-        u, s, vt = np.linalg.svd(rest, full_matrices=False)
-        count = int(len(s) * 0.3)
-        step = step + s[:count].mean() * u[:, :count] @ vt[:count]
-    return np.asarray(step)
-
-
-def iso_cts(deltas: Sequence[Array], fraction: float) -> Array:
-    """Iso-CTS (arXiv:2502.04959), with the published code's rounding of the two subspaces."""
-    rank, tasks = min(deltas[0].shape), len(deltas)
-    common = int(rank * fraction)
-    specific = round((rank - common) / tasks) * tasks
-    common = rank - specific
-    u, s, vt = np.linalg.svd(np.sum(deltas, axis=0), full_matrices=False)
-    lefts, sizes, rights = [], [], []
-    for delta in deltas:
-        ut, st, vtt = np.linalg.svd(delta - u[:, :common] @ u[:, :common].T @ delta, full_matrices=False)
-        lefts.append(ut[:, : specific // tasks])
-        sizes.append(st[: specific // tasks])
-        rights.append(vtt[: specific // tasks].T)
-    lefts.append(u[:, :common])
-    sizes.append(s[:common])
-    rights.append(vt[:common].T)
-    size = np.concatenate(sizes).mean()
-    return size * procrustes(np.hstack(lefts)) @ procrustes(np.hstack(rights)).T
-
-
 def regmean(weights: Sequence[Array], inputs: Sequence[Array], keep: float) -> Array:
     """RegMean (arXiv:2212.09849), token by token; `inputs` are [tokens, in]."""
     width = weights[0].shape[1]
@@ -100,24 +54,6 @@ def regmean(weights: Sequence[Array], inputs: Sequence[Array], keep: float) -> A
         left += weight @ gram
         right += gram
     return left @ np.linalg.inv(right)
-
-
-def lot(deltas: Sequence[Array], inputs: Sequence[Array]) -> Array:
-    """LOT (arXiv:2505.23859) of a linear module."""
-    total = np.sum([rows.T @ rows for rows in inputs], axis=0)
-    wanted = np.sum([d @ rows.T @ rows for d, rows in zip(deltas, inputs, strict=True)], axis=0)
-    return wanted @ np.linalg.pinv(total, rcond=len(total) * np.finfo(np.float64).eps, hermitian=True)
-
-
-def lot_scale(deltas: Sequence[Array], normalised: Sequence[Array]) -> Array:
-    """LOT of a norm's scale, entry by entry."""
-    found = np.zeros_like(deltas[0])
-    for d in range(len(found)):
-        above = sum(
-            x[d] ** 2 * delta[d] for delta, rows in zip(deltas, normalised, strict=True) for x in rows
-        )
-        found[d] = above / sum(x[d] ** 2 for rows in normalised for x in rows)
-    return found
 
 
 def interference(step: Tensor, deltas: Sequence[Tensor]) -> Tensor:
@@ -224,12 +160,8 @@ def adamerging(
     batches: Sequence[Mapping[str, Tensor]],
     *,
     by_layer: bool,
-    labelled: bool = False,
 ) -> dict[str, Tensor]:
-    """AdaMerging (arXiv:2310.02575) by autograd through the whole merged model, all tasks in one graph.
-
-    `labelled` takes the cross-entropy to the experts' own choices in the place of the entropy.
-    """
+    """AdaMerging (arXiv:2310.02575) by autograd through the whole merged model, all tasks in one graph."""
     start = {name: value.detach() for name, value in base.named_parameters()}
     shape = (len(experts), len(start) if by_layer else 1)
     coefficients = torch.full(shape, 0.3, requires_grad=True)
@@ -249,11 +181,7 @@ def adamerging(
         weights, loss = merged(), torch.zeros(())
         for task, images in batch.items():
             p = heads[task](torch.func.functional_call(base, weights, (images,))).softmax(dim=1)
-            if labelled:
-                labels = heads[task](experts[task](images)).argmax(dim=1)
-                loss = loss + torch.nn.functional.cross_entropy(p.log(), labels)
-            else:
-                loss = loss - (p * p.log()).sum(dim=1).mean()
+            loss = loss - (p * p.log()).sum(dim=1).mean()
         adam.zero_grad()
         loss.backward()
         adam.step()

@@ -34,7 +34,6 @@ from driftlens.checkpoints.sources import (
 )
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
-from driftlens.engine.layer_sums import normalised
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
 from driftlens.engine.walk import Passage, forward_order
@@ -152,7 +151,7 @@ class _Merge:
         )
         if self.study is not None and entry.reads_moments:
             merged = place_of if entry.reads == "prefix" else None
-            walk = site_moments(self.study, norms=entry.norms, merged=merged)
+            walk = site_moments(self.study, merged=merged)
             extra_of_rest = ({},) if entry.others == entry.name else ()
         for layer, moments in walk:
             names = {
@@ -162,11 +161,7 @@ class _Merge:
             for site in layer.sites:
                 parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
                 is_known = moments is None or site.name in moments
-                if (
-                    not is_known
-                    or parts["weight"] not in owned
-                    or (site.kind != "linear" and not entry.norms)
-                ):
+                if not is_known or parts["weight"] not in owned or site.kind != "linear":
                     continue
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
                 extra = () if moments is None else (moments[site.name],)
@@ -420,18 +415,18 @@ def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
 
 @torch.no_grad()
 def site_moments(
-    study: Study, *, norms: bool = False, merged: Callable[[Slot], Tensor] | None = None
+    study: Study, *, merged: Callable[[Slot], Tensor] | None = None
 ) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
     """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
 
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
-    ones and sites that run twice left out; of `norms` it is E[z * z] [k] of their normalised inputs z. With `merged`,
-    which tells a parameter of a layer that was given, an expert's layer reads what merged layers made of the samples.
+    ones and sites that run twice left out. With `merged`, which tells a parameter of a layer that was given, an
+    expert's layer reads what merged layers made of the samples.
     The matrices of a layer lie where those of the next will.
     """
     sets = {task: [viewed(samples)] for task, samples in study.calibration_sets.items()}
     passage = Passage(study.pool, sets, [_WALKER], is_full=False)
-    yield from forward_order(_SiteMoments(passage, norms, merged).visit, study.pool.chain.layers)
+    yield from forward_order(_SiteMoments(passage, merged).visit, study.pool.chain.layers)
 
 
 _WALKER = "walker"
@@ -442,12 +437,11 @@ class _SiteMoments:
     """Sums up what every site of a layer is fed, expert by expert."""
 
     passage: Passage
-    norms: bool
     merged: Callable[[Slot], Tensor] | None
     grams: GramPool = dataclasses.field(default_factory=GramPool, init=False)
 
     def visit(self, layer: Layer) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
-        sites = [site for site in layer.sites if (self.norms or site.kind == "linear") and site.runs == 1]
+        sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
         readers = {_reader(site): site for site in sites}
         by_site: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
         self.grams.take_back()  # of the layer before, which is merged
@@ -485,12 +479,11 @@ class _SiteMoments:
 
 
 class _InputMoments:
-    """Of what one task feeds the sites of a layer, by site, in float64: E[x x'], or of norms E[z * z]."""
+    """E[x x'] of what one task feeds the linear sites of a layer, by site, in float64."""
 
     def __init__(self, memory: GramPool) -> None:
         self._memory = memory
         self._grams: dict[str, GramSum] = {}
-        self._squares: dict[str, Tensor] = {}
         self._counts: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
@@ -498,23 +491,18 @@ class _InputMoments:
         x = wide(x.flatten(0, -2))
         weights = None if weights is None else weights.to(x.device)
         self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
-        if site.kind == "linear":
-            if site.name not in self._grams:
-                self._grams[site.name] = self._memory.lend(x.shape[-1], torch.float64, x.device)
-            self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
-            return
-        square = normalised(site, x).square()
-        square = square if weights is None else square * weights[:, None]
-        self._squares[site.name] = self._squares.get(site.name, 0) + square.sum(dim=0)
+        if site.name not in self._grams:
+            self._grams[site.name] = self._memory.lend(x.shape[-1], torch.float64, x.device)
+        self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
 
     def means(self) -> dict[str, Tensor]:
-        sums = {name: gram.full() for name, gram in self._grams.items()} | self._squares
-        return {name: total.div_(sum(self._counts[name])).cpu() for name, total in sums.items()}
+        grams = self._grams.items()
+        return {name: gram.full().div_(sum(self._counts[name])).cpu() for name, gram in grams}
 
 
-def _reader(site: Site) -> tuple[str, str, str]:
+def _reader(site: Site) -> tuple[str, str]:
     """What sites of equal moments share."""
-    return site.input, site.token_weights, "" if site.kind == "linear" else site.name
+    return site.input, site.token_weights
 
 
 @exact_products()

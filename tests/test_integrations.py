@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,6 @@ from driftlens.base.errors import SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.integrations import lm_eval, tracking
 from driftlens.runs.run import DriftRun
-from driftlens.suites.conversion import convert
 from tests.pipeline.fixtures import light, world
 from tests.zoo.world import TASKS, World
 
@@ -140,17 +140,17 @@ def test_fusion_bench_gets_the_merge_back_repaired(tmp_path: Path, monkeypatch: 
 
 
 def test_checkpoints_of_trainers_are_experts(tmp_path: Path) -> None:
-    """Lightning's pickles are converted without running what is in them; accelerate's folders are read as they are."""
+    """Lightning's checkpoints and accelerate's folders are read as they are."""
     from accelerate import Accelerator
 
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     weights = module.state_dict()
-    kept = {"epoch": 3, "pytorch-lightning_version": "2.5.0", "hyper_parameters": SimpleNamespace(lr=0.1)}
+    kept = {"epoch": 3, "pytorch-lightning_version": "2.5.0", "hyper_parameters": Namespace(lr=0.1)}
     torch.save(
         {"state_dict": {f"model.{key}": value for key, value in weights.items()}, **kept},
         tmp_path / "last.ckpt",
     )
-    converted = open_checkpoint(convert(tmp_path / "last.ckpt"))
+    lightning = open_checkpoint(tmp_path / "last.ckpt")
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(module, str(tmp_path / "saved"))
     accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
@@ -162,5 +162,5 @@ def test_checkpoints_of_trainers_are_experts(tmp_path: Path) -> None:
     )
     folders = [open_checkpoint(tmp_path / name) for name in ("saved", "state-True", "state-False", "wrapped")]
     for key, value in weights.items():
-        assert torch.equal(converted.read(f"model.{key}"), value), key
+        assert torch.equal(lightning.read(f"model.{key}"), value), key
         assert all(torch.equal(folder.read(key), value) for folder in folders), key

@@ -1,1 +1,1 @@
-"""Bytes on disk and named tensors: weight files of every kind, adapters, pickles without their code, alignment."""
+"""Bytes on disk and named tensors: weight files of every kind, adapters, alignment."""

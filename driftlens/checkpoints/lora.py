@@ -17,7 +17,6 @@ from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.guarded import guarded
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, promoted, require_key
 from driftlens.checkpoints.stated import ADAPTER
 from driftlens.checkpoints.weight_files import open_file
@@ -363,7 +362,7 @@ class LoraSource:
     def _require_matched(self, option: str, pattern: str, modules: Sequence[str]) -> None:
         """Refuse adapters that a pattern of whole paths leaves out, of modules to adapt or to exclude."""
         try:
-            places = guarded("patterns", [rf"(?<![\s\S])(?:{pattern})"], modules)
+            places = _first_matches([rf"(?<![\s\S])(?:{pattern})"], modules)
         except ValueError as error:
             raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
         is_lost = option == "exclude_modules"
@@ -436,7 +435,7 @@ class LoraSource:
         if not patterns:
             return dict.fromkeys(modules, default)
         try:
-            places = guarded("patterns", list(patterns), list(modules))
+            places = _first_matches(list(patterns), modules)
         except ValueError as error:
             raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
         chosen = (default if place is None else values[place] for place in places)
@@ -484,6 +483,25 @@ def _put_back(entry: Mapping[str, Any]) -> str:
 def _ends(name: str, end: str) -> bool:
     """Whether a path of modules ends in another one."""
     return f".{name}".endswith(f".{end}")
+
+
+def _first_matches(patterns: Sequence[str], modules: Iterable[str]) -> list[int | None]:
+    """Return for each module the index of the first pattern that matches the end of its path, or None.
+
+    Raises:
+        ValueError: A pattern is no regular expression.
+    """
+
+    def matches(pattern: str, module: str) -> bool:
+        try:
+            return re.match(rf"(.*\.)?({pattern})$", module) is not None
+        except (re.error, RecursionError, OverflowError):
+            raise ValueError(f"{pattern[:80]!r} is no pattern") from None
+
+    return [
+        next((place for place, pattern in enumerate(patterns) if matches(pattern, module)), None)
+        for module in modules
+    ]
 
 
 def _parents(key: str) -> Iterator[str]:

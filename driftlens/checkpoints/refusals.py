@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pathlib
-import shlex
-import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -294,57 +292,12 @@ def refuse_pointer(path: pathlib.Path) -> None:
         )
 
 
-def refuse_torchscript(path: pathlib.Path) -> None:
-    """Refuse a TorchScript archive, and one whose parts unfold."""
-    try:
-        if not zipfile.is_zipfile(path):
-            return
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except Exception as error:  # damaged archives have many: names that are no text, unknown versions
-        raise damaged(path, error) from error
-    names = [entry.filename for entry in entries]
-    if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
-        raise CheckpointError(
-            f"{path} is a TorchScript archive: a program, not a state dict",
-            hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
-        )
-    # PyTorch never packs; what is packed may unfold to any size.
-    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
-    if packed is not None:
-        raise CheckpointError(
-            f"{path}: its part {packed.filename} is compressed", hint="Don't use this file."
-        )
-
-
-def damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
-    """The error for a file of PyTorch's whose reading failed."""
-    return CheckpointError(
-        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__}: {error})",
-        hint="Copy or download it again, if it was cut short on the way.",
-    )
-
-
 def conversion(path: pathlib.Path) -> str:
-    """How to convert a checkpoint with objects in it to safetensors, as advice with a command."""
-    command = f"driftlens convert {shlex.quote(str(path))}"
-    return f"Its tensors can be read without running anything; convert it to safetensors:\n{command}"
-
-
-def by_hand(path: pathlib.Path) -> str:
-    """How to convert a checkpoint that `driftlens convert` refuses, as advice with a command that trusts it."""
-    return _advice(
-        path,
-        "x = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
-        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x",
-    )
-
-
-def _advice(path: pathlib.Path, load: str) -> str:
-    """How to save as safetensors what the code `load` calls `x`."""
-    names = shlex.quote(path.name), shlex.quote(path.with_suffix(".safetensors").name)
+    """Return how to save a pickled model as safetensors, with the warning that this runs code of the file."""
+    target = str(path.with_suffix(".safetensors"))
     return (
-        "If you trust it, convert it in the environment that made it:\n"
-        f'python -c "import sys, torch, safetensors.torch as st; {load}; '
-        f'st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, sys.argv[2])" {" ".join(names)}'
+        "If you trust its author, convert it where its classes can be imported. This runs code from the file:\n"
+        f"model = torch.load({str(path)!r}, weights_only=False)\n"
+        "state = model.state_dict()\n"
+        f"safetensors.torch.save_file({{k: v.contiguous().clone() for k, v in state.items()}}, {target!r})"
     )

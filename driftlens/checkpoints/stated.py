@@ -13,7 +13,7 @@ from typing import Any
 from driftlens.base.errors import CheckpointError, NumericsError
 from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
-from driftlens.checkpoints.refusals import conversion, refuse_pointer
+from driftlens.checkpoints.refusals import refuse_pointer
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -65,9 +65,7 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
     inner = [name for name in names if any((folder / name / file).is_file() for file in WEIGHT_FILES)]
     hint = f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file give its own path."
-    if "zeroshot.pt" in names:
-        hint = conversion(folder)
-    elif any(_SHARD.search(name) for name in names):
+    if any(_SHARD.search(name) for name in names):
         hint = "Its shards are there: download the index that lists them, *.index.json, too."
     elif inner:
         hint = f"There are weights in {some_of(inner)}: give that folder."

@@ -1,29 +1,23 @@
-"""Files of weights and folders of them; of PyTorch's, a machine of our own builds tensors and runs nothing else."""
+"""Weight files and folders of them. Entry points: `open_file` and `open_folder`."""
 
 from __future__ import annotations
 
-import mmap
+import argparse
 import pathlib
+import pickle
 import re
+import warnings
+import zipfile
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.words import some_of
-from driftlens.checkpoints.guarded import MOST_MEMORY, guarded
-from driftlens.checkpoints.pickles import BYTES, Inert, Stored, Unpickled
-from driftlens.checkpoints.refusals import by_hand, conversion, damaged, refuse_pointer, refuse_torchscript
-from driftlens.checkpoints.sources import (
-    DTYPES,
-    Composed,
-    SafetensorsSource,
-    StateSource,
-    TensorHeader,
-    renamed,
-    require_key,
-)
+from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer
+from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource, TensorsSource
 from driftlens.checkpoints.stated import WEIGHT_FILES, is_lora_folder, shards, weight_map, weights_in
 
 
@@ -107,97 +101,55 @@ def _unread(folder: pathlib.Path) -> list[str]:
     return [name for name in unread if name not in known]
 
 
-SECONDS, MEMORY_PER_BYTE = 10.0, 2
-"""That a try may take of the processor, and beside what all may.
-
-A hundred thousand tensors take five seconds, and of an old file all is mapped into memory.
-"""
+SAFE_TYPES = [argparse.Namespace]
+"""Types that `torch.load` may build besides its own: the command line that training scripts save next to weights."""
 
 
 def open_torch_file(path: pathlib.Path) -> StateSource:
-    """The tensors of a PyTorch checkpoint, mapped into memory and read when they are asked for.
+    """Open a PyTorch checkpoint that holds tensors, memory-mapped where its format allows that.
 
-    Training checkpoints that keep the weights under `state_dict`, `model` or `model_state_dict` are looked
-    into, and the prefix `module.` of distributed training is taken off.
+    Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`. The prefix `module.`
+    of distributed training is removed.
+
+    Raises:
+        CheckpointError: The file is damaged, holds no tensors, or holds objects that only code could build.
     """
-    pickled = open_pickled(path)
-    if pickled.modules:
-        raise CheckpointError(
-            f"{path} holds {pickled.modules[''].kind}, not only tensors", hint=conversion(path)
-        )
-    prefix = "module." if all(key.startswith("module.") for key in pickled.headers) else ""
-    return renamed(pickled, {key.removeprefix(prefix): key for key in pickled.headers})
-
-
-def open_pickled(path: pathlib.Path) -> Pickled:
-    """The tensors of a pickled checkpoint, in whatever it holds them, once a process apart has read it."""
-    refuse_pointer(path)
-    refuse_torchscript(path)
-    memory = MOST_MEMORY + MEMORY_PER_BYTE * path.stat().st_size
-    try:
-        guarded("pickle", str(path), seconds=SECONDS, memory=memory)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: its pickle does more than any of weights: {error}",
-            hint="Don't use this file: it is made to exhaust whoever reads it.",
-        ) from error
-    try:
-        pickled = Pickled(str(path), Unpickled(path))
-        _require_weights(pickled, path.stat().st_size)
-    except CheckpointError as error:
-        hint = error.hint or by_hand(path)
-        raise CheckpointError(f"{path}: {error.message}", hint=hint, **error.context) from error
-    except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
-        raise damaged(path, error) from error
-    return pickled
-
-
-class Pickled:
-    """The tensors of a pickled checkpoint as a source of weights; `top` and `modules` as of `Unpickled`."""
-
-    def __init__(self, name: str, content: Unpickled) -> None:
-        self.name, self.top, self.modules = name, content.top, content.modules
-        self._tensors = content.tensors
-        self.headers: Mapping[str, TensorHeader] = {
-            key: TensorHeader(tensor.shape, DTYPES[tensor.storage.kind])
-            for key, tensor in self._tensors.items()
+    content = _load(path)
+    if isinstance(content, Mapping):
+        content = next((content[key] for key in NESTS if isinstance(content.get(key), Mapping)), content)
+        tensors = {
+            key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
         }
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, mapped into memory."""
-        require_key(self, key)
-        tensor = _tensor(self._tensors[key])
-        return tensor if rows is None else tensor[slice(*rows)]
-
-
-def _tensor(stored: Stored) -> Tensor:
-    storage = stored.storage
-    dtype, size = DTYPES[storage.kind], BYTES[storage.kind]
-    if 0 in stored.shape:
-        return torch.empty(stored.shape, dtype=dtype)
-    memory: mmap.mmap | bytearray
-    memory, start = storage.place()
-    # The format before 1.6 aligns nothing, and not every processor reads numbers that lie anywhere.
-    if start % size:
-        memory, start = bytearray(memory[start : start + storage.count * size]), 0
-    numbers = torch.frombuffer(memory, dtype=dtype, count=storage.count, offset=start)
-    return numbers.as_strided(stored.shape, stored.stride, stored.offset)
-
-
-def _require_weights(pickled: Pickled, size: int) -> None:
-    if not pickled.headers:
-        content = (
-            f"an object {pickled.top.kind}"
-            if isinstance(pickled.top, Inert)
-            else f"a {type(pickled.top).__name__}"
-        )
+    else:
+        tensors = {}
+    if not tensors:
         raise CheckpointError(
-            f"it holds no weights, but {content} without tensors in it",
-            hint="Save `model.state_dict()`, best as safetensors.",
+            f"{path} holds no weights, but a {type(content).__name__} without tensors in it",
+            hint=f"Save `model.state_dict()`, flat or under one of {', '.join(NESTS)}, best as safetensors.",
         )
-    total = sum(header.nbytes for header in pickled.headers.values())
-    if total > 4 * size:  # tied weights are written separately, a few times over at most
+    for key, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
+    prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
+    return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
+
+
+def _load(path: pathlib.Path) -> Any:
+    """Return what `torch.load` builds from a file without running code of the file."""
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(SAFE_TYPES):
+            warnings.simplefilter("ignore")
+            # Only the zip format, which PyTorch writes since 1.6, can be mapped.
+            is_zip = zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # a damaged file can raise anything
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
+        if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
+            raise CheckpointError(
+                f"{path} holds more than tensors, so it is not read ({reason})", hint=conversion(path)
+            ) from error
         raise CheckpointError(
-            f"it has {size:,} bytes, but its tensors would take {total:,}",
-            hint="Don't use this file: it is made to fill a disk.",
-        )
+            f"{path} is not a complete PyTorch checkpoint ({reason})",
+            hint="Copy or download it again, if it was cut short on the way.",
+        ) from error

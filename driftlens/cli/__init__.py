@@ -35,7 +35,7 @@ _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug", "-
 _GLOBAL_OPTIONS = ("--threads", "--progress")
 """Options of the whole program that take a value."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Start": ("demo", "why", "init", "validate", "convert", "ui", "doctor"),
+    "Start": ("demo", "why", "init", "validate", "ui", "doctor"),
     "Measure": ("analyze", "attach", "compare", "check"),
     "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
     "Report": ("show", "view", "report", "export", "ls"),

@@ -81,8 +81,6 @@ def in_use(given: Given, folder: Path) -> Given:
     return given
 
 
-PICKLED = instead(2, pickled)
-"""Slow, as whatever is pickled is looked at in a process of its own."""
 PIXELS = np.zeros((12, 16, 16, 3), np.uint8)
 REFUSALS: dict[str, tuple[Callable[[Given, Path], Given], str, str]] = {
     "no such folder": (
@@ -95,7 +93,7 @@ REFUSALS: dict[str, tuple[Callable[[Given, Path], Given], str, str]] = {
         "nobody/base on the Hub can't be had",
         "hf download nobody/base",
     ),
-    "a pickled checkpoint": (PICKLED, "not only tensors", "driftlens convert"),
+    "a pickled checkpoint": (instead(2, pickled), "holds more than tensors", "state = model.state_dict()"),
     "an expert of other shapes": (instead(2, of_other_shapes), "fc1.weight", "another model size"),
     "a merge of another family": (
         instead(3, of_another_family),
@@ -134,10 +132,7 @@ REFUSALS: dict[str, tuple[Callable[[Given, Path], Given], str, str]] = {
 
 @pytest.mark.parametrize(
     ("spoil", "said", "way"),
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (case[0] is PICKLED))
-        for name, case in REFUSALS.items()
-    ],
+    [pytest.param(*case, id=name) for name, case in REFUSALS.items()],
 )
 def test_a_first_mistake_is_answered_in_two_paragraphs(
     spoil: Callable[[Given, Path], Given], said: str, way: str, asked: Given, tmp_path: Path, run_cli: Cli

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from driftlens.base.errors import DataError, DriftLensError, SpecError
-from driftlens.checkpoints.guarded import guarded
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.models.language.texts import TextReader
@@ -284,27 +283,6 @@ def test_an_entry_that_is_spelled_out_means_the_same(tmp_path: Path) -> None:
         )
         (tmp_path / "spec.yaml").write_text(to_yaml(spec.as_dict()))
         assert load_spec(tmp_path / "spec.yaml").data.tasks == spec.data.tasks
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes too long"),
-        (
-            "{% set ns = namespace(s='aa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-            "takes more than 512 MiB of memory",
-        ),
-        ("{{ 'a' * 3000000000 }}", "takes more than 512 MiB of memory"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-    ],
-)
-def test_a_chat_template_without_end_is_refused(template: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        guarded("template", template, {}, ["hello"], seconds=0.5 if says == "takes too long" else 3.0)
-    assert guarded("template", "{{ messages[0].content }}{{ eos }}", {"eos": "\ud800!"}, ["é", ""]) == [
-        "é\ud800!",
-        "\ud800!",
-    ]
 
 
 # --- JSON lines

@@ -15,7 +15,7 @@ from PIL import Image
 import driftlens.cli as cli
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import LONGEST_FILE_NAME
-from driftlens.checkpoints import guarded, loading, pickles, weight_files
+from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
 from driftlens.data import images
 from driftlens.data.images import read_image
@@ -24,7 +24,6 @@ from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.contest import sweep
 from driftlens.merging import averages
 from driftlens.models import architecture
-from driftlens.models.language import texts
 from driftlens.runs.layout import escape
 from driftlens.runs.verify import LONGEST_NAME
 from driftlens.spec import run as spec_run
@@ -90,27 +89,6 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MOST_FILLED:,} values filled "
         "into one tensor while it is built",
         "reads/test_limits.py::test_configurations",
-    ),
-    "patterns of a LoRA adapter": (
-        f"{guarded.SECONDS:g} seconds of the processor to match all, {guarded.MOST_MEMORY >> 20} MiB",
-        "models/test_lora.py::test_patterns_have_so_long_to_match_and_no_longer",
-    ),
-    "chat template": (
-        f"{guarded.SECONDS:g} seconds of the processor and {1000 * texts.SECONDS_PER_MESSAGE:g} milliseconds a "
-        f"message, {guarded.MOST_MEMORY >> 20} MiB",
-        "data/test_text_rows.py::test_a_chat_template_without_end_is_refused",
-    ),
-    "tokenizer": (
-        f"{guarded.SECONDS:g} seconds of the processor and {1e6 * loading.SECONDS_PER_BYTE:g} more "
-        f"a megabyte of its files, {guarded.MOST_MEMORY >> 20} MiB and {loading.MEMORY_PER_BYTE} times its "
-        f"files; texts that grow {loading.MOST_GROWTH} times",
-        "models/test_texts.py::test_what_would_exhaust_a_machine_is_refused_before_it_is_built",
-    ),
-    "pickle in a PyTorch file": (
-        f"{weight_files.SECONDS:g} seconds of the processor, {guarded.MOST_MEMORY >> 20} MiB and "
-        f"{weight_files.MEMORY_PER_BYTE} times its bytes, names of {pickles.LONGEST_NAME:,} characters; tensors of "
-        "four times the file's bytes",
-        "models/test_pickles.py::test_what_unfolds_without_end_is_stopped_elsewhere",
     ),
     "image": (
         f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels, Pillow's bound of a decompression bomb; no PostScript",

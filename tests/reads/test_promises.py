@@ -115,7 +115,6 @@ def test_paths_that_no_file_can_have(assert_refused: Refused, spec: Spec, run: P
         ("analyze", spec(), "--out", path),
         ("merge", spec(), "--method", "average", "--out", path),
         ("report", run, "--format", "md", "--out", path),
-        ("convert", path, "--out", "x.safetensors"),
     ):
         assert_refused(*line, says=path[:60] if path[0] != "a" else "a/a/a/a")
 

@@ -251,15 +251,6 @@ def test_a_pipe_is_no_weights(pipe: Path, name: str) -> None:
         open_checkpoint(at(pipe, name))
 
 
-@pytest.mark.parametrize("source", ["/dev/zero", "/dev/null", "PIPE"])
-def test_devices_and_pipes_are_not_converted(run_cli: Cli, pipe: Path, source: str) -> None:
-    with within_bounds():
-        result = run_cli(
-            "convert", source.replace("PIPE", str(pipe)), "--out", pipe.with_name("a.safetensors")
-        )
-    assert result.code == 4 and ODD in result.err, result.err
-
-
 DATA = (
     "a.npz npz file",
     "a.jsonl jsonl",
@@ -311,9 +302,7 @@ def test_a_recipe_is_no_pipe_but_what_a_shell_hands_down_is(run_cli: Cli, pipe: 
     os.close(reader)
 
 
-@pytest.mark.parametrize(
-    "line", [("check", "RUN", "--junit", "FOLDER"), ("convert", "/proc/self/mem"), ("show", "x" * 5000)]
-)
+@pytest.mark.parametrize("line", [("check", "RUN", "--junit", "FOLDER"), ("show", "x" * 5000)])
 def test_the_file_systems_refusals_are_no_defects(
     run_cli: Cli, light: Any, tmp_path: Path, line: tuple[str, ...]
 ) -> None:

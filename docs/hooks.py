@@ -43,20 +43,8 @@ def on_post_template(output: str, template_name: str, **_: Any) -> str:
     return output.replace(SHIM, "/assets/worker.js") if template_name == "404.html" else output
 
 
-STILL: dict[str, bytes] = {}
-"""Pictures of the gallery by name, from when the page is made until the site is written."""
-
-
-def on_post_build(config: Any, **_: Any) -> None:
-    """The gallery's pictures beside the pages."""
-    folder = Path(config["site_dir"]) / "assets" / "charts"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in STILL.items():
-        (folder / f"{name}.png").write_bytes(picture)
-
-
 def _gallery() -> str:
-    """Every chart of the demo run: how to read it, the line that draws it, and a picture; the first one live."""
+    """Return every chart of the demo run: how to read it, the line that draws it, and the live figure."""
     import os
 
     from plotly.offline import get_plotlyjs
@@ -64,15 +52,12 @@ def _gallery() -> str:
     import driftlens as dl
     from driftlens.base.errors import DataError
     from driftlens_reports.charts.chart import SECTIONS, by_rank, charts
-    from driftlens_reports.paper.static import draw_static
-    from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
 
     place = Path(os.environ.get("DRIFTLENS_DOCS_RUN", "build/demo"))
     if not place.is_dir():
         raise FileNotFoundError(f"{place} is no run to draw the gallery of; `make docs` makes it")
     run = dl.open_run(place)
-    parts: list[str] = []
-    is_live = True
+    parts = [f"<script>{get_plotlyjs()}</script>"]
     for section in SECTIONS:
         for chart in by_rank(entry for entry in charts.values() if entry.section == section):
             call = f"run.plot.{chart.name.replace('-', '_')}()"
@@ -82,16 +67,7 @@ def _gallery() -> str:
             except DataError as missing:
                 parts.append(f"The demo's run has no such chart. {html.escape(str(missing))}\n")
                 continue
-            alt = html.escape(drawn.alt)
-            if is_live:
-                figure = drawn.figure.to_html(
-                    full_html=False, include_plotlyjs=False, config={"displaylogo": False}
-                )
-                parts.append(f"<script>{get_plotlyjs()}</script>")
-                parts.append(f'<div role="img" aria-label="{alt}">{figure}</div>\n')
-                is_live = False
-                continue
-            with sheet(PAGE):
-                STILL[chart.name] = encode(draw_static(drawn.figure, PAGE_WIDTH), "png", PAGE)
-            parts.append(f'<img loading="lazy" src="assets/charts/{chart.name}.png" alt="{alt}">\n')
+            config = {"displaylogo": False}
+            figure = drawn.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+            parts.append(f'<div role="img" aria-label="{html.escape(drawn.alt)}">{figure}</div>\n')
     return "\n".join(parts)

@@ -45,7 +45,7 @@ SAID = [
     ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})], keep=True),
     AnalysisRequest(out="runs/x", force=True),
     PreflightRequest(deep=True, processes=2),
-    ExportRequest(tasks=["a", "b"], width=3.5, everything=True, paper=True),
+    ExportRequest(tasks=["a", "b"], width=3.5, everything=True, strict=True),
 ]
 
 

@@ -346,7 +346,17 @@ OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
 
 def test_there_is_a_template_for_every_family() -> None:
-    assert template_names() == ["bert", "clip-ta", "flan-t5", "generic", "llama", "vit"]
+    assert template_names() == [
+        "bert",
+        "clip-14",
+        "clip-20",
+        "clip-8",
+        "clip-ta",
+        "flan-t5",
+        "generic",
+        "llama",
+        "vit",
+    ]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -373,7 +383,7 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
 
 
 def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
-    with refusing(SpecError, match="there are bert, clip-ta, flan-t5", hint="'clip-ta'"):
+    with refusing(SpecError, match="there are bert, clip-14, clip-20, clip-8, clip-ta", hint="'clip-ta'"):
         template_text("clip-tb")
 
 

@@ -37,7 +37,7 @@ _GLOBAL_OPTIONS = ("--threads", "--progress")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start": ("demo", "why", "init", "validate", "ui", "doctor"),
     "Measure": ("analyze", "attach", "compare", "check"),
-    "Repair": ("merge", "calibrate", "sweep", "arena", "reproduce"),
+    "Repair": ("merge", "calibrate", "sweep", "arena"),
     "Report": ("show", "view", "report", "export", "ls"),
 }
 """All commands, as `--help` and the documentation list them."""

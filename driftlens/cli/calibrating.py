@@ -1,8 +1,7 @@
-"""Commands that repair: once, with many settings or methods, as published: calibrate, sweep, arena, reproduce."""
+"""Commands that repair: once, with many settings or methods: calibrate, sweep, arena."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +9,6 @@ import typer
 from driftlens.base.access import Context
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, manner, note, say, say_json, say_saved
 from driftlens.spec.requests import ArenaRequest, CalibrationRequest, SweepRequest
-from driftlens.suites.reproduce import PROTOCOLS
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -136,54 +134,3 @@ def arena(run: RunFolder, request: ArenaRequest, job: Job, as_json: JsonFlag = F
         say_json({"run": finished.id, "rows": arena_rows(finished, made, against=against), "failed": failed})
         return
     say(sheet_text(arena_sheet(finished, made, failed, against=against)))
-
-
-@app.command()
-@flagged
-def reproduce(
-    suite: Annotated[
-        str,
-        typer.Argument(metavar="SUITE", help="A published suite, a YAML file of that form, or a run's spec."),
-    ],
-    protocol: Annotated[
-        str, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; docs/reproduce.md says what each runs.")
-    ] = "main",
-    out: Annotated[
-        Path | None, typer.Option(help="Where its runs go, one per merge; runs/<suite> if left out.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what is downloaded and what it costs; write nothing.")
-    ] = False,
-    *,
-    as_json: JsonFlag = False,
-    job: Job,
-) -> None:
-    """Run a suite as published, and put what is measured beside what was printed, with intervals.
-
-    Called again it goes on where it stopped. Models and data come through the Hub's cache (HF_HOME).
-    """
-    from driftlens.suites.reproduce import load_suite, protocol_called
-
-    name, found, folder = load_suite(suite)
-    mergers = protocol_called(protocol).of(found)
-    if dry_run:
-        from driftlens.jobs.preflight.calibrating import plan, plan_text
-
-        specs = {merger: found.run_spec(name, merger, folder) for merger in mergers}
-        planned = plan(found, specs, protocol, access=job.access)
-        say_json(planned) if as_json else say(plan_text(planned))
-        return
-    from driftlens.jobs.contest.arena import entrants
-    from driftlens.jobs.contest.arena import reproduce as run_suite
-    from driftlens_reports.reproduced import shown
-    from driftlens_reports.terminal import sheet_text
-
-    place = out or Path("runs") / name
-    with job.context() as context:
-        runs, failed = run_suite(name, found, folder, place, context, protocol=protocol)
-    names = [each.name for each in entrants([*protocol_called(protocol).repairs(found).items()])]
-    told = shown(found, protocol, runs, names, failed)
-    if as_json:
-        say_json({"suite": name, "protocol": protocol, "rows": told.rows, "failed": failed})
-        return
-    say("\n\n".join(map(sheet_text, told.sheets)))

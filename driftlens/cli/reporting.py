@@ -116,44 +116,29 @@ def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:
     return chosen
 
 
-_COMMAND = re.compile(r"`(driftlens (?!reproduce)[^`]*\bRUN\b[^`]*)`")
-"""A command that adds something to a run, as exhibits name it."""
-
-
 def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
-    """What was written, on stdout; what is missing of it, on stderr, with commands to copy where there is one run."""
-    run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"
+    """Print what was written to stdout and what is missing to stderr, with commands to copy where there is one run."""
     if as_json:
         say_json(
             [
                 {
                     "exhibit": entry.name,
                     "files": entry.files,
-                    "missing": [{"name": panel.name, "missing": panel.missing} for panel in entry.missing],
+                    "missing": [{"name": part.name, "missing": part.missing} for part in entry.missing],
                 }
                 for entry in written
             ]
         )
         return
-    filled: dict[str, list[str]] = {}
+    run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"
     for entry in written:
         if entry.files:
             say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
-        empty = f"{entry.name} is not written"
-        lacking = [
-            (f"  {entry.name} lacks {at.name}" if entry.files else empty, at.missing) for at in entry.missing
-        ]
-        for what, missing in dict.fromkeys(lacking):
-            commands = _COMMAND.findall(missing) if "reproduce SUITE" in missing else ()
-            for command in commands:
-                filled.setdefault(re.sub(r"\bRUN\b", lambda _: run, command), []).append(entry.name)
-            if entry.files or not commands:
-                note(what if commands else f"{what}: {missing}")
+        for part in entry.missing:
+            what = f"  {entry.name} lacks {part.name}" if entry.files else f"{entry.name} is not written"
+            missing = re.sub(r"\bRUN\b", lambda _: run, part.missing)
+            note(f"{what}: {missing}")
     say(f"{sum(len(entry.files) for entry in written)} files in {out}")
-    left_out = [entry.name for entry in written if not entry.files]
-    note(f"not written: {', '.join(left_out)}" if left_out else "")
-    for command, names in filled.items():
-        note(f"for {', '.join(dict.fromkeys(names))}: {command}")
 
 
 @app.command()

@@ -113,7 +113,9 @@ def init(
     ] = None,
     data: DataPaths = None,
     out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[str, typer.Option(help="generic or clip-ta, where no models are given.")] = "generic",
+    template: Annotated[
+        str, typer.Option(help="generic, clip-ta or clip-8, where no models are given.")
+    ] = "generic",
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
     as_json: JsonFlag = False,
@@ -258,7 +260,7 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, a
         compared = compare_merges(spec, wanted, context, out=out, keep=comparison.keep, write=write_merges)
     _note_memory()
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
-    note(f"wrote {out}: merges.csv, .json, .png, .svg, .html")
+    note(f"wrote {out}: merges.csv, .json, .html")
 
 
 def _note_memory() -> None:

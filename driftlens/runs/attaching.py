@@ -111,25 +111,15 @@ def tool_of(run: DriftRun, variant: str, task: str) -> str:
     return max(files, key=lambda about: str(about["attached"]))["tool"] if files else _HARNESS
 
 
-def attached_shares(run: DriftRun) -> pd.DataFrame:
-    """One share for each variant and task that other tools measured, more being better; groups for their subtasks."""
-    rows = run.accuracy()
-    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    shares = [name for name, metric in metrics.items() if metric.is_attached and metric.is_averaged]
-    rows = rows[rows["value"].notna() & rows["metric"].isin(shares)].drop_duplicates(["variant", "task"])
-    return rows[rows["task"].isin(ungrouped(run, rows["task"], leaves=False))]
+def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
+    """Return those of the tasks that are no group of others.
 
-
-def ungrouped(run: DriftRun, tasks: Iterable[str], *, leaves: bool = True) -> list[str]:
-    """Of tasks that other tools name, those that no other stands for: subtasks without their groups.
-
-    With `leaves` false groups without their subtasks. Runs that attached before groups were kept don't tell: then no
-    task is known to be a leaf.
+    Runs that attached before groups were kept don't tell: then no task is known to be a leaf.
     """
     names, subtasks = [*dict.fromkeys(tasks)], dict[str, set[str]]()
     for about in run.manifest.attached.values():
         if "groups" not in about:
-            return [] if leaves else names
+            return []
         for group, members in about["groups"].items():
             subtasks.setdefault(group, set()).update(members)
 
@@ -137,10 +127,7 @@ def ungrouped(run: DriftRun, tasks: Iterable[str], *, leaves: bool = True) -> li
         members = subtasks.get(group, set()) - passed
         return members.union(*(below(member, passed | members) for member in members))
 
-    inside = {name: below(name, frozenset({name})) & {*names} for name in names}
-    if leaves:
-        return [name for name in names if not inside[name]]
-    return [name for name in names if not any(name in members for members in inside.values())]
+    return [name for name in names if not below(name, frozenset({name})) & {*names}]
 
 
 def _content(file: pathlib.Path) -> bytes:

@@ -70,10 +70,6 @@ def thumbs_file(task: str) -> str:
     return f"thumbs/{escape(task)}.npz"
 
 
-CORRUPTIONS = "thumbs/corruptions/pictures.npz"
-"""One calibration picture, clean and as sweeps of corruptions have shown it."""
-
-
 def texts_file(task: str) -> str:
     """Path of the texts of a task's diagnosis samples, relative to the run directory."""
     return f"thumbs/{escape(task)}.json"

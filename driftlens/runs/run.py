@@ -178,10 +178,6 @@ class DriftRun:
         """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""
         return self._rows(schema.SWEEPS)
 
-    def excess(self) -> pd.DataFrame:
-        """What fits on other features than the deployed ones lose, by layer and site. Errors as for `layers`."""
-        return self._rows(schema.EXCESS)
-
     def resources(self) -> pd.DataFrame:
         """Time, memory and energy by phase. Errors as for `layers`."""
         return self._rows(schema.RESOURCES)
@@ -224,24 +220,17 @@ class DriftRun:
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
         """Pictures [n, side, side, 3] of a task's first diagnosis samples, in order; None where there are none."""
-        return self._pictures(layout.thumbs_file(task)).get("pictures")
-
-    def corruptions(self) -> dict[str, NDArray[np.uint8]]:
-        """One calibration picture [side, side, 3] by corruption, `none` first; empty until a sweep has varied it."""
-        return self._pictures(layout.CORRUPTIONS)
-
-    def _pictures(self, relative: str) -> dict[str, NDArray[np.uint8]]:
-        path = self.path / relative
+        path = self.path / layout.thumbs_file(task)
         if not path.is_file():
-            return {}
+            return None
         try:
             with np.load(path, allow_pickle=False) as stored:
-                pictures: dict[str, NDArray[np.uint8]] = {name: stored[name] for name in stored.files}
+                pictures: NDArray[np.uint8] = stored["pictures"]
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             hint = "Remove the file: pictures are only shown."
             raise RunError(f"{path} can't be read: {error}", hint=hint) from error
         side = layout.THUMB_SIDE
-        if any(of.dtype != np.uint8 or of.shape[-3:] != (side, side, 3) for of in pictures.values()):
+        if pictures.dtype != np.uint8 or pictures.shape[-3:] != (side, side, 3):
             raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
         return pictures
 

@@ -465,26 +465,6 @@ SWEEPS = Table(
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )
 
-EXCESS = Table(
-    "excess",
-    ("inputs", "layer", "site"),
-    (
-        _text(
-            "inputs", "Whose features FeatCal was fitted on: those of the merged model, or of each expert."
-        ),
-        Column("layer", "int", "", "Index of the layer; 1 is the stem."),
-        _text("site", "The linear module, by its name in the layer."),
-        _pure(
-            "excess",
-            "What that fit loses in the objective on deployed features against the fit made on these.",
-        ),
-        _pure("gain", "What the fit on deployed features gains in it over the merged weights."),
-        _count("n", "samples", "Calibration samples per task."),
-        Column("seed", "int", "", "Seed that drew the calibration samples."),
-    ),
-    "driftlens reproduce SPEC --protocol source",
-)
-
 RESOURCES = Table(
     "resources",
     ("phase",),
@@ -501,7 +481,7 @@ TABLES = {
     table.name: table
     for table in (
         *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, ROUTING, PARAMS),
-        *(ACCURACY, SCORES, CALIBRATION, SWEEPS, EXCESS, RESOURCES),
+        *(ACCURACY, SCORES, CALIBRATION, SWEEPS, RESOURCES),
     )
 }
 

@@ -437,14 +437,12 @@ class ExhibitRequest(Request, title="export"):
 
     Attributes:
         layer: layer index, "final" or module path, for exhibits of one layer.
-        digits: decimals of percentages in tables.
     """
 
     style: Text = asked("Width of the venue: neurips, icml-column or slide.", "neurips")
     task: str | None = asked(
         "Task of exhibits about one; if left out, that of median gain in intro, else the one that drifts most."
     )
-    baseline: str | None = asked("Variant to compare with; the merged model if left out.")
     calibrated: str | tuple[str, ...] | None = asked(
         "Calibrations to show, joined by commas; the last one (tables: all) if left out.",
         read=str,
@@ -465,11 +463,7 @@ class ExhibitRequest(Request, title="export"):
     )
     width: Annotated[float, Field(ge=1, le=20)] | None = asked("Width in inches, instead of the style's.")
     method: str = asked("Projection of features: pca, umap or tsne.", "pca")
-    paper: Flag = asked(
-        "Also show the paper's printed numbers, told apart from measured ones.", False, name="--with-paper"
-    )
     layer: int | str = unspoken("final")
-    digits: int = unspoken(1)
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):

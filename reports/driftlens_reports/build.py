@@ -5,7 +5,7 @@
 | format | files |
 |---|---|
 | html | report.html: interactive charts, one file that asks the network for nothing |
-| html-light | report-light.html: drawings, no script, below 1 MB |
+| html-light | report-light.html: figures as pictures, no script, below 1 MB |
 | json | report.json, by the schema in report.schema.json |
 | md | report.md for a pull-request comment |
 | csv | csv/*.csv, a file per table, and their units |
@@ -31,7 +31,7 @@ from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
-from driftlens_reports.formats.page import interactive_page, light_page
+from driftlens_reports.formats.page import interactive_page, light_page, pictures_of
 from driftlens_reports.formats.texts import fragments, json_document, markdown, spreadsheets
 from driftlens_reports.sections import TITLES, Outline, check_known, outline, section_parts, verdict_of
 
@@ -183,7 +183,9 @@ _FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], 
     MappingProxyType(
         {
             "html": lambda run, content, drawn: {"report.html": _interactive(run, content, drawn)},
-            "html-light": lambda run, content, drawn: {"report-light.html": light_page(content, drawn)},
+            "html-light": lambda run, content, drawn: {
+                "report-light.html": light_page(content, pictures_of(run, drawn))
+            },
             "json": lambda run, content, drawn: {"report.json": json_document(content)},
             "md": lambda run, content, drawn: {"report.md": markdown(content)},
             "csv": lambda run, content, drawn: _inside("csv", spreadsheets(run, content)),

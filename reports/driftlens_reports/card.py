@@ -88,7 +88,7 @@ def share_card(run: DriftRun, name: str = "") -> bytes:
     """The PNG of a run, or of its calibration `name`: headline, bar, the features of one task, and the run's id."""
     from matplotlib.figure import Figure
 
-    from driftlens_reports.paper.figures import short
+    from driftlens_reports.paper.plate import short
 
     found = headline(run, name)
     with sheet(PAGE):

@@ -1,4 +1,4 @@
-"""A comparison of merges, as `pipeline.search.merges` gives it: a table for a terminal, files, one picture."""
+"""A comparison of merges, as `pipeline.search.merges` gives it: a table for a terminal, files, a chart for the app."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.base.errors import RunError
-from driftlens.base.files import atomic_path, from_json, write_json_atomic, write_text_atomic
+from driftlens.base.files import from_json, write_json_atomic, write_text_atomic
 from driftlens.base.words import counted
 from driftlens.findings.reading import Kind, printable
 from driftlens.findings.table import Table, with_ends
@@ -96,23 +96,13 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
 
 
 def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
-    """`merges.csv`, `.json`, `.png`, `.svg` and `.html` in a folder, in the place of those there."""
-    from driftlens_reports.paper.static import draw_static
-    from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
-
-    places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "png", "svg", "html")}
-    with sheet(PAGE):
-        figure = draw_static(draw_merges(ranking).figure, PAGE_WIDTH)
-    pictures = {kind: encode(figure, kind, PAGE) for kind in ("png", "svg")}
+    """Write `merges.csv`, `merges.json` and `merges.html` to a folder, in place of those there."""
+    places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "html")}
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(places["csv"], table_of(ranking).to_csv(index=False))
     write_json_atomic(places["json"], ranking)
-    for kind, picture in pictures.items():
-        with atomic_path(places[kind]) as path:
-            path.write_bytes(picture)
-    drawn = pictures["svg"].decode()
     table = merges_sheet(ranking)
-    body, title = f"{drawn[drawn.index('<svg') :]}{table._repr_html_()}", html.escape(printable(table.title))
+    title = html.escape(printable(table.title))
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    write_text_atomic(places["html"], f"{head}<h1>{title}</h1>{body}</html>")
+    write_text_atomic(places["html"], f"{head}<h1>{title}</h1>{table._repr_html_()}</html>")
     return list(places.values())

@@ -47,7 +47,6 @@ MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
         "--out",
         run,
     ),
-    "reproduce": lambda spec, run: (spec, "--out", run.parent / "runs"),
     "demo": lambda spec, run: ("--out", run),
 }
 """Commands that make something, by what they are given: a spec, and the folder to make."""
@@ -57,7 +56,7 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
     "arena": lambda run: (run, "--methods", "featcal:views=1,surgery:steps=2"),
 }
 """Commands that look at a run, or add to it."""
-COMPOSED = {"demo", "reproduce", "sweep", "arena"}
+COMPOSED = {"demo", "sweep", "arena"}
 """Made of what the others do: on the second device they are `make every`'s."""
 ELSEWHERE = {
     "doctor": "runs no model",
@@ -128,7 +127,7 @@ def played(spec: Path, run: Path) -> Played:
             suite = SimpleNamespace(spec=lambda: load_spec(spec))
             patch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
             done(command, *MADE[command](spec, folder), device=device)
-        return folder if command != "reproduce" else folder.parent / "runs/task_arithmetic"
+        return folder
 
     return play
 

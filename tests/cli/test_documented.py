@@ -19,7 +19,6 @@ RUNS = ("runs/ta", "runs/ta8", "RUN", "driftlens-demo")
 NOT_HERE = {
     r"demo": "tests/cli/test_demo.py runs it",
     r"ui ": "a server, which tests/browser starts",
-    r"reproduce clip-b32-8": "its models are on the Hub; tests/pipeline/test_reproduce.py runs a small suite",
     r"why ": "tests/cli/test_why.py runs it",
     r"doctor --measure": "times processes beside each other, for a minute",
 }

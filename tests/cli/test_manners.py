@@ -36,7 +36,6 @@ from tests.zoo.world import TASKS, World, write_spec
 COMMANDS = (
     *("demo", "init", "validate", "analyze", "merge", "attach", "calibrate", "sweep"),
     *(
-        "reproduce",
         "report",
         "export",
         "view",

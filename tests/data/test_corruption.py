@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from driftlens.base.errors import DataError, SpecError
-from driftlens.data.corruption import CLEAN, CORRUPTIONS, corrupt, corrupted, parse, written
+from driftlens.data.corruption import CORRUPTIONS, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet
-from driftlens.suites import reproduce
 
 DRAWN = (42, "dtd/7")
 
@@ -97,10 +96,6 @@ def test_samples_are_corrupted_one_by_one_as_they_are_read() -> None:
     found = corrupted(whole, "fog", 1).load([2, 0])
     np.testing.assert_array_equal(found[0], corrupt(shown[2], "fog", 3, (1, "dtd/c")))
     np.testing.assert_array_equal(found[1], corrupt(shown[0], "fog", 3, (1, "dtd/a")))
-
-
-def test_protocols_name_all_of_them() -> None:
-    assert (CLEAN, *CORRUPTIONS) == reproduce.CORRUPTIONS
 
 
 def test_what_is_no_corruption_is_refused() -> None:

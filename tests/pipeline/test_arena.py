@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
 from sklearn.covariance import ledoit_wolf
 from typer.testing import CliRunner
@@ -23,21 +22,18 @@ from driftlens.findings.before_after import arena_rows, arena_sheet
 from driftlens.jobs.analyze.evaluation import accuracies, final_features
 from driftlens.jobs.analyze.finder import TaskFinder
 from driftlens.jobs.calibrate.job import open_calibration
-from driftlens.jobs.contest.arena import compete, entrants, measure_excess, quadratic
+from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.reopening import reopened
-from driftlens.linalg.ridge import solve_weight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
-from driftlens.suites.reproduce import PROTOCOLS, Suite
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.reproduced import shown
 from driftlens_reports.terminal import sheet_text
-from tests.pipeline.calibrating import copied, same_rows
+from tests.pipeline.calibrating import copied
 from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
 
@@ -326,46 +322,3 @@ def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kin
         settings = open_run(folder).manifest.calibrations[name].settings
         found[name] = settings["lam"], settings["rho"], settings["alpha"]
     assert found == {"said": (0.7, 2.2, 0.1), "silent": (0.7, 2.0, 0.3), "other": (0.7, 2.0, 0.3)}
-
-
-def test_the_excess_is_the_difference_of_objectives(generator: torch.Generator) -> None:
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    lam, anchor, rows, targets, stale = 0.3, drawn(3, 4), drawn(50, 4), drawn(50, 3), drawn(50, 4)
-    gram, cross = rows.T @ rows / 50, targets.T @ rows / 50
-
-    def objective(weight: torch.Tensor) -> float:
-        misfit = (rows @ weight.T - targets).square().sum(dim=1).mean()
-        return float(misfit + lam * (weight - anchor).square().sum())
-
-    best = solve_weight(gram, cross, anchor, lam=lam)
-    other = solve_weight(stale.T @ stale / 50, targets.T @ stale / 50, anchor, lam=lam)
-    wanted = objective(other) - objective(best)
-    assert wanted > 0.1
-    assert quadratic(gram, lam, other - best) == pytest.approx(wanted, rel=1e-10)
-
-
-def test_fits_on_stale_features_lose_from_the_second_block_on(light: DriftRun, tmp_path: Path) -> None:
-    run = measure_excess(copied(light, tmp_path / "run"), {"alpha": 0.5})
-    rows = run.excess()
-    sites = rows.groupby(["inputs", "layer"]).size()
-    assert {*rows["inputs"]} == {"merged", "expert"} and sites.nunique() == 1
-    first = rows["layer"] == rows["layer"].min()
-    assert (rows["gain"] > 0).all() and (rows["excess"] >= 0).all()
-    is_stale = rows["inputs"] == "merged"
-    # What enters the first block is the same, calibrated or not.
-    assert (rows["excess"][is_stale & first] == 0).all()
-    assert (rows["excess"][is_stale & ~first] > 0).all() and (rows["excess"][~is_stale] > 0).all()
-    same_rows(run, light)
-    again = measure_excess(run.path, {"alpha": 0.9}, resume=True).excess()
-    assert again.equals(rows), "what is there is left"
-    suite = Suite(title="Two", tasks=["a"], spec={})
-    told = shown(suite, "source", {"task_arithmetic": run}, [])
-    assert PROTOCOLS["source"].is_excess and len(told.rows) == len(rows)
-    text = sheet_text(told.sheets[0])
-    assert "the merged" in text and "the expert" in text
-    layer, inputs = rows["layer"].max(), "expert"
-    own = rows[(rows["layer"] == layer) & (rows["inputs"] == inputs)]
-    line = next(row for row in told.sheets[0].rows if row[1:3] == (f"the {inputs}", layer))
-    assert line[3] == pytest.approx(own["excess"].sum() / own["gain"].sum())

@@ -25,7 +25,6 @@ from driftlens.engine.problems import Problem, SiteUpdate
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import add_to_run, analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.arena import measure_excess
 from driftlens.jobs.contest.automatic import HELD_OUT
 from driftlens.jobs.contest.contest import Trials
 from driftlens.jobs.study import reopening
@@ -228,7 +227,6 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
 
 ALL_AT_ONCE: dict[str, Callable[[Path], DriftRun]] = {
     "replaced": lambda folder: calibrate(folder, request(replace=True, attribution=False)),
-    "excess": lambda folder: measure_excess(folder, {}),
 }
 
 

@@ -490,8 +490,6 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     assert {*run.sweeps()["sweep"]} == {"corruption", "react:corruption"}
     rows = rows_of(run, "corruption")
     assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}
-    shown = run.corruptions()
-    assert [*shown] == ["none", "fog:5"] and (shown["none"] != shown["fog:5"]).any()
 
     spec = world.spec(metrics={"jacobian": False})
     for task in TASKS:

@@ -16,12 +16,10 @@ from driftlens.base.errors import DataError
 from driftlens.base.intervals import wilson
 from driftlens.base.metrics import metric_called
 from driftlens.findings.measures import findings
-from driftlens.runs.attaching import attach, attached_shares, tool_of, ungrouped
+from driftlens.runs.attaching import attach, tool_of, ungrouped
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.published import family
 from driftlens_reports.terminal import accuracy_text, summary
 from tests.records.full_run import Size, write_full_run
 
@@ -122,9 +120,8 @@ def test_a_mean_is_over_leaves_and_says_which(folder: Path, *, is_listed: bool) 
     line, note = mean_lines(run)
     assert line.startswith("mean of 3") and f"{100 * sum(leaves) / 3:.1f} %" in line
     assert "astronomy, physics, arc; not mmlu, mmlu_stem" in note
-    # A group whose subtasks another file lacks is a leaf there; exhibits show it in the place of those it stands for.
+    # A group whose subtasks another file lacks is a leaf there.
     assert ungrouped(run, ["mmlu", "arc"]) == ["mmlu", "arc"]
-    assert [*attached_shares(run)["task"]] == ["mmlu", "arc"]
 
 
 def test_a_leaderboards_mean_of_all_is_no_task_beside_them(folder: Path) -> None:
@@ -254,30 +251,3 @@ def test_an_unknown_variant_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(DataError, match="calibrated:featcal"):
         attach(folder, "calibrated:other", written(folder, OLD))
     assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())
-
-
-@pytest.mark.parametrize("loader", ["hf-decoder", "hf-encoder"])
-def test_attached_scores_fill_the_exhibits_of_language_models(folder: Path, loader: str) -> None:
-    manifest = read_manifest(folder)
-    architecture = {**manifest.architecture, "loader": loader, "reads": "text"}
-    write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))
-    run = open_run(folder)
-    assert family(run) == ("language" if loader == "hf-decoder" else "text")
-    single = exhibits["experts-llm"].draw([run], ExhibitOptions(paper=False)).data
-    if loader == "hf-encoder":
-        assert single.empty
-        return
-    assert set(single["row"]) == {"Base", "cars expert", "Best single"}  # of its own task alone
-    for variant, share in (("base", 0.4), ("expert:cars", 0.6), ("merged", 0.5)):
-        results = {"results": {"gsm8k": {"acc": share}, "mbpp": {"pass@1": 1 - share}}}
-        run = attach(folder, variant, written(folder, results))
-    single, both = (
-        exhibits[name].draw([run], ExhibitOptions(paper=False)).data
-        for name in ("experts-llm", "accuracy-llm")
-    )
-    best = single[single["row"] == "Best single"].set_index("column")["value"]
-    assert best[["gsm8k", "mbpp"]].tolist() == pytest.approx([60, 60])
-    assert single[single["row"] == "cars expert"].set_index("column")["value"]["mbpp"] == pytest.approx(40)
-    shown = both[both["column"] == "gsm8k"].set_index("row")["value"]
-    assert {"Base", "Best single"} < set(shown.index) and "cars expert" not in shown.index
-    assert 50 in shown.to_numpy().round(9)

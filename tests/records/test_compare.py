@@ -211,7 +211,7 @@ def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: Path) -
     twin = open_run(write_full_run(tmp_path / "twin", size=SIZE))
     found = equality(full, twin)
     assert found.bit_equal and found.within(0.0) and found.largest == 0
-    assert set(found.tables) == set(TABLES) - {"resources", "sweeps", "scores", "excess", "routing"}
+    assert set(found.tables) == set(TABLES) - {"resources", "sweeps", "scores", "routing"}
     assert found.num_values > 1000
 
 

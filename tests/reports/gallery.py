@@ -22,22 +22,19 @@ from tests.reports.morph import write_morph
 SECTIONS = ("verdict", "layers", "decomposition", "origins", "cosine", "outputs", "calibration", "checks")
 FIGURES = (
     "intro",
-    "diagnostics",
+    "drift",
     "decomposition",
     "contributions",
     "amplification",
     "output-drift",
-    "heatmap",
 )
 
 DOCS = {
-    "residual.png": ("algorithm", "residual"),
-    "featcal.png": ("algorithm", "featcal"),
-    "drift.png": ("decomposition", None),
-    "shares.png": ("contributions", None),
-    "images.png": ("intro", None),
+    "drift.png": "decomposition",
+    "shares.png": "contributions",
+    "images.png": "intro",
 }
-"""Pictures of the site's pages: file -> figure, and the calibration that it is about."""
+"""Pictures of the site's pages, by file name, and the figure in each."""
 
 
 def write_gallery(run: DriftRun, out: PathLike) -> tuple[Path, ...]:
@@ -53,9 +50,9 @@ def write_gallery(run: DriftRun, out: PathLike) -> tuple[Path, ...]:
     return (*pictures, folder / "report-light.html")
 
 
-def _write_small(run: DriftRun, path: Path, name: str = "intro", calibrated: str | None = None) -> None:
+def _write_small(run: DriftRun, path: Path, name: str = "intro") -> None:
     """A figure of a run, by default the opening one, as small as a page shows it."""
-    drawn = io.BytesIO(draw(name, [run], ExhibitOptions(calibrated=calibrated)).content("png"))
+    drawn = io.BytesIO(draw(name, [run], ExhibitOptions()).content("png"))
     with Image.open(drawn) as picture:
         picture = picture.convert("RGB")
         picture.thumbnail((1400, 1400))
@@ -74,8 +71,8 @@ def main() -> None:
         _write_small(open_run(arguments.opening), Path(arguments.out) / "hero.png")
         write_morph(open_run(arguments.opening), Path(arguments.out) / "morph.gif")
     if arguments.docs:
-        for picture, (name, calibrated) in DOCS.items():
-            _write_small(open_run(arguments.run), Path(arguments.docs) / picture, name, calibrated)
+        for picture, name in DOCS.items():
+            _write_small(open_run(arguments.run), Path(arguments.docs) / picture, name)
     for path in write_gallery(open_run(arguments.run), arguments.out):
         print(path)
 

@@ -1,4 +1,4 @@
-"""Several repairs of one run: the arena, a suite's protocols, and what fits on other features lose."""
+"""Several repairs of one run on the same samples."""
 
 from __future__ import annotations
 
@@ -7,37 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, SpecError, did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.featcal import FeatCal
-from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
-from driftlens.engine.snapshot import Lane, calibrate_side_by_side
-from driftlens.engine.walk import Parts
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate, open_calibration
+from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.contest.contest import (
     Candidate,
     Outcome,
-    Trials,
     candidates,
     contest,
     one_by_one,
     require_any,
 )
-from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.study import reopening
 from driftlens.runs import layout
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.run import open_run
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, SweepRequest
-from driftlens.suites.reproduce import Protocol, Suite, protocol_called
+from driftlens.spec.requests import CalibrationRequest
 
 
 def entrants(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
@@ -115,138 +103,3 @@ def compete(
         raise
     require_any(outcomes.values())
     return {name: outcome.error.message for name, outcome in outcomes.items() if outcome.error is not None}
-
-
-def reproduce(
-    name: str,
-    suite: Suite,
-    folder: Path,
-    out: Path,
-    context: Context = Context(),
-    *,
-    protocol: str = "main",
-) -> tuple[dict[str, DriftRun], dict[str, str]]:
-    """The runs of a protocol by merge method, each under `out`, and why repairs are missing."""
-    study = protocol_called(protocol)
-    repairs = entrants([*study.repairs(suite).items()])
-    specs = {merger: suite.run_spec(name, merger, folder) for merger in study.of(suite)}
-    runs, failed = dict[str, DriftRun](), dict[str, str]()
-    for merger, spec in specs.items():
-        place = out / merger
-        analyze(spec, AnalysisRequest(out=place, resume=True, attribution=study.traces), context)
-        if study.is_excess:
-            measure_excess(place, study.repairs(suite)["featcal"], context, resume=True)
-        elif study.vary is None:
-            missing = compete(place, repairs, context, attribution=study.traces)
-            failed |= {f"{merger} {repair}": why for repair, why in missing.items()}
-        else:
-            sweep(place, sweep_of(study, suite), context)
-        runs[merger] = open_run(place)
-    return runs, failed
-
-
-def sweep_of(protocol: Protocol, suite: Suite) -> SweepRequest:
-    """What a protocol that varies something sweeps on each of its runs, whose specs may have published settings."""
-    assert protocol.vary is not None
-    repairs = {name: dict(settings) for name, settings in protocol.repairs(suite).items()}
-    return SweepRequest(
-        param={name: [*values] for name, values in protocol.vary(suite).items()},
-        method=tuple(repairs),
-        settings=repairs,
-        seeds=protocol.seeds,
-        ablate=protocol.ablate,
-        resume=True,
-    )
-
-
-PHASE = "excess"
-INPUTS = ("deployed", "merged", "expert")
-"""Whose features a layer is fitted on; the first is what it will be fed."""
-
-
-def quadratic(gram: Tensor, shift: float, change: Tensor) -> float:
-    """tr(change (gram + shift I) change') of a change of weights [o, k]."""
-    return float(((change @ gram) * change).sum() + shift * change.square().sum())
-
-
-class _Heard(FeatCal):
-    """FeatCal whose solves are listened to; lanes are solved in their order, the deployed one first.
-
-    They share `deployed`, the objective and its minimum by the sites of the layer at hand, and its `rows` so far.
-    """
-
-    deployed: dict[str, tuple[Tensor, float, Tensor, float]]
-    rows: list[dict[str, Any]]
-
-    def solve(self, problem: Problem) -> list[SiteUpdate]:
-        updates = super().solve(problem)
-        if not isinstance(problem, LinearProblem) or "linear" not in self.update:
-            return updates
-        for site, update in zip(problem.sites, updates, strict=True):
-            name = f"{site.name}.weight"
-            weight = update.parameters[name]
-            if self.inputs == INPUTS[0]:
-                gram = problem.moments.weight_sum * problem.moments.gram
-                gain = quadratic(gram, self.pull, problem.merged[name].to(weight) - weight)
-                self.deployed[site.name] = gram, self.pull, weight, gain
-                continue
-            gram, pull, best, gain = self.deployed[site.name]
-            excess = quadratic(gram, pull, weight - best)
-            self.rows.append({"inputs": self.inputs, "site": site.name, "excess": excess, "gain": gain})
-        return updates
-
-
-def measure_excess(
-    path: PathLike,
-    settings: Mapping[str, Any],
-    context: Context = Context(),
-    *,
-    resume: bool = False,
-) -> DriftRun:
-    """The run with its table `excess`: FeatCal fitted on deployed, merged and expert features, side by side.
-
-    What a layer's fit loses when it is made on other features than those that the calibrated model will feed it, by the
-    proposition on source and deployed objectives of FeatCal (arXiv:2605.13030, appendix on forward order): of the
-    ridge objectives J_dep and J_src of one linear site, whose minimisers are W_dep and W_src, the excess
-
-        J_dep(W_src) - J_dep(W_dep) = tr((W_src - W_dep) H_dep (W_src - W_dep)'),  H_dep = omega G_dep + lam I,
-
-    which is exact, as J_dep is a quadratic with its minimum at W_dep.
-    """
-    import pandas as pd
-
-    folder = Path(path)
-    if resume and len(open_run(folder).excess()):
-        return open_run(folder)
-    request = CalibrationRequest(name=PHASE, method="featcal", parameters=dict(settings))
-    opened = open_calibration(folder, request, context)
-    plan, study = opened.plan, opened.study
-    reopening.require_same_samples(opened.manifest, study)
-    reopening.require_same_models(opened.manifest, study, context.reporter())
-    lanes, rows, last = list[Lane](), list[dict[str, Any]](), max(plan.sites)
-    deployed, heard = dict[str, tuple[Tensor, float, Tensor, float]](), list[dict[str, Any]]()
-    for inputs in INPUTS:
-        calibrator = _Heard(**plan.calibrator.get_params() | {"inputs": inputs})
-        calibrator.check(has_base=study.has_base)
-        calibrator.deployed, calibrator.rows = deployed, heard
-        lanes.append(Lane(calibrator))
-    with RunWriter.resume(folder) as writer:
-        reporter = context.reporter(writer.progress)
-        spill = folder / layout.SCRATCH / PHASE
-        spill.parent.mkdir(exist_ok=True)
-        trials = Trials(study, plan.samples, {}, lambda _: plan.sites, reporter, PHASE, spill)
-        parts: Parts = {task: [samples] for task, samples in plan.samples.items()}
-
-        @torch.no_grad()
-        def work() -> None:
-            rows.clear()
-            for layers in calibrate_side_by_side(trials.ground(parts, plan.sites), lanes):
-                columns = {"layer": layers[0].layer, "seed": study.seed, "n": min(plan.counts.values())}
-                rows.extend({**columns, **row} for row in heard)
-                heard.clear()
-            writer.append("excess", pd.DataFrame(rows), replace=True)
-
-        with reopening.deterministic_algorithms(study.settings.deterministic):
-            reopening.run_phases(writer, [reopening.Phase(PHASE, work, study, again=True, sums=True)])
-        reporter.step(PHASE, last, last)
-    return open_run(folder)

@@ -7,12 +7,11 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from driftlens.base.access import Access, Context
@@ -23,12 +22,11 @@ from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
+from driftlens.data.corruption import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.sites import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
-from driftlens.jobs.analyze.job import thumb
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -157,8 +155,6 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         reporter = context.reporter(writer.progress)
         table = _Table(team.once(lambda: open_run(folder).sweeps()), sweeps, request)
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        if len(corruptions) > 1:
-            _keep_pictures(writer, next(iter(samples[study.seed].values())), corruptions, study.seed)
         visits = _Visits(study, opened.plan, request, settings, reporter, folder / layout.SCRATCH / PHASE)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
@@ -402,19 +398,6 @@ class _Ledger:
         rows = rows[rows["seed"] == self.seed]
         has_score = set(rows["task"][rows[[*METRICS]].notna().any(axis=1)])
         return set(rows["task"]) >= set(self.tasks) and has_score >= set(self.scored)
-
-
-def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[str], seed: int) -> None:
-    """Keep the first sample's picture as it is and under each corruption, beside those of other sweeps."""
-    if samples.picture is None:
-        return
-    pictures, clean = open_run(writer.folder).corruptions(), samples.picture(0)
-    for name in (CLEAN, *corruptions):
-        kind, severity = parse(name)
-        drawn = seed, f"{samples.task}/{samples.ids[0]}"
-        pictures[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
-    with writer.file(layout.CORRUPTIONS) as path, path.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **pictures)
 
 
 def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:

@@ -1,4 +1,4 @@
-"""The image classification tasks of the published CLIP suites: class names in label order, templates, data sets.
+"""The image classification tasks of the published CLIP suites: class names in label order, and templates.
 
 One YAML file per task, named as the experts of the suite are (`tanganke/clip-vit-base-patch32_TASK`). They hold facts
 about data sets, with the source named in each; a spec uses them by `heads.<task>: {suite: cars}`.
@@ -7,7 +7,6 @@ about data sets, with the source named in each; a spec uses them by `heads.<task
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -25,7 +24,6 @@ class PublishedTask:
         name: as the suite's experts are called.
         title: what papers call the data set.
         source: where its class names and templates come from.
-        data: the entry of a spec's `data` section, without `kind`: where the data set is on the Hub.
         templates: prompts in which `{}` stands for the class.
         classes: how a class reads in a prompt, in label order.
         labels: what the data set itself calls its classes, where that is something else.
@@ -34,7 +32,6 @@ class PublishedTask:
     name: str
     title: str
     source: str
-    data: Mapping[str, str]
     templates: tuple[str, ...]
     classes: tuple[str, ...]
     labels: tuple[str, ...] = field(default=())

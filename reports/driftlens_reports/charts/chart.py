@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -66,12 +65,8 @@ class Drawn:
         return f"<Drawn: {textwrap.shorten(self.alt, 60, placeholder=' ...')} {len(self.data)} rows>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
-        """The figure, as notebooks show it: a still picture where plotly has no renderer (`renderers.default = ""`)."""
+        """Return the figure as notebooks show it."""
         shown: dict[str, Any] = self.figure._repr_mimebundle_(include, exclude, **options)
-        if not shown:
-            from driftlens_reports.formats.page import picture
-
-            shown = {"image/png": base64.b64encode(picture(self.figure)).decode()}
         return shown
 
 

@@ -1,4 +1,4 @@
-"""The HTML formats, of one template: interactive, with plotly inside it, and light, with drawings and no script."""
+"""The HTML formats, of one template: interactive, with plotly inside it, and light, with pictures and no script."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import hashlib
 import json
 import pathlib
 import re
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from driftlens.findings.reading import signs, unbroken, with_code, written
 from driftlens.findings.table import Table
+from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent
 from driftlens_reports.formats.headline import block
-from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
+from driftlens_reports.paper.exhibit import ExhibitOptions
+from driftlens_reports.paper.style import PAGE, encode
 
 if TYPE_CHECKING:
     import jinja2
     import plotly.graph_objects as go
     from markupsafe import Markup
-    from matplotlib.figure import Figure
 
 _LONG = 24
 """Letters beyond which a column's texts may break anywhere."""
@@ -37,18 +38,18 @@ _OPENED = ("layers",)
 _BUDGETS = (16_000, 6_000, 0)
 """Cells of figures' data tables in one light page; the next budget is tried while the page is too large."""
 
-_ELEMENTS = {"svg", "g", "defs", "clipPath", "pattern", "path", "rect", "use", "text"}
-_PLACES = {
-    *("d", "transform", "x", "y", "width", "height", "viewBox"),
-    *("href", "clip-path", "id", "patternUnits"),
+_EXHIBITS = {
+    "layer-drift": "intro",
+    "heatmap": "drift",
+    "decomposition": "decomposition",
+    "contributions": "contributions",
+    "amplification": "amplification",
+    "margins": "output-drift",
+    "scatter": "scatter-grid",
 }
-_LOOKS = {
-    *("fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray"),
-    *("stroke-linecap", "stroke-dashoffset", "stroke-linejoin", "opacity", "text-anchor", "font-size"),
-}
-"""Style properties that are attributes of SVG too; a page's policy allows attributes, but no styles on elements."""
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
-_FONT_SIZE = re.compile(r"font:[^;]*?([\d.]+)px")
+"""Charts, and the paper figures that a page without scripts shows in their place."""
+_WIDTH = 7.0
+"""Inches: width of these figures."""
 
 
 def interactive_page(
@@ -80,18 +81,40 @@ def _other(light: Any, dark: Any) -> Any:
     return {key: _other(light.get(key), value) for key, value in dark.items() if value != light.get(key)}
 
 
-def light_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
-    """The page without a script; too large for a mail, it drops data tables first, then its largest drawings."""
-    drawings = {name: inline_svg(entry.figure, _anchor(name), entry.alt) for name, entry in drawn.items()}
+def light_page(content: ReportContent, pictures: Mapping[str, Picture]) -> bytes:
+    """Return the page without a script. If too large for a mail, it drops data tables, then its largest pictures."""
+    pictures = dict(pictures)
     page = b""
     for cells in _BUDGETS:
-        page = _render(content, _fitting(content, cells), drawings=drawings)
+        page = _render(content, _fitting(content, cells), pictures=pictures)
         if len(page) <= _MOST_BYTES:
             return page
-    while drawings and len(page) > _MOST_BYTES:
-        del drawings[max(drawings, key=lambda name: len(drawings[name]))]
-        page = _render(content, set(), drawings=drawings)
+    while pictures and len(page) > _MOST_BYTES:
+        del pictures[max(pictures, key=lambda name: len(pictures[name].source))]
+        page = _render(content, set(), pictures=pictures)
     return page
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture inside a page, as a data address, with its caption."""
+
+    source: str
+    caption: str
+
+
+def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
+    """Return the paper figures that show what charts of these names show, without those that the run can't fill."""
+    from driftlens_reports.paper.export import draw  # with matplotlib, which an interactive page lacks
+
+    pictures = {}
+    for name in names:
+        if name in _EXHIBITS:
+            drawn = draw(_EXHIBITS[name], [run], ExhibitOptions(width=_WIDTH))
+            if drawn.figure is not None and len(drawn.data):
+                encoded = base64.b64encode(encode(drawn.figure, "png", PAGE)).decode()
+                pictures[name] = Picture(f"data:image/png;base64,{encoded}", drawn.caption)
+    return pictures
 
 
 def _data_tables(content: ReportContent) -> dict[str, Table]:
@@ -111,7 +134,7 @@ def _render(
     content: ReportContent,
     shown_data: set[str],
     *,
-    drawings: Mapping[str, str] | None = None,
+    pictures: Mapping[str, Picture] | None = None,
     plots: Mapping[str, Any] | None = None,
     scripts: Sequence[str] = (),
     policy: str = "",
@@ -121,17 +144,17 @@ def _render(
 
     environment = _environment()
     themes = {"light": palette(False), "dark": palette(True)}
-    style = environment.get_template("report.css.jinja").render(**themes, twins=_twins())
-    policy = policy or f"style-src '{digest(style)}'"
+    style = environment.get_template("report.css.jinja").render(**themes)
+    policy = policy or f"style-src '{digest(style)}'; img-src data:"
     text = environment.get_template("report.html.jinja").render(
         content=content,
-        # Ours, not the run's: the style sheet, drawings and scripts stand as they are.
+        # Style sheet and scripts are ours, not the run's: they are not escaped.
         style=Markup(style),
         scripts=[Markup(source) for source in scripts],
         plots=plots or {},
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
         headline=block(content.verdict.headline),
-        drawn={name: Markup(drawing) for name, drawing in (drawings or {}).items()},
+        pictures=pictures or {},
         shown_data=shown_data,
         opened=_OPENED,
     )
@@ -179,70 +202,3 @@ def _looks(table: Table) -> list[str]:
     is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.shown())]
     looks = ["text long" if long else "text" for long in is_long]
     return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.shown(), strict=True)]
-
-
-def _twins() -> dict[str, str]:
-    """The dark colour of every colour that drawings have in light, as these write it."""
-    shades = []
-    for theme in (palette(False), palette(True)):
-        roles = [shade for role in theme.roles.values() for shade in role]
-        shades.append([theme.ink, theme.quiet, theme.grid, theme.gap, *roles])
-    return {light.lower(): dark for light, dark in zip(*shades, strict=True)}
-
-
-def inline_svg(chart: go.Figure, name: str, alt: str) -> str:
-    """The chart as one `svg` element of class `drawing`, which says `alt`; ids inside it begin with `name`."""
-    figure = _static(chart)
-    figure.patch.set_visible(False)  # the page is behind it, light or dark
-    drawn = _cleaned(ElementTree.fromstring(encode(figure, "svg", PAGE)), name)
-    del drawn.attrib["width"], drawn.attrib["height"]
-    drawn.attrib |= {"class": "drawing", "role": "img", "aria-label": alt}
-    return ElementTree.tostring(drawn, encoding="unicode")
-
-
-def picture(chart: go.Figure) -> bytes:
-    """The chart as PNG, the same bytes at every call in one environment."""
-    return encode(_static(chart), "png", PAGE)
-
-
-def _static(chart: go.Figure) -> Figure:
-    from driftlens_reports.paper.static import draw_static  # with matplotlib, which an interactive page lacks
-
-    with sheet(PAGE):
-        return draw_static(chart, PAGE_WIDTH)
-
-
-def _cleaned(element: ElementTree.Element, name: str) -> ElementTree.Element:
-    """A copy that holds only what is known to be harmless, with numbers no longer than a screen shows."""
-    clean = ElementTree.Element(_local(element.tag), dict(_attributes(element, name)))
-    clean.text = element.text if clean.tag == "text" else None
-    clean.extend(_cleaned(child, name) for child in element if _local(child.tag) in _ELEMENTS)
-    return clean
-
-
-def _attributes(element: ElementTree.Element, name: str) -> Iterator[tuple[str, str]]:
-    attributes = {_local(key): value for key, value in element.attrib.items()}
-    style = attributes.pop("style", "")
-    yield from (("font-size", size) for size in _FONT_SIZE.findall(style))
-    for part in style.split(";"):
-        key, _, value = (word.strip() for word in part.partition(":"))
-        if key in _LOOKS:
-            yield key, _within(key, value, name)
-    for key, value in attributes.items():
-        if key == "id" and _local(element.tag) in ("g", "text"):
-            continue  # nothing refers to groups
-        if key == "href" and not value.startswith("#"):
-            continue
-        if key in _PLACES | _LOOKS:
-            yield key, f"{name}-{value}" if key == "id" else _within(key, value, name)
-
-
-def _within(key: str, value: str, name: str) -> str:
-    """References by the names that elements have on the page; numbers with two decimals."""
-    if key == "href" or value.startswith("url("):
-        return value.replace("#", f"#{name}-")
-    return _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.2f}", value)
-
-
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]

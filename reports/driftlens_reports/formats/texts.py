@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from driftlens.base.words import counted
 from driftlens.findings.headline import sentence
-from driftlens.findings.reading import p_value, printable, signs, unbroken, with_code, written
-from driftlens.findings.table import Cell, Column, Table
+from driftlens.findings.reading import printable, signs, unbroken, with_code
+from driftlens.findings.table import Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens_reports.content import VERSION, ReportContent
-from driftlens_reports.paper import grid
-from driftlens_reports.paper.grid import to_latex
+from driftlens_reports.paper import latex
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a report with raw data."""
@@ -137,18 +134,10 @@ def prose(text: str) -> str:
 
 _LEFT_OUT = {"glossary", "environment", "layers"}
 """Tables that no paper prints."""
-_SIGNIFICANT, _MOST_DIGITS = 4, 4
-"""Digits of the largest number of a column, and decimals that are never exceeded."""
-_LINE, _WRAPPED, _BETWEEN = 80, 32, 2
-"""Letters that fit in a line of a page, those after which words go on in the next line, and those of a gap."""
-_LETTER_EM = 0.5
-"""Width of an average letter."""
-_PAGE = 40
-"""Lines of text that fit on a page below a caption and above the notes."""
 
 
 def fragments(content: ReportContent) -> dict[str, bytes]:
-    """Files by name: table environments for every table of the report, each no taller than a page."""
+    """Return files by name: a table environment for every table of the report."""
     return {
         f"{layout.escape(table.name)}.tex": _fragment(content, table).encode()
         for table in content.tables
@@ -156,89 +145,25 @@ def fragments(content: ReportContent) -> dict[str, bytes]:
     }
 
 
+_MOST_ROWS = 40
+"""Rows of a table that fit on a page below a caption and above the notes."""
+
+
 def _fragment(content: ReportContent, table: Table) -> str:
+    """Return a table in as many environments as it needs pages, with the notes in the last one."""
     notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
-    parts, about = _parts(_grid(table)), [note for note in notes if note]
-    return "".join(
-        to_latex(
-            [part], table.name, f"{table.title}.", notes=about * (nth == len(parts)), part=nth, splits=False
+    head, *rows = table.texts(gap="--")
+    columns = [latex.escape(signs(name)) for name in head]
+    parts = []
+    for nth, start in enumerate(range(0, max(len(rows), 1), _MOST_ROWS), start=1):
+        cells = [[latex.escape(signs(cell)) for cell in row] for row in rows[start : start + _MOST_ROWS]]
+        is_last = start + _MOST_ROWS >= len(rows)
+        parts.append(
+            latex.table(
+                pd.DataFrame(cells, columns=columns),
+                table.name if nth == 1 else f"{table.name}-{nth}",
+                f"{table.title}{'' if nth == 1 else ' (continued)'}.",
+                notes=[note for note in notes if note and is_last],
+            )
         )
-        for nth, part in enumerate(parts, start=1)
-    )
-
-
-def _grid(table: Table) -> grid.Grid:
-    """The first column names the lines; halves of intervals go beside their numbers, empty columns of words go."""
-    names = [column.name for column in table.columns]
-    first, *others = [
-        at
-        for at, column in enumerate(table.columns)
-        if not column.name.endswith(" +-")
-        and (at == 0 or column.kind != "text" or any(row[at] for row in table.rows))
-    ]
-    halves = {at: names.index(f"{names[at]} +-") for at in others if f"{names[at]} +-" in names}
-    wraps = _wraps(table, [first, *others])
-    units = {"share": " (%)", "points": " (points)"}
-    heads = {at: f"{names[at]}{units.get(table.columns[at].kind, '')}" for at in others}
-    columns = [
-        grid.Column(head, _digits(table, table.columns[at]), wrap=wraps[at]) for at, head in heads.items()
-    ]
-    lines = []
-    for row in table.rows:
-        cells = {head: grid.Cell(_value(row[at], table.columns[at])) for at, head in heads.items()}
-        for at, half in halves.items():
-            if (spread := row[half]) is not None:
-                cells[heads[at]] = replace(cells[heads[at]], spread=float(_value(spread, table.columns[at])))
-        lines.append(grid.Line(str(row[first]), cells, role="reference"))
-    return grid.Grid(tuple(columns), (grid.Block(tuple(lines)),), first=names[first], wrap=wraps[first])
-
-
-def _wraps(table: Table, shown: Sequence[int]) -> dict[int, float]:
-    """Width in em of each column whose words go on in the next line; 0 for the others, and where all fits."""
-    longest = {}
-    for at in shown:
-        column = table.columns[at]
-        longest[at] = max(map(len, [column.name, *(written(row[at], column.kind) for row in table.rows)]))
-    is_wide = sum(longest.values()) + _BETWEEN * len(longest) > _LINE
-    return {
-        at: _WRAPPED * _LETTER_EM
-        if is_wide and table.columns[at].kind == "text" and letters > _WRAPPED
-        else 0.0
-        for at, letters in longest.items()
-    }
-
-
-def _parts(whole: grid.Grid) -> list[grid.Grid]:
-    """The grid in as many parts as it has pages."""
-    pages: list[list[grid.Line]] = [[]]
-    room = _PAGE
-    for line in whole.lines:
-        words = [line.label] if whole.wrap else []
-        words += [str(line.cells[column.title].value) for column in whole.columns if column.wrap]
-        height = max((math.ceil(len(text) / _WRAPPED) for text in words), default=1)
-        if height > room and pages[-1]:
-            pages.append([])
-            room = _PAGE
-        pages[-1].append(line)
-        room -= height
-    return [replace(whole, blocks=(grid.Block(tuple(lines)),)) for lines in pages]
-
-
-def _digits(table: Table, column: Column) -> int | None:
-    """Decimals of a column, the same for all of one unit; None for words and errors, which have their own."""
-    if column.kind != "number":
-        return {"count": 0, "share": 1, "points": 1}.get(column.kind)
-    alike = [at for at, of in enumerate(table.columns) if (of.kind, of.unit) == ("number", column.unit)]
-    values = [[abs(row[at]) for row in table.rows if isinstance(row[at], (int, float))] for at in alike]
-    tops = [math.floor(math.log10(max(sizes))) if max(sizes, default=0.0) else 0 for sizes in values]
-    return max(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS) for above in tops)
-
-
-def _value(cell: Cell, column: Column) -> float | str:
-    if cell is None:
-        return "" if column.kind == "text" else math.nan
-    if isinstance(cell, str):
-        return cell
-    if column.kind == "p":
-        return p_value(cell)
-    return 100 * float(cell) if column.kind in ("share", "points") else float(cell)
+    return "\n".join(parts)

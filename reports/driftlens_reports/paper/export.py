@@ -19,7 +19,6 @@ from driftlens.runs.tables import csv_text
 from driftlens.spec.requests import ExhibitRequest
 from driftlens_reports.paper import style
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
-from driftlens_reports.paper.published import source
 
 DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType(
     {"figure": style.FORMATS, "table": ("tex",)}
@@ -60,7 +59,7 @@ class Artifact(Exhibited):
         return _write(target, self.content(target.suffix.removeprefix(".")))
 
     def to_latex(self, path: PathLike | None = None) -> str:
-        r"""The table as a fragment to \input, also written to `path` where one is given; refuses most figures."""
+        r"""Return the table as a fragment to \input, and write it to `path` where one is given."""
         content = self.content("tex")
         if path is not None:
             _write(pathlib.Path(path), content)
@@ -80,13 +79,10 @@ class Artifact(Exhibited):
 
     def provenance(self) -> dict[str, Any]:
         """Where the numbers come from: runs, settings, versions, the command that draws it again, what is missing."""
-        has_printed = "source" in self.data and (self.data["source"] == "paper").any()
         return {
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
             "title": self.exhibit.title,
-            "paper_counterpart": self.exhibit.paper,
-            "printed_numbers": source() if has_printed else "",
             "command": command(self.exhibit, self.runs, self.options),
             "options": self.options.model_dump(exclude={"style"}),
             "runs": [_run(run) for run in self.runs],
@@ -132,10 +128,8 @@ def export(
     written = []
     for name, exhibit in chosen.items():
         drawn = draw(name, runs, options or ExhibitOptions())
-        if names is None and (drawn.data["source"] == "paper").all():
-            written.append(
-                Exported(name, (), drawn.missing or (Gap.of(name, name, "nothing of it is measured"),))
-            )
+        if names is None and drawn.data.empty:
+            written.append(Exported(name, (), drawn.missing))
             continue
         wanted = _possible(exhibit, [*formats, *SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
@@ -145,7 +139,7 @@ def export(
 
 def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     """Those of the formats that the exhibit can be saved as; refused where it is none of them."""
-    possible = (*DRAWN[exhibit.kind], *(DRAWN["table"] if exhibit.has_latex else ()), *SIBLINGS)
+    possible = (*DRAWN[exhibit.kind], *SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
         raise SpecError(
@@ -183,7 +177,7 @@ def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions)
     """The command line that draws the exhibit again, with the runs by the names of their folders."""
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", style.venue_of(options.width)]
-    for name in ("baseline", "calibrated", "task", "tasks", "variants", "method"):
+    for name in ("calibrated", "task", "tasks", "variants", "method"):
         value = getattr(options, name)
         if value != getattr(ExhibitOptions(), name):
             flags += [f"--{name}", value if isinstance(value, str) else ",".join(value)]
@@ -191,7 +185,7 @@ def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions)
         flags += ["--names", ",".join(f"{name}={shown}" for name, shown in options.names.items())]
     if options.width not in style.WIDTHS.values():
         flags += ["--width", f"{options.width:g}"]
-    return shlex.join(["driftlens", "export", *folders, *flags, *(["--with-paper"] if options.paper else [])])
+    return shlex.join(["driftlens", "export", *folders, *flags])
 
 
 def _run(run: DriftRun) -> dict[str, Any]:

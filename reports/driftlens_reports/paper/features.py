@@ -1,31 +1,30 @@
-"""Figures of matched features in the plane: a point of the expert and one of a variant for every sample."""
+"""Figures of matched features in the plane, two points per sample: intro and scatter-grid."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib import rcParams
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
 from driftlens.base.errors import DataError, NumericsError
+from driftlens.findings.measures import main_metrics, score_of
 from driftlens.findings.projection.layouts import thinned
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.spec.requests import ProjectionRequest
-from driftlens_reports.charts.theme import look
-from driftlens_reports.charts.words import called, spaced, title
+from driftlens_reports.charts.words import between, called, spaced, title
 from driftlens_reports.paper import exhibit
-from driftlens_reports.paper.figures import ACCURACY, DRIFT, Picture, Plate, View, legend, short
-from driftlens_reports.paper.marks import SYMBOLS
-from driftlens_reports.paper.style import venue_of
+from driftlens_reports.paper.layers import draw_norms, missing_columns
+from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis, short
 
 MOST = 400
 """Samples drawn per panel; more would hide one another."""
@@ -33,24 +32,17 @@ MOST = 400
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
-@exhibit.figure(
-    "intro", title="Feature drift after merging, and what calibration leaves of it", paper="Figure 1"
-)
+@exhibit.figure("intro", title="Feature drift after merging, and what calibration leaves of it")
 def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
-    """One task's matched features and its drift by layer, every task's accuracy; merged against calibrated."""
+    """Draw one task's matched features and its drift by layer, and every task's accuracy."""
     run, task = runs[0], options.typical_task_of(runs[0])
-    options = options.changed(task=task)
-    calibrated = options.calibrated_of(run)
-    drift = Picture(View("layer-drift", DRIFT, is_about_one=True, options={"apart": True}), run, options)
-    scored = [name for name in run.variants if name in ("base", *options.compared(run))]
-    accuracy = Picture(View("accuracy", ACCURACY), run, options.changed(variants=scored))
-    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74), "intro")
+    calibrated, compared = options.calibrated_of(run), options.compared(run)
+    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
     if options.is_narrow:
-        left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
+        left, right, bottom = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
     else:
         top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
         left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
-        parts = [right, bottom]
     shown = ["merged", *(calibrated or [None])]
     axes = left.subplots(1, len(shown))
     layout = _layout_of(run, task, ["merged", *calibrated], "final", options.method)
@@ -58,9 +50,6 @@ def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.
     for pair_axes, variant in zip(axes, shown, strict=True):
         pair_axes.set_anchor("N")
         _draw_pairs(plate, pair_axes, run, layout, variant, "a", "final")
-    panels = drift.place(plate, parts[0], "b")
-    changes = _add_changes(plate, panels[0].axes, run, task, calibrated) if panels else []
-    accuracy.place(plate, parts[1], "c")
     caption = ["Feature drift after merging and after calibration.", *exhibit.origin([run])]
     if isinstance(layout, Layout):
         caption += [
@@ -69,11 +58,67 @@ def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.
             f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
             *layout.notes,
         ]
-    return plate.exhibited([*caption, *drift.caption("b"), *changes, *accuracy.caption("c"), exhibit.ROUNDED])
+    entries: dict[str, Artist] = {}
+    lack = missing_columns(run, "layers", ["drift_l2_mean"], [task], compared)
+    if lack:
+        plate.note(right.subplots(), "(b) drift by layer", lack)
+    else:
+        curves, entries = draw_norms(plate, right, run, "b", task, compared, "drift_l2_mean")
+        curves.set_title(f"(b) drift, {short(called(task))}")
+        changes = _add_changes(plate, curves, run, task, calibrated)
+        band = "mean over samples with a band from the 10 % to the 90 % quantile; the head has its own panel."
+        caption += [
+            f"(b) Drift by layer on task {called(task)}: {band}",
+            exhibit.samples(run.layers(task)),
+            *changes,
+        ]
+    scores, bars = _draw_scores(plate, bottom.subplots(), run, options)
+    legend(plate.figure, {**bars, **entries})
+    return plate.exhibited([*caption, *scores, exhibit.ROUNDED])
+
+
+def _draw_scores(
+    plate: Plate, axes: Axes, run: DriftRun, options: exhibit.ExhibitOptions
+) -> tuple[list[str], dict[str, Artist]]:
+    """Draw every task's score as bars. Return sentences for the caption, and the legend's entries."""
+    tasks, compared = options.tasks_of(run), options.compared(run)
+    wanted = [name for name in (*run.variants, "expert") if name in ("base", *compared, "expert")]
+    metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
+    scored = [task for task in tasks if task in metrics]
+    if not scored:
+        what = "no task has a score to show; `driftlens analyze RUN` adds it"
+        plate.note(axes, "(c) accuracy by task", what)
+        return [], {}
+    entries: dict[str, Artist] = {}
+    width = 0.8 / len(wanted)
+    counts: set[int] = set()
+    for place, variant in enumerate(wanted):
+        found = [score_of(run, task, variant, metrics[task]) for task in scored]
+        ends = {name: [getattr(score, name) for score in found] for name in ("value", "low", "high")}
+        where = np.arange(len(scored)) + (place - (len(wanted) - 1) / 2) * width
+        looks = {"color": colour_of(run, variant), "hatch": hatch_of(run, variant), "edgecolor": "white"}
+        entries[title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
+        axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
+        counts |= {score.n for score in found if score.n}
+        for quantity, name in (("accuracy", "value"), ("ci_low", "low"), ("ci_high", "high")):
+            plate.record("c", run, quantity, ends[name], task=scored, variant=variant)
+    axes.set_xticks(range(len(scored)), [short(called(task), 11) for task in scored])
+    if len(scored) > 6:
+        axes.tick_params(axis="x", rotation=30)
+    others = sorted({metric.title for task, metric in metrics.items() if task in scored})
+    axes.set_title(f"(c) {', '.join(others)} by task")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    share_axis(axes.yaxis)
+    about = (
+        f"(c) {', '.join(others)} on {between(counts)} test samples per task"
+        if counts
+        else "(c) Scores by task"
+    )
+    return [f"{about}; whiskers: 95 % intervals."], entries
 
 
 def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
-    """Write the final layer's changes from the merged model into panel (b); returns them in words."""
+    """Write the final layer's changes from the merged model into panel (b). Return them in words."""
     shown, sentences = [], []
     for variant in calibrated if "merged" in run.variants else ():
         before, after = (run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", variant))
@@ -96,25 +141,24 @@ def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated:
 
 
 def _signed(value: float, digits: int) -> str:
-    """A change with its sign, and with a true minus."""
+    """Format a change with its sign."""
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-@exhibit.figure("scatter-grid", title="Matched features of every task", paper="Figure 6")
+@exhibit.figure("scatter-grid", title="Matched features of every task")
 def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
-    """Tasks side by side, each in a layout of its own; expert against merged features above, calibrated below."""
+    """Draw the tasks next to one another, each in its own layout: merged features above, calibrated ones below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
-    is_slide = venue_of(options.width) == "slide"
     calibrated = options.calibrated_of(run)
     variants, shown = ["merged", *calibrated], ["merged", *(calibrated or [None])]
     is_many = len(tasks) > 4 and not calibrated
     shown = shown[:1] if is_many else shown
-    most = (3 if options.is_narrow else 4 if len(tasks) <= 12 else 5) * (2 if is_slide else 1)
+    most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
     across = min(most, max(len(tasks), 2))
     # A cell is a square with its title or its cosine; a single task's panels stand side by side.
     across, down = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = down * max(1, math.ceil(len(tasks) / across))
-    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width), "scatter-grid")
+    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
     if is_many:  # a frame below every task would say nothing but this
         plate.lack("calibrated features", f"`{CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
@@ -131,7 +175,7 @@ def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> e
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
     entries = {
-        title(name): Line2D([], [], linestyle="", **_marks(run, name)) for name in ["expert", *variants]
+        title(name): Line2D([], [], linestyle="", **marks(run, name)) for name in ["expert", *variants]
     }
     legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
@@ -157,7 +201,7 @@ def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One task's features in the plane; `rows`: variant, sample_id, label, x, y; `trust`: neighbourhoods it keeps."""
+    """One task's features in the plane. `rows`: variant, sample_id, label, x, y; `trust`: trustworthiness in words."""
 
     task: str
     rows: pd.DataFrame
@@ -169,7 +213,7 @@ class Layout:
 def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
-    """The run's joint layout, or one that is computed and not stored, as drawing never changes a run; or why none."""
+    """Return the run's joint layout, or a computed one that is not stored; or the reason why there is none."""
     from driftlens.findings.projection import looked_at
 
     try:
@@ -203,7 +247,7 @@ def _draw_pairs(
     panel: str,
     layer: int | str,
 ) -> None:
-    """Draw one panel: the two points of each sample, a line between them, and below the mean cosine; or a note."""
+    """Draw one panel: two points per sample, a line between them, and the mean cosine below; or a note."""
     if variant is None:
         plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
     elif isinstance(layout, str):
@@ -228,7 +272,7 @@ def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, varian
     thin = 0.7 * rcParams["axes.linewidth"]
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
     for name, places in zip(points, ends, strict=True):
-        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **_marks(run, name))
+        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marks(run, name))
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         for column, quantity in enumerate(("x", "y")):
             key = {"task": layout.task, "variant": name, "sample_id": list(ids)}
@@ -240,10 +284,3 @@ def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, varian
     axes.set(aspect="equal", xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(visible=True, color="#BBBBBB")
-
-
-def _marks(run: DriftRun, variant: str) -> dict[str, Any]:
-    """Marks of a variant; those of the expert are hollow: one that the variant hits exactly stays visible around it."""
-    style = look(run.variants, variant, dark=False)
-    face = "none" if variant == "expert" else style.colour
-    return {"marker": SYMBOLS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
 """Width of each venue's text or column, in inches."""
 
-PAGE, PAGE_WIDTH = "page", 7.5
-"""The sheet of figures in a report that is read on a screen, and their width in inches."""
+PAGE = "page"
+"""The style of pictures that are read on a screen."""
 
 FORMATS = ("pdf", "svg", "png")
 

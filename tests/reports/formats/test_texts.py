@@ -216,7 +216,7 @@ def test_latex_runs_no_command_of_a_name(standard: Report) -> None:
     )
     section = standard.content.sections[0].model_copy(update={"tables": (table,)})
     text = fragments(standard.content.model_copy(update={"sections": (section,)}))["x.tex"].decode()
-    assert "\\input{" not in text.replace("before \\input to", "") and "\\write" not in text
+    assert "\\input{" not in text and "\\write" not in text
     assert r"a\_b \& 50 \% \# & -- \\" in text
 
 
@@ -227,7 +227,7 @@ def test_a_gap_reads_the_same_in_every_text(standard: Report) -> None:
 
 
 HOSTILE = [r"$\input{/etc/passwd}$", "a_b & 50 % #1", "~^|<b> {open", "[0] * `q`"]
-_PACKAGES = r"\\usepackage(?:\[\w+\])?\{[\w,]+\}"
+_PACKAGES = r"\\usepackage\{[\w,]+\}"
 SOURCE = "/data/models_of_everyone/" + "a-folder/" * 8 + "weights.safetensors"
 
 
@@ -295,34 +295,12 @@ def test_a_long_table_goes_on_without_losing_a_row(content: ReportContent) -> No
     text = fragments(with_table(content, table))["many.tex"].decode()
     assert re.findall(r"^(t\d+) &", text, re.MULTILINE) == [row[0] for row in table.rows]
     parts = text.split(r"\begin{table}")[1:]
-    assert len(parts) == 3
-    assert [r"(continued)}" in part for part in parts] == [False, True, True]
-    assert [r"\driftfoot{" in part for part in parts] == [False, False, True]
+    assert [" (continued)." in part for part in parts] == [False, True, True]
     assert len(set(re.findall(r"\\label\{(.*)\}", text))) == 3
 
 
 def test_long_words_go_on_in_the_next_line(content: ReportContent) -> None:
     text = fragments(content)["models.tex"].decode()
     alignment = next(line for line in text.splitlines() if line.startswith(r"\begin{tabular}"))
-    assert alignment.endswith(r"p{16em}}")
+    assert "p{16em}" in alignment
     assert SOURCE in text.replace(r"\allowbreak{}", "").replace(r"\_", "_")
-
-
-def test_columns_of_one_unit_have_the_same_digits(content: ReportContent) -> None:
-    columns = (Column(name="measure", kind="text"), *(Column(name=name, kind="number") for name in "ab"))
-    table = Table(
-        name="x", title="X", columns=columns, rows=(("drift", 12.3456, 0.5), ("cosine", 0.25, 0.125))
-    )
-    text = fragments(with_table(content, table))["x.tex"].decode()
-    assert r"drift & 12.3456 & 0.5000 \\" in text
-
-
-def test_a_column_of_words_that_says_nothing_is_left_out(content: ReportContent) -> None:
-    columns = (
-        Column(name="check", kind="text"),
-        Column(name="reason", kind="text"),
-        Column(name="n", kind="count"),
-    )
-    table = Table(name="x", title="X", columns=columns, rows=(("a", "", 1), ("b", None, None)))
-    text = fragments(with_table(content, table))["x.tex"].decode()
-    assert "reason" not in text and r"b & -- \\" in text

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PathCollection, QuadMesh
+from matplotlib.collections import LineCollection, PathCollection, PolyCollection, QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Polygon, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from driftlens.cli import main
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
-from driftlens_reports.paper.marks import GUIDE
+from driftlens_reports.paper.plate import GUIDE
 from driftlens_reports.paper.style import sheet, venue_of
 
 Array = NDArray[np.float64]
-PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs}\usepackage[table]{xcolor}%s
+PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}%s
 \begin{document}%s\end{document}"""
 
 
@@ -61,7 +61,8 @@ def segments(axes: Axes) -> list[Array]:
 
 def bands(axes: Axes) -> list[Array]:
     """Corners of every filled band, [n, 2]."""
-    return [patch.get_xy() for patch in axes.patches if isinstance(patch, Polygon)]
+    areas = [entry for entry in axes.collections if isinstance(entry, PolyCollection)]
+    return [path.vertices for area in areas for path in area.get_paths()]
 
 
 def bars(axes: Axes) -> list[Rectangle]:
@@ -117,12 +118,21 @@ def code_of(*arguments: object) -> int:
 
 def rows_of(latex: str) -> list[list[str]]:
     """The cells of each line, read back as a reader would: without commands, with the letters they stand for."""
-    plain = {r"\%": "%", r"\_": "_", r"\#": "#", r"\$": "$", "$-$": "-", r"\{": "{", r"\}": "}"}
+    plain = {
+        r"\%": "%",
+        r"\_": "_",
+        r"\#": "#",
+        r"\$": "$",
+        "$-$": "-",
+        r"$\pm$": "±",
+        r"\{": "{",
+        r"\}": "}",
+    }
     found = []
     for line in latex.splitlines():
         if not line.endswith(r"\\"):
             continue
-        text = re.sub(r"\\driftgain\{[^}]*\}|\\textsuperscript\{\\dag\}|\\driftown|\\quad|\\\\$", "", line)
+        text = line.removesuffix(r"\\")
         text = re.sub(r"\\(?:textbf|emph|multicolumn\{\d+\}\{\w\})\{((?:[^{}]|\\[{}])*)\}", r"\1", text)
         for letters, meant in plain.items():
             text = text.replace(letters, meant)

@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     for folder in ("first", "second"):
-        export([run], tmp_path / folder, names=["accuracy", "closure", "heatmap"])
+        export([run], tmp_path / folder, names=["accuracy", "self-checks", "drift"])
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
     assert {name.partition(".")[2] for name in first} == set(FORMATS)
     assert first == second
@@ -41,7 +41,7 @@ def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
-    names = ["accuracy", "heatmap", "intro"]
+    names = ["accuracy", "drift", "intro"]
     export([run], tmp_path / "here", names=names)
     script = f"""
         import sys
@@ -67,11 +67,11 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
-    names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["heatmap"]
+    names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["drift"]
     written = export([run], tmp_path, names=names, formats=["tex", "svg"])
     assert [entry.name for entry in written] == names
     for entry in written:
-        own = "svg" if entry.name == "heatmap" else "tex"
+        own = "svg" if entry.name == "drift" else "tex"
         assert [path.name for path in entry.files] == [
             f"{entry.name}.{end}" for end in (own, "csv", "json", "txt")
         ]
@@ -85,30 +85,30 @@ def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: Pat
 
 
 def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: Path) -> None:
-    options = ExhibitOptions(width=3.25, task="cars", paper=True)
-    export([run], tmp_path, names=["accuracy-text", "closure"], options=options)
-    told = json.loads((tmp_path / "accuracy-text.json").read_text())
+    options = ExhibitOptions(width=3.25, task="cars")
+    export([run], tmp_path, names=["efficiency", "sweeps"], options=options)
+    told = json.loads((tmp_path / "sweeps.json").read_text())
     assert [entry["id"] for entry in told["runs"]] == [run.id]
     assert told["runs"][0]["spec_digest"] == run.manifest.spec_digest
     assert told["versions"]["driftlens"] == run.manifest.versions["driftlens"]
-    assert told["missing"][0]["name"] == "Measured rows"
-    assert "arXiv:2605.13030" in told["printed_numbers"]
-    assert told["command"] == (
-        "driftlens export toy --table accuracy-text --style icml-column --task cars --with-paper"
-    )
-    assert json.loads((tmp_path / "closure.json").read_text())["printed_numbers"] == ""
+    assert [gap["name"] for gap in told["missing"]] == [
+        f"({letter}) accuracy by {what}"
+        for letter, what in zip("abc", ("λ (ridge)", "α (expert share of target)", "ρ (anchor)"), strict=True)
+    ]
+    assert told["command"] == "driftlens export toy --figure sweeps --style icml-column --task cars"
+    assert not json.loads((tmp_path / "efficiency.json").read_text())["missing"]
 
 
 def test_what_is_chosen_stands_in_the_command_that_draws_it_again(run: DriftRun, tmp_path: Path) -> None:
     flags = ["--tasks", "cars", "--variants", "base,merged", "--width", "4", "--calibrated", run.variants[-1]]
-    wanted = ["export", run.path, "--figure", "heatmap", "--format", "png", "--out", tmp_path]
+    wanted = ["export", run.path, "--figure", "drift", "--format", "png", "--out", tmp_path]
     assert code_of(*wanted, *flags) == 0
-    told = json.loads((tmp_path / "heatmap.json").read_text())
+    told = json.loads((tmp_path / "drift.json").read_text())
     assert (
         "--calibrated" in told["command"]
         and "--tasks cars --variants base,merged --width 4" in told["command"]
     )
-    shown = pd.read_csv(tmp_path / "heatmap.csv")
+    shown = pd.read_csv(tmp_path / "drift.csv")
     assert set(shown["variant"]) == {"base", "merged"} and set(shown["task"]) == {"cars"}
     assert code_of(*wanted, "--variants", "nobody") == 4
 
@@ -116,12 +116,11 @@ def test_what_is_chosen_stands_in_the_command_that_draws_it_again(run: DriftRun,
 def test_what_shows_no_measured_number_is_not_among_all(run: DriftRun, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         "driftlens_reports.paper.export.exhibits",
-        {name: exhibits[name] for name in ("accuracy", "accuracy-text")},
+        {name: exhibits[name] for name in ("accuracy", "sweeps")},
     )
-    options = ExhibitOptions(paper=True)
-    made = export([run], tmp_path, formats=["tex"], options=options)
+    made = export([run], tmp_path, formats=["csv"])
     assert [entry.name for entry in made if entry.files] == ["accuracy"]
-    (asked,) = export([run], tmp_path, names=["accuracy-text"], formats=["tex"], options=options)
+    (asked,) = export([run], tmp_path, names=["sweeps"], formats=["csv"])
     assert asked.missing, "asked for by name it is written, and says what is missing"
 
 
@@ -137,25 +136,23 @@ def test_the_command_writes_what_was_asked_for(
     run: DriftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    asked = ("--figure", "heatmap", "--table", "drift", "--format", "png,tex", "--out", out, "--json")
+    asked = ("--figure", "drift", "--table", "runtime", "--format", "png,tex", "--out", out, "--json")
     assert code_of("export", run.path, *asked) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [entry["exhibit"] for entry in told] == ["heatmap", "drift"]
+    assert [entry["exhibit"] for entry in told] == ["drift", "runtime"]
     assert sorted(path for entry in told for path in entry["files"]) == sorted(map(str, out.iterdir()))
-    assert {path.suffix for path in out.glob("heatmap.*")} == {".png", ".csv", ".json", ".txt"}
+    assert {path.suffix for path in out.glob("drift.*")} == {".png", ".csv", ".json", ".txt"}
 
 
 def test_strict_fails_where_a_part_is_missing_and_still_writes_it(
     run: DriftRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert (
-        code_of("export", run.path, "--table", "accuracy-llm", "--strict", "--out", out)
-        == DataError.exit_code
-    )
-    assert (out / "accuracy-llm.tex").exists()
-    assert "of decoders (loader hf-decoder) fills them" in capsys.readouterr().err
-    assert code_of("export", run.path, "--table", "accuracy", "--strict", "--out", out) == 0
+    asked = ("--strict", "--format", "png,tex", "--out", out)
+    assert code_of("export", run.path, "--figure", "sweeps", *asked) == DataError.exit_code
+    assert (out / "sweeps.png").exists()
+    assert f"driftlens sweep {run.path} --param lam=" in capsys.readouterr().err
+    assert code_of("export", run.path, "--table", "accuracy", *asked) == 0
 
 
 @pytest.mark.parametrize(
@@ -194,11 +191,11 @@ def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -> None:
-    export([run], tmp_path, names=["heatmap", "accuracy"])
-    dl.paper.figure("heatmap", run).save(tmp_path / "fig1.pdf")
+    export([run], tmp_path, names=["drift", "accuracy"])
+    dl.paper.figure("drift", run).save(tmp_path / "fig1.pdf")
     text = dl.paper.table("accuracy", [run]).to_latex(tmp_path / "tab1.tex")
     written = contents(tmp_path)
-    assert written["fig1.pdf"] == written["heatmap.pdf"]
+    assert written["fig1.pdf"] == written["drift.pdf"]
     assert written["tab1.tex"] == written["accuracy.tex"] == text.encode()
     assert set(dl.paper.names()) == set(exhibits)
 
@@ -208,8 +205,8 @@ def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp
         dl.paper.figure("accuracy", run)
     with pytest.raises(SpecError, match="can't be saved as 'docx'"):
         dl.paper.table("accuracy", run).save(tmp_path / "tab1.docx")
-    with pytest.raises(SpecError, match="figure heatmap can't be saved as 'tex'"):
-        dl.paper.figure("heatmap", run).to_latex()
+    with pytest.raises(SpecError, match="figure drift can't be saved as 'tex'"):
+        dl.paper.figure("drift", run).to_latex()
     assert not list(tmp_path.iterdir())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from pathlib import Path
 
@@ -13,15 +12,13 @@ import pytest
 from matplotlib.figure import Figure, SubFigure
 
 from driftlens.base.errors import DataError
-from driftlens.findings.before_after import arena_rows
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.charts.theme import look
 from driftlens_reports.paper.exhibit import Exhibited
 from driftlens_reports.paper.features import MOST
-from driftlens_reports.paper.published import published_tables
 from tests.records.full_run import VARIANTS, Size, write_full_run
-from tests.reports.paper.drawn import bars, draw, line_points, lines, segments, words
+from tests.reports.paper.drawn import draw, line_points, lines, segments, words
 from tests.reports.paper.saved_runs import POINTS, figure_run
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
@@ -67,8 +64,8 @@ def typical_task(run: DriftRun) -> str:
 @pytest.mark.slow
 def test_intro_shows_the_task_of_the_median_gain_unless_told(run: DriftRun) -> None:
     other = next(task for task in run.tasks if task != typical_task(run))
-    assert panel(draw("intro", run), "(b)").get_title(loc="left") == typical_task(run)
-    assert panel(draw("intro", run, task=other), "(b)").get_title(loc="left") == other
+    assert panel(draw("intro", run), "(b)").get_title(loc="left") == f"(b) drift, {typical_task(run)}"
+    assert panel(draw("intro", run, task=other), "(b)").get_title(loc="left") == f"(b) drift, {other}"
 
 
 def test_intro_box_tells_the_change_at_the_final_layer(run: DriftRun) -> None:
@@ -111,8 +108,8 @@ def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: Path) -> Non
         writer.append("layers", rows.assign(jacobian_samples=16), replace=True)
     for name in ("amplification", "contributions"):
         caption = draw(name, open_run(path)).caption
-        assert "24 diagnosis samples" in caption and "needs a Jacobian: n = 16 of these samples" in caption
-    assert "needs a Jacobian" not in draw("heatmap", open_run(path)).caption, "nothing in it does"
+        assert "n = 24 samples" in caption and "needs a Jacobian: n = 16 of these samples" in caption
+    assert "needs a Jacobian" not in draw("drift", open_run(path)).caption, "nothing in it does"
 
 
 @pytest.mark.parametrize(("factor", "start"), [("lam", "(a)"), ("alpha", "(b)"), ("rho", "(c)")])
@@ -157,12 +154,12 @@ def test_a_seed_that_lacks_a_task_makes_no_average(tmp_path: Path) -> None:
     is_torn = (torn["sweep"] == "n") & (torn["seed"] == 2) & (torn["task"] == "cars")
     with RunWriter.resume(path) as writer:
         writer.append("sweeps", torn[is_torn].assign(accuracy=np.nan), replace=True)
-    caption = draw("data-efficiency", open_run(path)).caption
-    assert "mean over 2 seeds" in caption and "mean over 3 seeds" in draw("data-efficiency", full).caption
+    caption = draw("efficiency", open_run(path)).caption
+    assert "mean over 2 seeds" in caption and "mean over 3 seeds" in draw("efficiency", full).caption
 
 
 def test_one_seed_has_no_spread(tmp_path: Path) -> None:
-    drawn = draw("data-efficiency", figure_run(tmp_path / "run", seeds=(4,)))
+    drawn = draw("efficiency", figure_run(tmp_path / "run", seeds=(4,)))
     assert not values(drawn, "accuracy (average over tasks), std over seeds")
     assert "One seed per point, so no spread is shown." in drawn.caption
 
@@ -185,42 +182,16 @@ def test_runs_have_a_line_each_and_names_of_their_own(run: DriftRun, tmp_path: P
     assert len(set(colours)) == 2
 
 
-def test_printed_curves_are_the_papers_and_look_it(run: DriftRun) -> None:
-    assert set(draw("data-efficiency", run).data["source"]) == {"measured"}
-    drawn = draw("data-efficiency", run, paper=True)
-    table = published_tables()["tab:ta8-full-data-efficiency"]
-    hollow = [line for line in lines(drawn.figure.axes[0]) if line.get_markerfacecolor() == "white"]
-    assert len(hollow) == len(table.rows)
-    for line, row in zip(hollow, table.rows, strict=True):
-        np.testing.assert_allclose(line_points(line)[:, 1] * 100, list(row.values.values()), rtol=1e-12)
-        assert line.get_linestyle() != "-"
-    assert f"as printed in {table.number}" in drawn.caption
-    marked = drawn.data[drawn.data["source"] == "paper"]
-    assert marked["run"].isna().all() and set(marked["variant"]) == {row.name for row in table.rows}
-
-
-def test_self_checks_stand_at_their_largest_error(run: DriftRun) -> None:
-    drawn = draw("self-checks", run)
-    layers = run.layers()
-    assert values(drawn, "error of closure") == [layers["closure_error"].max()]
-    assert values(drawn, "error of Jacobian") == [layers["jacobian_error"].max()]
-    axes = drawn.figure.axes[0]
-    limits = line_points(lines(axes)[0])[:, 0]
-    assert limits.tolist() == [bar.get_x() + bar.get_width() for bar in bars(axes)]
-
-
 @pytest.mark.slow
 def test_only_the_tasks_asked_for_are_shown(run: DriftRun) -> None:
-    for name in ("intro", "diagnostics", "scatter-grid", "output-drift", "heatmap"):
+    for name in ("intro", "scatter-grid", "output-drift", "drift"):
         assert set(draw(name, run, tasks=("mnist",)).data["task"].dropna()) == {"mnist"}
 
 
-@pytest.mark.parametrize(
-    "options", [{"task": "dogs"}, {"tasks": ("dogs",)}, {"calibrated": "calibrated:no"}, {"baseline": "no"}]
-)
+@pytest.mark.parametrize("options", [{"task": "dogs"}, {"tasks": ("dogs",)}, {"calibrated": "calibrated:no"}])
 def test_what_the_run_lacks_is_refused_by_name(run: DriftRun, options: dict[str, object]) -> None:
     with pytest.raises(DataError, match="the run has no") as caught:
-        draw("diagnostics", run, **options)
+        draw("intro", run, **options)
     assert any(name in caught.value.message for name in ("cars", "merged"))
 
 
@@ -232,45 +203,8 @@ def test_another_calibrated_variant_can_be_chosen(tmp_path: Path) -> None:
     assert shown == {"merged", "calibrated:second"}
     chosen = set(draw("decomposition", run, calibrated=CALIBRATED).data["variant"])
     assert chosen == {"merged", CALIBRATED}
-    against = draw("diagnostics", run, calibrated=CALIBRATED, baseline="second").figure
-    assert "cosine, second" in {axes.get_xlabel() for axes in against.axes}, "by its name alone"
-
-
-def test_repairs_stand_where_the_arena_puts_them(tmp_path: Path) -> None:
-    run = open_run(write_full_run(tmp_path / "run", variants=[*VARIANTS, "calibrated:second"]))
-    found = draw("repairs", run)
-    data = found.data.set_index(["model", "quantity"])["value"]
-    rows = {row["model"]: row for row in arena_rows(run)}
-    assert {"featcal", "second"} <= set(found.data["model"]) == set(rows)
-    for model, row in rows.items():
-        assert data[model, "accuracy"] == row["score"] and data[model, "ci_low"] == row["low"]
-    assert data["second", "seconds"] == rows["second"]["seconds"]
-    axes = found.figure.axes[0]
-    assert axes.get_xscale() == "log" and len(axes.get_xticks()) >= 2
 
 
 def test_rows_say_which_run_they_come_from(run: DriftRun) -> None:
-    data: pd.DataFrame = draw("heatmap", run).data
-    assert set(data["run"]) == {run.id} and set(data["source"]) == {"measured"}
-
-
-@pytest.mark.parametrize("order", ["steps", "block"])
-def test_the_algorithm_says_what_the_run_did(run: DriftRun, order: str) -> None:
-    (name, info), *_ = run.manifest.calibrations.items()
-    assert info.method == "featcal"
-    shown = draw("algorithm", run)
-    latex, said = shown.latex or "", words(shown.figure)
-    counts = {*info.samples.values()}
-    assert all(f"n = {count}" in latex and f"n = {count}" in said for count in counts)
-    assert f"$\\lambda$ = {info.settings['lam']:g}" in latex
-    assert "gain and shift of each norm" in latex
-    settings = {"order": order, "residual": 1.0, "weights": "uniform", "cv": "off", "folds": 4, "ridge": 0.03}
-    residual = dataclasses.replace(info, method="residual", settings=settings)
-    manifest = dataclasses.replace(run.manifest, calibrations={name: residual})
-    other = draw("algorithm", DriftRun(run.path, manifest)).latex or ""
-    for text in (latex, other):
-        assert (
-            text.count("\\For{") == text.count("\\EndFor") == (2 if text is latex or order == "block" else 3)
-        )
-    assert "ridge = 0.03" in other and "folds" not in other and "cross-validation" not in other
-    assert "backward" not in other  # tokens count alike
+    data: pd.DataFrame = draw("drift", run).data
+    assert set(data["run"]) == {run.id}

@@ -1,0 +1,309 @@
+"""Figures over layers: relative drift, local mismatch and propagation, contributions, amplification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import SubFigure
+from matplotlib.patches import Patch
+
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
+from driftlens_reports.charts.picking import ChartOptions, lacking
+from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.charts.words import between, called, title
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin, samples
+from driftlens_reports.paper.plate import (
+    GUIDE,
+    Plate,
+    colour_of,
+    legend,
+    line_style,
+    share_axis,
+    short,
+)
+
+_BODY_AND_HEAD = (1.0, 0.14)
+"""Width ratios of the body's panel and the head's: norms of the head are in another feature space."""
+
+
+def missing_columns(
+    run: DriftRun, table: str, columns: Sequence[str], tasks: Sequence[str], variants: Sequence[str]
+) -> str | None:
+    """Return what the run lacks to fill these columns, with the command that adds it; None if nothing is missing."""
+    if not variants:
+        return f"no variant to show; `{CALIBRATE}` adds one"
+    return lacking(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
+
+
+def draw_norms(
+    plate: Plate, part: SubFigure, run: DriftRun, panel: str, task: str, variants: Sequence[str], column: str
+) -> tuple[Axes, dict[str, Artist]]:
+    """Draw a norm by layer, one line per variant, the head in a narrow panel of its own.
+
+    Quantiles are drawn as a band where the column is the mean drift. Returns the body's axes and the legend's entries.
+    """
+    body, head = part.subplots(1, 2, width_ratios=_BODY_AND_HEAD)
+    entries: dict[str, Artist] = {}
+    heads = {layer.index for layer in run.manifest.layers if layer.role == "head"}
+    band = ("drift_l2_q10", "drift_l2_q90") if column == "drift_l2_mean" else ()
+    for variant in variants:
+        rows = run.layers(task, variant).sort_values("layer")
+        for axes, chosen in ((body, ~rows["layer"].isin(heads)), (head, rows["layer"].isin(heads))):
+            layers, values = rows.loc[chosen, "layer"], rows.loc[chosen, column].astype(float)
+            (line,) = axes.plot(layers, values, **line_style(run, variant))
+            entries.setdefault(title(variant), line)
+            if band:
+                low, high = (rows.loc[chosen, end].astype(float) for end in band)
+                if axes is body:
+                    axes.fill_between(layers, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+                else:
+                    axes.vlines(layers, low, high, color=line.get_color(), alpha=0.5)
+        for quantity in (column, *band):
+            key = {"task": task, "variant": variant, "layer": rows["layer"].to_numpy()}
+            plate.record(panel, run, quantity, rows[quantity], **key)
+    for axes in (body, head):
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y")
+    _layer_axis(run, body, [layer.index for layer in run.manifest.layers if layer.role != "head"])
+    head.set(xticks=sorted(heads), xlim=(max(heads) - 0.5, max(heads) + 0.5) if heads else (0, 1))
+    head.set_title("head", fontsize=rcParams["xtick.labelsize"])
+    return body, entries
+
+
+def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
+    """Label the x axis with at most eight layer indices."""
+    step = -(-len(layers) // 8) or 1
+    axes.set_xticks(layers[::step])
+    axes.set_xlabel("layer")
+
+
+@figure("drift", title="Relative drift by task and layer")
+def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw drift against the expert's feature norm, tasks down and layers across, one panel per variant."""
+    run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
+    lack = missing_columns(run, "layers", ["drift_rel"], tasks, variants)
+    lead = (
+        "Drift against the expert's feature norm (ratios of sums over samples), tasks down and layers across, one "
+        "panel per variant on one colour scale."
+    )
+    across = 1 if options.is_narrow else max(len(variants), 1)
+    down = -(-len(variants) // across) or 1
+    plate = Plate(options.width, down * (0.7 + 0.2 * len(tasks)))
+    note_calibration(plate, run, options)
+    if lack:
+        plate.note(plate.figure.subplots(), "relative drift", lack)
+        return plate.exhibited([lead, *origin([run])])
+    rows = run.layers()
+    rows = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
+    top = max(float(rows["drift_rel"].max()), 1e-12)
+    layers = [layer.index for layer in run.manifest.layers]
+    cells = plate.figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    scale = LinearSegmentedColormap.from_list("drift", LIGHT.sequential)
+    for axes, variant in zip(cells.ravel(), variants, strict=False):
+        values = (
+            rows[rows["variant"] == variant]
+            .pivot(index="task", columns="layer", values="drift_rel")
+            .reindex(index=tasks, columns=layers)
+            .astype(float)
+        )
+        axes.set_facecolor(LIGHT.gap)
+        edges = np.arange(len(layers) + 1) + layers[0] - 0.5, np.arange(len(tasks) + 1) - 0.5
+        mesh = axes.pcolormesh(*edges, np.ma.masked_invalid(values), cmap=scale, vmin=0, vmax=top)
+        axes.set_title(short(title(variant)))
+        axes.set_yticks(range(len(tasks)), [short(called(task)) for task in tasks])
+        axes.set_ylim(len(tasks) - 0.5, -0.5)
+        for task, of_task in values.iterrows():
+            key = {"task": task, "variant": variant, "layer": layers}
+            plate.record("a", run, "drift_rel", of_task, **key)
+    for axes in cells[-1]:
+        _layer_axis(run, axes, layers)
+    bar = plate.figure.colorbar(mesh, ax=cells, label="relative drift", pad=0.02)
+    share_axis(bar.ax.yaxis)
+    gap = "Grey: not measured." if rows["drift_rel"].isna().any() else ""
+    return plate.exhibited([lead, gap, *origin([run]), samples(rows)])
+
+
+def note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> None:
+    """Record the gap of a run without a calibration, unless other variants were asked for."""
+    if options.variants is None and not options.calibrated_of(run):
+        plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
+
+
+@figure("decomposition", title="Local mismatch and propagation by layer")
+def decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw drift, mismatch, propagation and their cross term by layer, on one task."""
+    run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
+    lead = (
+        "Drift by layer, split exactly into local mismatch and propagation (e = m + p); norms do not add up."
+    )
+    narrow = options.is_narrow
+    plate = Plate(options.width, options.width * (1.9 if narrow else 0.62))
+    note_calibration(plate, run, options)
+    parts = plate.figure.subfigures(4, 1) if narrow else plate.figure.subfigures(2, 2).ravel()
+    norms = {
+        "a": ("drift_l2_mean", "drift |e|"),
+        "b": ("mismatch_l2_mean", "local mismatch |m|"),
+        "c": ("propagation_l2_mean", "propagation |p|"),
+    }
+    entries: dict[str, Artist] = {}
+    for part, (panel, (column, name)) in zip(parts, norms.items(), strict=False):
+        lack = missing_columns(run, "layers", [column], [task], variants)
+        if lack:
+            plate.note(part.subplots(), f"({panel}) {name}", lack)
+            continue
+        axes, drawn = draw_norms(plate, part, run, panel, task, variants, column)
+        axes.set_title(f"({panel}) {name}")
+        entries |= drawn
+    axes = parts[3].subplots()
+    lack = missing_columns(run, "layers", ["cross_term"], [task], variants)
+    if lack:
+        plate.note(axes, "(d) cross term", lack)
+    else:
+        for variant in variants:
+            rows = run.layers(task, variant).sort_values("layer")
+            axes.plot(rows["layer"], rows["cross_term"].astype(float), **line_style(run, variant))
+            key = {"task": task, "variant": variant, "layer": rows["layer"].to_numpy()}
+            plate.record("d", run, "cross_term", rows["cross_term"], **key)
+        axes.axhline(0, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
+        axes.grid(axis="y")
+        axes.set_title("(d) cross term 2⟨m, p⟩ / |e|²")
+        _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+    legend(plate.figure, entries)
+    about = [
+        f"Task: {called(task)}. Means over samples; in (a) the band spans the 10 % to 90 % quantiles. The head has its "
+        "own panel, as its outputs are in another space.",
+        "(d) is a ratio of sums over samples: above 0 both parts point the same way, below 0 they cancel in part.",
+        samples(run.layers(task)),
+    ]
+    return plate.exhibited([lead, *origin([run]), *about])
+
+
+@figure("contributions", title="Layers that the final drift comes from")
+def contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw each layer's signed share of the final drift on one task, one panel per variant, by both exact splits."""
+    run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
+    lead = "Signed shares of the final drift by the layer whose local mismatch they come from."
+    lack = missing_columns(run, "layers", ["final_share"], [task], variants)
+    plate = Plate(options.width, options.width * (0.55 if options.is_narrow else 0.3) * max(len(variants), 1))
+    note_calibration(plate, run, options)
+    panels = plate.figure.subplots(max(len(variants), 1), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    if lack:
+        for axes in panels[1:]:
+            axes.remove()
+        plate.note(panels[0], "shares of the final drift", lack)
+        return plate.exhibited([lead, *origin([run])])
+    has_intervals = False
+    for letter, axes, variant in zip("abcdefgh", panels, variants, strict=False):
+        rows = run.layers(task, variant).sort_values("layer")
+        has_intervals |= _draw_shares(plate, axes, run, letter, task, variant, rows)
+        axes.set_title(f"({letter}) {short(title(variant), 28)}")
+    entries = {
+        "carried by Jacobians": Patch(facecolor="#777777"),
+        "swapping prefixes": Patch(facecolor="white", edgecolor="#777777", hatch="////"),
+        "remainder": Patch(facecolor="white", edgecolor="#222222", hatch="xxxx"),
+    }
+    legend(plate.figure, entries)
+    shown = run.layers(task)
+    about = [
+        f"Task: {called(task)}. Solid: carried to the end by path-averaged Jacobians; with the remainder R they sum to "
+        "100 %. Hatched: by swapping model prefixes; they sum to 100 % by themselves.",
+        "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
+        samples(shown),
+        jacobian_samples(shown),
+    ]
+    return plate.exhibited([lead, *origin([run]), *about])
+
+
+def _draw_shares(
+    plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str, rows: pd.DataFrame
+) -> bool:
+    """Draw the bars of one variant. Return True if whiskers were drawn."""
+    layers, colour = rows["layer"].to_numpy(), colour_of(run, variant)
+    carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
+    axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
+    axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, facecolor="white", edgecolor=colour, hatch="////")
+    remainder = rows["remainder_share"].dropna().astype(float)
+    place = int(layers.max()) + 1
+    for value in remainder:
+        axes.bar([place], [value], 0.38, facecolor="white", edgecolor="#222222", hatch="xxxx")
+        plate.record(panel, run, "remainder_share", value, task=task, variant=variant, layer=place - 1)
+    low, high = (rows[f"final_share_{end}"].astype(float) for end in ("low", "high"))
+    axes.vlines(layers - 0.2, low, high, color="#222222", linewidth=rcParams["axes.linewidth"])
+    key = {"task": task, "variant": variant, "layer": layers}
+    for quantity in ("final_share", "final_share_low", "final_share_high", "prefix_share"):
+        plate.record(panel, run, quantity, rows[quantity], **key)
+    axes.axhline(0, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
+    _layer_axis(run, axes, list(layers))
+    axes.label_outer()
+    axes.set_xticks([*axes.get_xticks(), place], [*(f"{tick:g}" for tick in axes.get_xticks()), "R"])
+    share_axis(axes.yaxis)
+    return bool(low.notna().any())
+
+
+@figure("amplification", title="Growth of incoming drift by layer")
+def amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw what each layer makes of the drift that reaches it, on one task, next to its gain on random directions."""
+    run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
+    lead = "Norm of the propagated drift against that of the incoming drift. Above 1 a layer lets drift grow."
+    plate = Plate(options.width, options.width * (0.75 if options.is_narrow else 0.42))
+    note_calibration(plate, run, options)
+    axes = plate.figure.subplots()
+    lack = missing_columns(run, "layers", ["amplification"], [task], variants)
+    if lack:
+        plate.note(axes, "amplification", lack)
+        return plate.exhibited([lead, *origin([run])])
+    entries: dict[str, Artist] = {}
+    has_intervals = False
+    for variant in variants:
+        rows = run.layers(task, variant).sort_values("layer")
+        layers, style = rows["layer"].to_numpy(), line_style(run, variant)
+        values: dict[str, Any] = {
+            name: rows[name].astype(float).to_numpy()
+            for name in (
+                *("amplification", "amplification_low", "amplification_high"),
+                *("jacobian_error", "random_gain_mean"),
+            )
+        }
+        middle, error = values["amplification"], values["jacobian_error"]
+        (entries[title(variant)],) = axes.plot(layers, middle, **style)
+        axes.fill_between(
+            layers, middle * (1 - error), middle * (1 + error), color=style["color"], alpha=0.12, linewidth=0
+        )
+        axes.vlines(layers, values["amplification_low"], values["amplification_high"], color=style["color"])
+        axes.plot(layers, values["random_gain_mean"], **{**style, "linestyle": "", "markerfacecolor": "none"})
+        has_intervals |= bool(np.isfinite(values["amplification_low"]).any())
+        for quantity, numbers in values.items():
+            plate.record("a", run, quantity, numbers, task=task, variant=variant, layer=layers)
+    axes.axhline(1, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
+    axes.grid(axis="y")
+    axes.set_ylabel("amplification")
+    _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+    legend(plate.figure, entries)
+    shown = run.layers(task)
+    has_jacobians = shown["jacobian_error"].notna().any()
+    about = [
+        f"Task: {called(task)}. Ratios of sums over samples; the stem has no incoming drift.",
+        "Band: relative error of the path-averaged Jacobian; hollow: its mean gain on random directions."
+        if has_jacobians
+        else "",
+        "Whiskers: 95 % bootstrap intervals over the samples." if has_intervals else "",
+        samples(shown),
+        jacobian_samples(shown),
+    ]
+    return plate.exhibited([lead, *origin([run]), *about])
+
+
+def jacobian_samples(rows: pd.DataFrame) -> str:
+    """Return how many of the samples have Jacobians; empty where all have."""
+    rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
+    if rows.empty:
+        return ""
+    return f"What needs a Jacobian: n = {between(rows['jacobian_samples'].astype(int))} of these samples."

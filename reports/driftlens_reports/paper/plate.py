@@ -1,0 +1,141 @@
+"""The plate that exhibits draw on: a matplotlib figure that records every plotted number and every gap."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+from driftlens.findings.reading import printable
+from driftlens.runs.run import DriftRun
+from driftlens_reports.charts.theme import look
+from driftlens_reports.paper.exhibit import Exhibited, Gap, together
+from driftlens_reports.paper.style import settle
+
+COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
+"""Columns of the plotted numbers; figures of sweeps also have the settings."""
+
+GUIDE = "_guide"
+"""Label of lines that show no measurement: zero lines, limits, defaults."""
+
+_MARKERS = {
+    **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v"},
+    **{"star": "*", "cross": "P", "x": "X", "hexagon": "h", "pentagon": "p", "bowtie": "d"},
+}
+_DASHES: dict[str, Any] = {
+    "dot": (0, (1.2, 1.2)),
+    "dash": (0, (4, 1.5)),
+    "longdash": (0, (7, 2)),
+    "dashdot": (0, (5, 1.5, 1, 1.5)),
+    "longdashdot": (0, (9, 1.5, 1, 1.5)),
+    "10px,2px": (0, (5, 1)),
+    "8px,2px,2px,2px": (0, (4, 1, 1, 1)),
+    "4px,2px": (0, (2, 1)),
+}
+
+
+class Plate:
+    """A figure while it is drawn, without pyplot."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self.figure)
+        self.missing: list[Gap] = []
+        self._rows: list[pd.DataFrame] = []
+
+    def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
+        """Record plotted numbers, unrounded; each of `key` is one for all values, or one per value."""
+        values = np.atleast_1d(np.asarray(value, float))
+        rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
+        self._rows.append(rows)
+
+    def note(self, axes: Axes, name: str, missing: str) -> None:
+        """Replace a panel that the runs can't fill by a framed note, and record the gap."""
+        self.lack(name, missing)
+        axes.set_title("")
+        axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+        axes.spines[:].set(visible=True, linestyle=(0, (3, 2)), color="#999999")
+        size = rcParams["xtick.labelsize"]
+        box, whole = axes.get_position(), axes.figure.bbox
+        inches = box.width * whole.width / axes.figure.dpi
+        letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
+        # Backticks mark commands in captions; here everything has one font.
+        lines = [
+            textwrap.wrap(
+                printable(part.replace("`", "")), letters, break_long_words=False, break_on_hyphens=False
+            )
+            for part in (name, missing)
+        ]
+        text = "\n\n".join("\n".join(part) for part in lines)
+        written = axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+        written.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
+
+    def lack(self, name: str, missing: str) -> None:
+        """Record a part that the runs can't fill and that has no panel of its own."""
+        gap = Gap(name, missing.removesuffix("."))
+        if gap not in self.missing:
+            self.missing.append(gap)
+
+    def exhibited(self, caption: Iterable[str]) -> Exhibited:
+        """Return the finished exhibit; sentences about gaps are added to the caption."""
+        settle(self.figure)
+        frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
+        extra = [name for name in frame.columns if name not in COLUMNS]
+        frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
+        frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
+        text = together(caption, self.missing)
+        return Exhibited(frame, text, figure=self.figure, missing=tuple(self.missing))
+
+
+def short(text: str, longest: int = 16) -> str:
+    """Return a name on one line, shortened in the middle where it is long."""
+    clean = printable(text)
+    if len(clean) <= longest:
+        return clean
+    end = (longest - 1) // 2
+    return f"{clean[: longest - 1 - end]}…{clean[-end:]}"
+
+
+def legend(figure: Figure, entries: Mapping[str, Artist], columns: int = 0) -> None:
+    """Add one legend for the whole figure, above its panels."""
+    if entries:
+        names = [short(name, 28) for name in entries]
+        columns = columns or min(len(entries), 2 if figure.get_figwidth() < 4 else 4)
+        figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
+
+
+def colour_of(run: DriftRun, variant: str) -> str:
+    """Return the colour of a variant, the same as on pages."""
+    return look(run.variants, variant, dark=False).colour
+
+
+def hatch_of(run: DriftRun, variant: str) -> str:
+    """Return the hatch that tells a variant's bars from others without colour."""
+    return look(run.variants, variant, dark=False).hatch * 4
+
+
+def marks(run: DriftRun, variant: str) -> dict[str, Any]:
+    """Return the markers of a variant; those of the expert are hollow, so that points beneath stay visible."""
+    style = look(run.variants, variant, dark=False)
+    face = "none" if variant == "expert" else style.colour
+    return {"marker": _MARKERS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}
+
+
+def line_style(run: DriftRun, variant: str) -> dict[str, Any]:
+    """Return colour, dash and markers of a variant's curve."""
+    style = look(run.variants, variant, dark=False)
+    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marks(run, variant)}
+
+
+def share_axis(axis: Any) -> None:
+    """Label the ticks of an axis of fractions in percent."""
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %".replace("-", "\N{MINUS SIGN}"))

@@ -1,0 +1,213 @@
+"""Figures of sweeps, one line per run and method: calibration samples per task, and FeatCal's coefficients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+from driftlens.base.metrics import ACCURACY
+from driftlens.findings.reading import printable
+from driftlens.findings.swept import level, over_seeds, sweep_named, swept_methods, with_scores
+from driftlens.runs.run import DriftRun
+from driftlens_reports.charts.words import between, spaced, title
+from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
+from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis, short
+
+MEAN = "accuracy (average over tasks), mean over seeds"
+SPREAD = "accuracy (average over tasks), std over seeds"
+
+_FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
+_EXAMPLES: Mapping[str, Sequence[float]] = MappingProxyType(
+    {
+        "lam": (0.0005, 0.005, 0.05, 0.5, 5.0),
+        "alpha": (0.0, 0.15, 0.3, 0.6, 1.0),
+        "rho": (1.0, 1.5, 2.0, 2.5, 3.0),
+        "n": (8, 16, 32, 64, 128, 256, 512),
+    }
+)
+"""Values that the hint for a missing sweep proposes."""
+_LEVELS: Mapping[str, Any] = MappingProxyType({"merged": (0, (1, 2)), "base": (0, (4, 1.5, 1, 1.5))})
+"""Models that calibrated ones are compared with, and the dash of their level."""
+_LOOKS = (
+    ("#D55E00", "s", "-"),
+    ("#7A3300", "o", (0, (5, 1.5))),
+    ("#F0A050", "D", (0, (1.2, 1.2))),
+    ("#A8481C", "v", (0, (5, 1.5, 1, 1.5))),
+)
+"""Colour, marker and dash of the lines in one panel. All are calibrated models, hence all are orange."""
+
+
+@figure("efficiency", title="Accuracy by calibration samples per task")
+def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw mean and standard deviation over seeds by the number of calibration samples."""
+    plate = Plate(options.width, options.width * (0.8 if options.is_narrow else 0.48))
+    axes = plate.figure.subplots()
+    entries, points_of = _draw_lines(plate, axes, runs, "a", "n", options)
+    lead = "Accuracy, averaged over tasks, by the number of calibration samples per task."
+    if not points_of:
+        plate.note(axes, "accuracy by calibration samples", f"{_sweeping('n')}, with labelled test data")
+        return plate.exhibited([lead, *origin(runs)])
+    counts = sorted({float(n) for points in points_of.values() for n in points["setting"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts)
+    axes.xaxis.set_major_formatter(lambda value, _: printable(spaced(round(value))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="calibration samples per task", ylabel="accuracy, average over tasks")
+    share_axis(axes.yaxis)
+    legend(plate.figure, entries)
+    measured = [run for run in runs if run.id in points_of]
+    about = _about_points(measured, list(points_of.values()), options)
+    return plate.exhibited([lead, *origin(runs), *about, ROUNDED])
+
+
+@figure("sweeps", title="Sensitivity to the coefficients")
+def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Draw a panel per coefficient of FeatCal, with a mark at each run's own setting."""
+    narrow = options.is_narrow
+    plate = Plate(options.width, options.width * (1.7 if narrow else 0.42))
+    panels = plate.figure.subplots(3 if narrow else 1, 1 if narrow else 3, sharey=True)
+    entries: dict[str, Artist] = {}
+    drawn: list[pd.DataFrame] = []
+    notes: list[str] = []
+    for letter, factor, axes in zip("abc", _FACTORS, panels, strict=True):
+        lines, points_of = _draw_lines(plate, axes, runs, letter, factor, options)
+        entries = lines | entries
+        drawn += points_of.values()
+        if not points_of:
+            plate.note(axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweeping(factor))
+            continue
+        axes.set_xlabel(_FACTORS[factor])
+        axes.set_title(f"({letter})")
+        if factor == "lam":
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            settings = [sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
+            if any((values <= 0).any() for values in settings):
+                notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
+    for axes in panels if narrow else panels[:1]:
+        if axes.has_data():
+            axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
+            share_axis(axes.yaxis)
+    legend(plate.figure, entries)
+    lead = (
+        "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
+    )
+    about = [*_about_points(runs, drawn, options)] if drawn else []
+    if drawn:
+        marked = "the ring or dashed line marks the run's own setting"
+        notes = [f"One line per run, that is, per upstream merge; {marked}.", *notes]
+    return plate.exhibited([lead, *origin(runs), *about, *notes, ROUNDED])
+
+
+def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
+    """Return a row per value of `factor`, ascending: setting, mean, std (n - 1) over seeds, seeds and n_test.
+
+    Only seeds that have all tasks count.
+    """
+    rows = run.sweeps()
+    rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
+    rows = rows.assign(setting=rows[factor].astype(float))
+    points = over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
+    return points[points["mean"].notna()].drop(columns=["tested_low", "tested_high"])
+
+
+def _draw_lines(
+    plate: Plate, axes: Axes, runs: Sequence[DriftRun], panel: str, factor: str, options: ExhibitOptions
+) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
+    """Draw a line per run and method. Return the legend's lines by name, and the points by run id."""
+    entries: dict[str, Artist] = {}
+    points_of: dict[str, pd.DataFrame] = {}
+    names = [run.name for run in runs]
+    thin = rcParams["axes.linewidth"]
+    methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
+    every = [(run, method) for run in runs for method in methods[run.id]]
+    for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
+        points = sweep_points(run, factor, options.tasks_of(run), method)
+        points = points[points["setting"] > 0] if factor == "lam" else points
+        if points.empty:
+            continue
+        is_first = run.id not in points_of
+        points_of[run.id] = points if is_first else pd.concat([points_of[run.id], points])
+        x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
+        name = run.id if names.count(run.name) > 1 else run.name
+        if methods[run.id] != ["featcal"]:
+            name = method if len(runs) == 1 else f"{name}, {method}"
+        (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
+        axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
+        for quantity, values in ((MEAN, mean), (SPREAD, spread)):
+            plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
+        if is_first:
+            _draw_levels(plate, axes, run, panel, colour, name if len(runs) > 1 else "", options)
+        if factor in _FACTORS:
+            _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
+    return entries, points_of
+
+
+def _draw_levels(
+    plate: Plate, axes: Axes, run: DriftRun, panel: str, colour: str, name: str, options: ExhibitOptions
+) -> None:
+    """Draw horizontal lines at the accuracy of the merged model and of the base, where measured."""
+    for variant, dots in _LEVELS.items():
+        height = level(run, variant, ACCURACY.name, options.tasks_of(run))
+        if math.isnan(height):
+            continue
+        axes.axhline(height, color=colour, linewidth=1.3 * rcParams["axes.linewidth"], linestyle=dots)
+        plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
+        label = f"{short(title(variant))}{f', {short(name)}' if name else ''}"
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        note = axes.annotate(label, (0.99, height), (0, 1.5), **place)
+        note.set(color=colour, ha="right", va="bottom", fontsize=rcParams["xtick.labelsize"], in_layout=False)
+        note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
+
+
+def _mark_default(
+    axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: Sequence[str], colour: str
+) -> None:
+    """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
+    info = run.manifest.calibrations.get("".join(calibrated).removeprefix("calibrated:"))
+    setting = None if info is None else info.settings.get(factor)
+    if not isinstance(setting, (int, float)):
+        return
+    default = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
+    style: dict[str, Any] = {"color": colour, "label": GUIDE}
+    if default.empty:
+        axes.axvline(setting, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
+    else:
+        (ring,) = axes.plot(default["setting"], default["mean"], linestyle="", marker="o", **style)
+        ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
+
+
+def _sweeping(factor: str) -> str:
+    """Return the command that measures a sweep, as a sentence's beginning."""
+    values = ",".join(f"{value:g}" for value in _EXAMPLES[factor])
+    return f"`driftlens sweep RUN --param {factor}={values}` measures it"
+
+
+def _about_points(
+    runs: Sequence[DriftRun], points: Sequence[pd.DataFrame], options: ExhibitOptions
+) -> Iterator[str]:
+    """Yield what the points average over: tasks, test samples, seeds."""
+    rows = pd.concat(points)
+    counts = sorted({len(options.tasks_of(run)) for run in runs})
+    yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
+    if rows["n_test"].notna().any():
+        yield f"Accuracy on {between(rows['n_test'].dropna().astype(int))} test samples per task."
+    if (rows["seeds"] == 1).all():
+        yield "One seed per point, so no spread is shown."
+    else:
+        yield f"Points: mean over {between(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
+    levels = (level(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS)
+    if not all(map(math.isnan, levels)):
+        yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."

@@ -1,0 +1,304 @@
+"""Tables of runs: scores by task, the cost of calibrations, and self-checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from driftlens.base.intervals import Interval, mean_over_tasks
+from driftlens.base.metrics import ACCURACY, Metric
+from driftlens.base.variants import calibrated, control_of, is_control, part_of
+from driftlens.findings.checks import CheckResult, measured_by, self_checks
+from driftlens.findings.measures import changed_score, main_metrics, score_of
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
+from driftlens_reports.charts.words import between, called, title
+from driftlens_reports.paper import latex
+from driftlens_reports.paper.exhibit import (
+    Exhibited,
+    ExhibitOptions,
+    Gap,
+    origin,
+    spec_section,
+    table,
+    together,
+)
+
+AVERAGE, GAIN = "Avg.", "Gain"
+_TIME, _ENERGY, _MEMORY, _SPEEDUP = "Time (s)", "Energy (Wh)", "Memory (GiB)", "Speed-up"
+_MOST_INTERVALS = 9
+"""Columns up to which every cell shows its interval; wider tables show that of the average and the gain only."""
+_COLUMNS = ("part", "block", "row", "run", "variant", "column", "value", "text", "ci_low", "ci_high", "n")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table, unrounded: words, or a number with its 95 % interval; NaN where not measured."""
+
+    value: float | str
+    low: float = math.nan
+    high: float = math.nan
+    n: int = 0
+    digits: int | None = 1
+    is_signed: bool = False
+    is_best: bool = False
+
+    @classmethod
+    def percent(cls, found: Interval, *, is_signed: bool = False) -> Cell:
+        """Return the cell of a fraction, in percent."""
+        return cls(*(100 * end for end in found.ends), n=found.n, is_signed=is_signed)
+
+    def text(self, *, has_interval: bool) -> str:
+        """Return the cell as LaTeX, rounded, with the larger half of its interval."""
+        if isinstance(self.value, str):
+            return latex.escape(self.value)
+        text = latex.rounded(self.value, self.digits)
+        text = f"+{text}" if self.is_signed and self.value > 0 else text
+        text = rf"\textbf{{{text}}}" if self.is_best else text
+        half = max(self.value - self.low, self.high - self.value)
+        if has_interval and math.isfinite(half):
+            text += rf" $\pm$ {latex.rounded(half, self.digits)}"
+        return text
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table, with its cells by column; `block` is the run's name where there are several."""
+
+    label: str
+    cells: Mapping[str, Cell]
+    run: str
+    variant: str = ""
+    block: str = ""
+
+
+@table("accuracy", title="Scores by task")
+def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Return every model's score on every task, their average, and the paired gain over the merged model."""
+    parts: dict[tuple[str, ...], list[Line]] = {}
+    used = []
+    for run in runs:
+        metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
+        shown = {task: metrics[task] for task in options.tasks_of(run) if task in metrics}
+        if shown:
+            heads = tuple(_head(task, metric) for task, metric in shown.items())
+            parts.setdefault(heads, []).extend(_score_lines(run, options, shown, len(runs) > 1))
+            used.append(run)
+    counts = [
+        cell.n
+        for lines in parts.values()
+        for line in lines
+        for head, cell in line.cells.items()
+        if head not in (AVERAGE, GAIN) and cell.n
+    ]
+    notes = [
+        "± is the larger half of a 95 % interval over test samples; gains are paired where the run has single answers.",
+        "Bold: told apart from the next best by such an interval, base and experts left out.",
+    ]
+    if counts:
+        notes.insert(0, f"{between(counts)} test samples per task.")
+    if any(
+        metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged
+    ):
+        notes.append(
+            "Correlations are times 100, and averages are over them and shares of right answers alike."
+        )
+    missing = [] if used else [Gap("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
+    caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
+    return _exhibited("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
+
+
+def _head(task: str, metric: Metric) -> str:
+    """Return the column of a task, with its metric unless that is accuracy."""
+    return called(task) if metric == ACCURACY else f"{called(task)} ({metric.title})"
+
+
+def _score_lines(
+    run: DriftRun, options: ExhibitOptions, metrics: Mapping[str, Metric], is_one_of_many: bool
+) -> list[Line]:
+    method = str(spec_section(run, "merge").get("method", ""))
+    merged = title("merged")
+    labels = {"base": title("base"), "expert": "experts"}
+    labels["merged"] = f"{merged} ({method})" if method and merged == "merged" else merged
+    labels |= {variant: title(variant) for variant in shown_variants(run, options)}
+    lines = []
+    for variant, label in labels.items():
+        scores = {task: score_of(run, task, variant, metric) for task, metric in metrics.items()}
+        if all(math.isnan(score.value) for score in scores.values()):
+            continue
+        cells = {_head(task, metrics[task]): Cell.percent(score) for task, score in scores.items()}
+        cells[AVERAGE] = Cell.percent(mean_over_tasks([*scores.values()]))
+        if variant not in ("base", "expert", "merged") and "merged" in run.variants:
+            gain = mean_over_tasks([_change(run, task, "merged", variant, metrics) for task in metrics])
+            cells[GAIN] = Cell.percent(gain, is_signed=True)
+        lines.append(Line(label, cells, run.id, variant, run.name if is_one_of_many else ""))
+    return _with_best(run, lines, metrics)
+
+
+def _change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
+    found = changed_score(run, run, task, (start, end), metrics[task])
+    return Interval(found.value, found.low, found.high, found.n)
+
+
+def _with_best(run: DriftRun, lines: Sequence[Line], metrics: Mapping[str, Metric]) -> list[Line]:
+    """Mark the best of each column where the 95 % interval of its paired lead over the next best is above 0."""
+    rivals = [line for line in lines if line.variant not in ("base", "expert")]
+    columns = {_head(task, metric): [task] for task, metric in metrics.items()} | {AVERAGE: [*metrics]}
+    best = set()
+    for column, tasks in columns.items():
+        ranked = sorted(rivals, key=lambda line: -float(line.cells[column].value))
+        ranked = [line for line in ranked if not math.isnan(float(line.cells[column].value))]
+        if len(ranked) > 1:
+            lead = [_change(run, task, ranked[1].variant, ranked[0].variant, metrics) for task in tasks]
+            best |= {(ranked[0].variant, column)} if mean_over_tasks(lead).low > 0 else set()
+    return [
+        replace(
+            line,
+            cells={
+                column: replace(cell, is_best=(line.variant, column) in best)
+                for column, cell in line.cells.items()
+            },
+        )
+        for line in lines
+    ]
+
+
+def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
+    """Return the variants below the merged model: baselines, then each calibration asked for, after its control."""
+    names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
+    for variant in run.variants:
+        if part_of(variant) == "calibrated" and options.wants(run, variant):
+            control = control_of(variant.partition(":")[2])
+            names += [name for name in (control, variant) if name in run.variants]
+    return tuple(names)
+
+
+@table("runtime", title="Cost of a calibration")
+def runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Return time, energy and memory of every calibration, and its speed-up over the first one."""
+    lines: list[Line] = []
+    for run in runs:
+        used = run.resources().set_index("phase")
+        for name, info in run.manifest.calibrations.items():
+            variant = calibrated(name)
+            if variant not in run.variants or not options.wants(run, variant):
+                continue
+            row = used.loc[f"calibrate:{name}"] if f"calibrate:{name}" in used.index else {}
+            costs = (info.seconds, row.get("energy_wh"), row.get("peak_rss_bytes"))
+            time, energy, memory = (math.nan if pd.isna(cost) else float(cost) for cost in costs)
+            first = float(lines[0].cells[_TIME].value) if lines else time
+            cells = {
+                _SPEEDUP: Cell(first / time if time > 0 else math.nan, digits=None),
+                _TIME: Cell(time),
+                _ENERGY: Cell(energy),
+                _MEMORY: Cell(memory / 2.0**30),
+            }
+            lines.append(Line(called(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
+    over = f" Speed-up: over {lines[0].label}." if lines else ""
+    about = (
+        "Wall-clock time of the calibration alone, without merging, evaluation and the analysis after it; peak "
+        "resident memory of the process up to its end; energy where the machine reports it."
+    )
+    missing = [] if lines else [Gap("Measured rows", f"`{CALIBRATE}` adds one")]
+    shown = [run for run in runs if run.manifest.calibrations]
+    caption = f"Cost of calibrating a merged model.{over}"
+    return _exhibited("runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing)
+
+
+@table("self-checks", title="Self-checks")
+def checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
+    lines, missing, several = [], [], len(runs) > 1
+    for run in runs:
+        found = self_checks(run).results
+        lines += [_check_line(run, check, run.name if several else "") for check in found]
+        absent: dict[str, list[str]] = {}
+        for check in found:
+            if not check.where:
+                absent.setdefault(measured_by(check.metric), []).append(check.metric)
+        if absent:
+            names = f"self-checks of {', '.join(name for group in absent.values() for name in group)}"
+            how = "; ".join(f"`{command}` measures {', '.join(group)}" for command, group in absent.items())
+            missing.append(Gap(f"{names}, {run.name}" if several else names, how))
+    caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
+    notes = ["A check that was not measured is not a check that holds."]
+    return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
+
+
+def _check_line(run: DriftRun, check: CheckResult, block: str) -> Line:
+    held = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
+    cells = {
+        "Claim": Cell(check.claim),
+        "Largest error": Cell(check.value, digits=None),
+        "Limit": Cell(check.threshold, digits=None),
+        "Holds": Cell(held),
+        "Where": Cell(check.where or "--"),
+    }
+    return Line(check.metric, cells, run.id, block=block)
+
+
+def _exhibited(
+    name: str,
+    label: str,
+    parts: Sequence[Sequence[Line]],
+    caption: str,
+    runs: Sequence[DriftRun],
+    notes: Sequence[str],
+    missing: Sequence[Gap],
+) -> Exhibited:
+    """Return the exhibit of these tables, one LaTeX table per part; `label` is the head of the lines' names."""
+    notes = [*notes, *origin(runs)]
+    lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in missing]
+    texts = []
+    for at, lines in enumerate(parts or [[]], start=1):
+        below = [*notes, *lacking] if at >= len(parts) else []
+        texts.append(
+            latex.table(_frame(lines, label), name if at == 1 else f"{name}-{at}", caption, notes=below)
+        )
+    return Exhibited(
+        _tidy(parts), together([caption, *notes], missing), latex="\n".join(texts), missing=tuple(missing)
+    )
+
+
+def _frame(lines: Sequence[Line], label: str) -> pd.DataFrame:
+    """Return the cells of a table as LaTeX, the runs' names first where there are several."""
+    heads = list(dict.fromkeys(head for line in lines for head in line.cells))
+    gap = Cell(math.nan)
+    rows = []
+    for line in lines:
+        row = {label: latex.escape(line.label)}
+        for head in heads:
+            has_interval = len(heads) <= _MOST_INTERVALS or head in (AVERAGE, GAIN)
+            row[latex.escape(head)] = line.cells.get(head, gap).text(has_interval=has_interval)
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    if any(line.block for line in lines):
+        blocks = pd.Series([latex.escape(line.block) for line in lines])
+        frame.insert(0, "Run", blocks.mask(blocks == blocks.shift(), ""))
+    return frame
+
+
+def _tidy(parts: Sequence[Sequence[Line]]) -> pd.DataFrame:
+    """Return every number and word of the tables, a row each, unrounded."""
+    rows = [
+        {
+            **{
+                "part": part,
+                "block": line.block,
+                "row": line.label,
+                "run": line.run,
+                "variant": line.variant,
+            },
+            "column": head,
+            "value": math.nan if isinstance(cell.value, str) else cell.value,
+            "text": cell.value if isinstance(cell.value, str) else "",
+            **{"ci_low": cell.low, "ci_high": cell.high, "n": cell.n or None},
+        }
+        for part, lines in enumerate(parts, start=1)
+        for line in lines
+        for head, cell in line.cells.items()
+    ]
+    return pd.DataFrame(rows, columns=list(_COLUMNS)).astype({"value": "float64", "n": "Int64"})

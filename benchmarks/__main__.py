@@ -16,7 +16,6 @@ NAMES = (
     "calibration",
     "calibration_memory",
     "processes",
-    "plan",
     "growth",
     "residual",
     "text",

@@ -21,7 +21,7 @@ from driftlens_app.jobs.processes import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, coded, is_narrow, note, plain
 
-_START, _ESTIMATE, _BEST = "start-calibration", "estimate-calibration", "best-calibration"
+_START, _BEST = "start-calibration", "best-calibration"
 _SUGGESTED = "_suggested_name"
 _OWN = "the run's spec, or the defaults"
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
@@ -46,8 +46,7 @@ class Method:
     `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
     chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside a
     base alone), `candidates` what `--auto` compares from each preset on. `effort` is the processor time against
-    FeatCal's, `choosing` as how many calibrations by FeatCal that choice takes from here, at most, and `fewest` how
-    many samples a task it needs.
+    FeatCal's, and `fewest` how many samples a task that choice needs.
     """
 
     title: str
@@ -61,7 +60,6 @@ class Method:
     of_base: tuple[str, ...] = ()
     candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     effort: float = 1.0
-    choosing: float = 0.0
     fewest: int = 0
 
     def preset_for(self, loader: str) -> str | None:
@@ -141,9 +139,8 @@ def calibration_form(
     exports: str | None,
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
-    cost: str = "",
-) -> tuple[CalibrationRequest, str]:
-    """What the form says, `last` at first, and which of its buttons was pressed: `estimate`, `calibrate` or none.
+) -> tuple[CalibrationRequest, bool]:
+    """What the form says, `last` at first, and whether one of its buttons was pressed.
 
     `counts` are calibration samples by task, `obstacle` is why no calibration of the run could begin.
     """
@@ -163,8 +160,6 @@ def calibration_form(
             f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "
             "or more of each task: some are held out. Settings under Advanced need none held out."
         )
-    elif cost:
-        caption(cost)
     caption(_ON_BEST)
     preset = first.preset_for(loader)
     # Between the button and what a repair has done a telephone has no room for them.
@@ -177,7 +172,7 @@ def calibration_form(
             asked, pressed = _form_fields(start, loader, blocked=blocked, may_export=exports is not None)
     if best:
         wanted = CalibrationRequest(name="best", preset=preset, auto=True)
-        return freely_named(wanted, taken), "calibrate"
+        return freely_named(wanted, taken), True
     if asked.pop("export"):
         asked["save_weights"] = f"{exports}-{asked['name']}"
     return CalibrationRequest(**asked), pressed
@@ -208,8 +203,8 @@ def _chosen_method(last: CalibrationRequest | None, taken: Container[str], loade
 
 def _form_fields(
     start: CalibrationRequest, loader: str, *, blocked: bool, may_export: bool
-) -> tuple[dict[str, Any], str]:
-    """What the fields say, by those of a request, whether weights are exported, and which button was pressed."""
+) -> tuple[dict[str, Any], bool]:
+    """What the fields say, by those of a request, whether weights are exported, and whether the button was pressed."""
     chosen = start.method or DEFAULT_METHOD
     method = methods()[chosen]
     asked: dict[str, Any] = {"method": chosen}
@@ -268,12 +263,9 @@ def _form_fields(
     asked["layers"] = layers_named(layers) or None
     asked |= _saved_fields(start, may_export=may_export)
     asked["replace"] = st.checkbox(REPLACE, key="replace")
-    with st.container(horizontal=True):
-        calibrate = st.form_submit_button(
-            f"{method.title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
-        )
-        estimate = st.form_submit_button("Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE)
-    return asked, "calibrate" if calibrate else "estimate" if estimate else ""
+    label = f"{method.title} calibrate"
+    pressed = st.form_submit_button(label, icon=":material/tune:", disabled=blocked, key=_START)
+    return asked, pressed
 
 
 def _text(label: str, start: object, **field: Any) -> str | None:
@@ -305,7 +297,7 @@ def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, A
 def _fill_name(start: CalibrationRequest, taken: Container[str]) -> None:
     """Put the name to begin with into the form, and the next one once a calibration has got it or another is meant."""
     state = st.session_state
-    if any(state.get(button) for button in (_START, _ESTIMATE, _BEST)):
+    if any(state.get(button) for button in (_START, _BEST)):
         return  # What was just sent stands, even if somebody else took the name meanwhile.
     suggested = state.get(_SUGGESTED)
     is_used_up = start.name != suggested and (state.get("name") == suggested or state.get("name") in taken)

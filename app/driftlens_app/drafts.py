@@ -184,7 +184,7 @@ def checked(file: Path, spec: str, options: Sequence[str], root: Path) -> dict[s
         told = [(line.strip(), "") for line in rest] or [(first.removeprefix(f"{spec}:").strip(), error.hint)]
         named = {"level": "problem", "subject": spec}
         problems = [{**named, "text": text_of, "hint": hint} for text_of, hint in told]
-        document = {"ready": False, "estimate": None, "findings": problems}
+        document = {"ready": False, "needs": {}, "findings": problems}
     return {**document, "findings": [_placed(finding, text, spec) for finding in document["findings"]]}
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import streamlit as st
@@ -21,9 +20,7 @@ from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
-from driftlens_app.outlook import STAGES, ahead
 from driftlens_app.pages import path_of
-from driftlens_app.runs import opened
 from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import coded, note, page_title, plain, show_error, shown_errors
@@ -31,6 +28,16 @@ from driftlens_reports.charts.picking import addition
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
+
+STAGES: Mapping[str, str] = {
+    "check": "Checking the weights",
+    "choose": "Choosing",
+    "calibrate": "Solving",
+    "analyze": "Measuring drift",
+    "evaluate": "Measuring accuracy",
+    "explain": "Tracing the drift back to layers",
+}
+"""What a job does, by phase; others go by their own names."""
 
 SECONDS = 1.0
 _LOG_LINES = 40
@@ -273,22 +280,10 @@ def _show_progress(view: View) -> None:
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
     head = f"{plain(STAGES.get(event.phase, event.phase.capitalize()))}: {count}"
-    spent, left, more = event.seconds, event.remaining, ""
-    if view.job.kind == "calibrate":
-        # An edited manifest may hold anything for seconds.
-        with contextlib.suppress(RunError, TypeError, ValueError, OverflowError):
-            outlook = ahead(opened(view.job.run).manifest, view.job, event)
-            duration(outlook.left)  # refuses what is no time
-            more = f", accuracy in about {duration(outlook.until_measured)}" if outlook.until_measured else ""
-            head, spent, left = STAGES[outlook.stage], outlook.spent, outlook.left
-            # Better known by and by, the whole may grow; a bar that runs backwards would say that work was lost.
-            key = f"share-{_key(view.job)}"
-            share = max(spent / (spent + left) if spent else 0.0, st.session_state.get(key, 0.0))
-            st.session_state[key] = share
     st.progress(min(1.0, max(0.0, share)), text=head)
-    remaining = f", about {duration(left)} left" if left else ""
+    left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
     label = f"{plain(event.label)} · " if event.label else ""
-    st.caption(f"{label}{duration(spent)} so far{remaining}{more}")
+    st.caption(f"{label}{duration(event.seconds)} so far{left}")
 
 
 def _key(job: Job) -> str:

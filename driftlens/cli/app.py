@@ -86,7 +86,7 @@ def set_manner(
             "--threads",
             envvar="DRIFTLENS_THREADS",
             min=1,
-            help="Threads to compute with; measured when a phase begins if left out.",
+            help="Threads to compute with; as many as there are cores if left out.",
         ),
     ] = None,
     progress: Annotated[

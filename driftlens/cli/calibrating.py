@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from driftlens.base.access import Context
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, manner, note, say, say_json, say_saved
 from driftlens.spec.requests import ArenaRequest, CalibrationRequest, SweepRequest
 
@@ -16,30 +13,13 @@ if TYPE_CHECKING:
 
 @app.command()
 @flagged
-def calibrate(
-    run: RunFolder,
-    request: CalibrationRequest,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything but digests, estimate the cost, write nothing."),
-    ] = False,
-    *,
-    job: Job,
-    as_json: JsonFlag = False,
-) -> None:
+def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     choose = None
     if request.chooses:
         from driftlens.jobs.contest.automatic import choice_of
 
         choose = choice_of(request)
-    if dry_run:
-        from driftlens.jobs.preflight.calibrating import rehearse
-
-        asked = Context(job.access)
-        checks = manner.team.once(lambda: rehearse(run, request, asked, choose=choose))
-        say_json(checks.as_dict()) if as_json else say(checks.text())
-        raise typer.Exit(checks.exit_code)
     from driftlens.jobs.calibrate.job import calibrate as run_calibration
     from driftlens.jobs.contest.sweep import control
     from driftlens_reports.terminal import before_after_text, first_numbers_text

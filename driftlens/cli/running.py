@@ -157,7 +157,7 @@ def validate(
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
+    """Check a spec, its checkpoints and its data before anything large is read, and sum up memory and disk."""
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec
 

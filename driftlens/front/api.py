@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.findings.projection import Projection
     from driftlens.findings.table import Table
-    from driftlens.jobs.preflight.outcome import Preflight
+    from driftlens.jobs.preflight.job import Preflight
     from driftlens.spec import RunSpec
     from driftlens_reports.charts.chart import Plots
     from driftlens_reports.explorer.page import Explorer
@@ -377,7 +377,8 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
         print(checks.text())
         assert not checks.problems
 
-    Keywords are the fields of `PreflightRequest` and of `Around`; returns findings and an estimate of the cost.
+    Keywords are the fields of `PreflightRequest` and of `Around`; returns findings, and memory and disk
+    of each job.
     """
     from driftlens.jobs.preflight.job import preflight
     from driftlens.spec import load_spec

@@ -21,9 +21,8 @@ _VIEWS = re.compile(r"\b\d+ views\b")
 def catalog() -> dict[str, dict[str, Any]]:
     """Calibrators, merge methods and loaders by name, each with title, source and settings.
 
-    Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and as how many
-    calibrations by FeatCal the choice of the best method takes from there, at most, and the fewest samples of a task
-    that it is made on; 0 where nothing is chosen.
+    Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and the fewest
+    samples of a task that the choice of the best method is made on; 0 where nothing is chosen.
     """
     return {
         "calibrators": {
@@ -40,7 +39,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "automatic": _varied(kind),
                 "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
                 "of_base": [*kind.of_base],
-                **_choosing(kind),
+                "candidates": _compared(kind),
                 "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
             }
             # Those with published settings first.
@@ -71,12 +70,11 @@ def _varied(kind: type[Calibrator]) -> list[str]:
     ]
 
 
-def _choosing(kind: type[Calibrator]) -> dict[str, Any]:
-    """What the choice of the best compares from each preset on, and its cost; how many views depends on the samples."""
+def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
+    """What the choice of the best compares from each preset on; how many views depends on the samples."""
     presets = kind.presets if kind.candidates else {}
     outlooks = {name: BEST.outlook(kind(**values), {}, has_base=True) for name, values in presets.items()}
-    compared = {name: [_VIEWS.sub("views", title) for title in of] for name, (of, _) in outlooks.items()}
-    return {"candidates": compared, "choosing": max((cost for _, cost in outlooks.values()), default=0.0)}
+    return {name: [_VIEWS.sub("views", title) for title in titles] for name, (titles, _) in outlooks.items()}
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

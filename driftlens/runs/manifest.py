@@ -155,7 +155,7 @@ class Manifest:
         synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
         environment: environment variables that may change numbers.
         precision: largest relative error of the drift of a few samples against float64, by task, where measured.
-        threads: thread counts by library, and by phase where another number of torch's suited it better.
+        threads: thread counts by library; older runs also have those of phases.
         seeds: every seed, by what it draws.
         drawn_by: what else decides which samples are drawn; empty in older runs, where it was the same.
         deterministic: whether deterministic algorithms were asked for.

@@ -393,10 +393,6 @@ class PreflightRequest(Request, title="validate"):
 
     overrides: tuple[str, ...] = _overrides()
     deep: Flag = asked("Also score every expert on its own data.", False)
-    processes: Count | None = asked("Also plan for so many: seconds, memory and bytes on the wire of each.")
-    per_machine: Count | None = asked(
-        "How many of them share a machine like this; one per core or GPU if left out."
-    )
 
 
 class ProjectionRequest(Request, title="project"):

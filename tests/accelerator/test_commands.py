@@ -60,7 +60,7 @@ COMPOSED = {"demo", "sweep", "arena"}
 """Made of what the others do: on the second device they are `make every`'s."""
 ELSEWHERE = {
     "doctor": "runs no model",
-    "validate": "rehearses an analysis, and keeps nothing of it: see below",
+    "validate": "runs no model: see below",
 }
 """Commands that make nothing."""
 
@@ -99,7 +99,7 @@ def run(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(dl.analyze(spec, out=tmp_path_factory.mktemp("run") / "run", progress="none").path)
 
 
-def test_an_analysis_is_rehearsed(sim: torch.device, spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_is_checked(sim: torch.device, spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done("validate", spec, device=NAME)
     assert "device             sim, float32" in capsys.readouterr().out
 

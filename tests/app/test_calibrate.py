@@ -24,7 +24,6 @@ from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import checked
 from driftlens_app.jobs import watch
 from driftlens_app.jobs.processes import log_text
-from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import (
@@ -137,13 +136,6 @@ def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
     until(lambda: state(run) == "running", "it runs again")
     job = newest(run)
     assert "--resume" in log_text(job.log) and "--save-weights" not in log_text(job.log)
-
-
-@pytest.mark.slow
-def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "repair"), "Estimate")
-    assert "Ready: about 500 MB of memory, 2 MB on disk, 12 s" in said(app)
-    assert job_of(run) is None
 
 
 @pytest.mark.parametrize(

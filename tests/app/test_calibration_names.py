@@ -84,11 +84,10 @@ def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("button", ["FeatCal calibrate", "Estimate"])
-def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) -> None:
+def test_a_taken_name_starts_no_process(open_app: Open, run: Path) -> None:
     app = open_app(run.parent, "repair")
     app.text_input(key="name").set_value("featcal")
-    press(app, button)
+    press(app, "FeatCal calibrate")
     assert "has a calibration 'featcal' already" in errors(app)
     assert app.checkbox(key="replace").label in errors(app)
     assert job_of(run) is None and not processes._CHILDREN

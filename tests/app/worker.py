@@ -25,8 +25,6 @@ def main(arguments: list[str]) -> int:
         return validate(Path(arguments[1]))
     if command == "init":
         return init(arguments[1:])
-    if "--dry-run" in arguments:
-        return answer({"ready": True, "findings": [], "estimate": ESTIMATE})
     print("called with", *arguments, flush=True)
     options = dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
     name = options.get("--name", "steady")
@@ -37,7 +35,7 @@ def main(arguments: list[str]) -> int:
     return work(run, name)
 
 
-ESTIMATE = {"memory_bytes": 5e8, "disk_bytes": 2e6, "seconds": 12.0}
+NEEDS = {"analyze": {"memory_bytes": 500_000_000, "disk_bytes": 2_000_000}}
 FINDING = {
     "level": "problem",
     "subject": "base",
@@ -63,7 +61,7 @@ def validate(spec: Path) -> int:
     well = {"level": "ok", "subject": "device", "text": "cpu, float32", "hint": ""}
     is_ready = "base" not in text or "nothing" not in text
     findings = [well] if is_ready else [well, FINDING]
-    return answer({"ready": is_ready, "findings": findings, "estimate": None})
+    return answer({"ready": is_ready, "findings": findings, "needs": NEEDS if is_ready else {}})
 
 
 def init(arguments: list[str]) -> int:

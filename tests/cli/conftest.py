@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from driftlens.cli import main
-from tests.pipeline.fixtures import brief_rehearsals, finished, folder, light, spec_file, world
+from tests.pipeline.fixtures import finished, folder, light, spec_file, world
 
 __all__ = [
     "Cli",
     "Result",
-    "brief_rehearsals",
     "finished",
     "folder",
     "light",

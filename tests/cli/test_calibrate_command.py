@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.preflight import calibrating
 from driftlens.jobs.study.card import calibration_command, escaped, model_card
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -77,8 +75,6 @@ def test_the_command_that_is_named_at_the_end_saves_the_model(
     done = run_cli("calibrate", folder, "--name", NAME, "--no-attribution", *QUIET)
     command = next(line for line in done.err.splitlines() if "--save-weights" in line).split("`")[1]
     words = [str(tmp_path / "out") if word == "FOLDER" else word for word in shlex.split(command)[1:]]
-    told = run_cli(*words, "--dry-run")
-    assert told.code == 0 and "written at once" in told.out and not (tmp_path / "out").exists()
     saved = run_cli(*words, *QUIET)
     assert saved.code == 0 and f"wrote {tmp_path / 'out'}" in saved.out and "calibrate" not in saved.err
     found, kept = tmp_path / "out/open_clip_model.safetensors", f"calibrations/{NAME}/weights.safetensors"
@@ -203,35 +199,6 @@ def test_a_name_is_wanted_and_a_run_too(folder: Path, run_cli: Cli, tmp_path: Pa
     assert run_cli("calibrate", folder, "--name", "a/b").code == 2
 
 
-@pytest.mark.slow
-def test_a_dry_run_estimates_and_writes_nothing(
-    folder: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is estimated of the calibration alone stands for that with its control, too."""
-    before, walks, known = files_of(folder), [], []
-    asked, rehearsed = ("calibrate", folder, "--name", NAME, "--dry-run"), calibrating.rehearsed_calibration
-
-    def counted(*given: Any, control: bool, **how: Any) -> Any:
-        walks.append(1 + control)
-        known.extend([] if known else [rehearsed(*given, control=control, **how)])
-        return known[0]
-
-    monkeypatch.setattr(calibrating, "rehearsed_calibration", counted)
-    result = run_cli(*asked)
-    assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
-    found, more, same = (
-        json.loads(run_cli(*asked, "--json", *flags).out)
-        for flags in ((), ("--control",), ("--control", "--set", "rho=1"))
-    )
-    assert found["ready"] and found["estimate"]["seconds"] > 0
-    assert walks == [1, 1, 2, 1], "the control is a walk of its own; at rho 1 there is nothing to repeat"
-    told = ["rho 1" in {finding["subject"] for finding in at["findings"]} for at in (found, more, same)]
-    assert told == [False, True, False]
-    refused = run_cli(*asked, "--set", "lam=-1", "--json")
-    assert refused.code == 2 and json.loads(refused.out)["findings"][0]["level"] == "problem"
-    assert files_of(folder) == before
-
-
 def test_a_locked_run_is_refused(folder: Path, run_cli: Cli) -> None:
     with RunWriter.resume(folder):
         assert run_cli("calibrate", folder, "--name", NAME, *QUIET).code == 5
@@ -307,8 +274,6 @@ def test_the_settings_chosen_are_those_calibrated_with(
         "--layers",
         "2",
     )
-    rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
-    assert rehearsed.code == 0 and "candidates" in rehearsed.out and "estimate: about" in rehearsed.out
     found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)
     assert found["automatic"]
     assert set(open_run(folder).calibration(NAME)["lam"]) == {found["settings"]["lam"]}
@@ -327,9 +292,6 @@ def test_the_settings_chosen_are_those_calibrated_with(
 
 @pytest.mark.slow
 def test_views_and_shares_are_flags(folder: Path, run_cli: Cli) -> None:
-    """The rehearsal says what is read; a share that can't be is told at once."""
     words = ("calibrate", folder, "--name", "v", "--method", "residual", "--set", "folds=2")
-    told = run_cli(*words, "--views", "mix:2", "--shrink", "0.5", "--dry-run")
-    assert "flowers 4 and 8 copies" in told.out and "mu 0.9" in told.out
     refused = run_cli(*words, "--shrink", "2")
     assert refused.code == 2 and "0 to 1.5" in refused.err

@@ -20,7 +20,6 @@ NOT_HERE = {
     r"demo": "tests/cli/test_demo.py runs it",
     r"ui ": "a server, which tests/browser starts",
     r"why ": "tests/cli/test_why.py runs it",
-    r"doctor --measure": "times processes beside each other, for a minute",
 }
 """Commands that can't run in a test, and why."""
 

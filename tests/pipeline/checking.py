@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.jobs.preflight import calibrating, job, jobs
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.preflight.job import Preflight, preflight
 from driftlens.jobs.study.suspicion import Finding
 from driftlens.spec import load_spec
 from driftlens.spec.requests import PreflightRequest
 from tests.zoo.world import Weights, World
 
 
-def check(spec: Mapping[str, Any], *, estimate: bool = False, **options: Any) -> Preflight:
-    return preflight(load_spec(spec), PreflightRequest(**options), estimate=estimate)
-
-
-def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all estimates of a test rest on one rehearsal, to which opening the models adds no time."""
-    rehearsed, known = jobs.rehearsed, list[Any]()
-
-    def once(*given: Any, **how: Any) -> Any:
-        known.extend([] if known else [rehearsed(*given, **how)])
-        return known[0]
-
-    monkeypatch.setattr(jobs, "rehearsed", once)
-    for opening in (job, calibrating):
-        monkeypatch.setattr(opening, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+def check(spec: Mapping[str, Any], **options: Any) -> Preflight:
+    return preflight(load_spec(spec), PreflightRequest(**options))
 
 
 def found(result: Preflight, level: str, subject: str) -> Finding:

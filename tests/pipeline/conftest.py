@@ -1,5 +1,5 @@
 """Fixtures of this folder."""
 
-from tests.pipeline.fixtures import brief_rehearsals, finished, folder, light, roomy, spec_file, world
+from tests.pipeline.fixtures import finished, folder, light, roomy, spec_file, world
 
-__all__ = ["brief_rehearsals", "finished", "folder", "light", "roomy", "spec_file", "world"]
+__all__ = ["finished", "folder", "light", "roomy", "spec_file", "world"]

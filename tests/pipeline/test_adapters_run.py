@@ -16,16 +16,14 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.base.access import Access
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.jobs.analyze.diagnosis import require_as_peft
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.analyze.unmerged import unmerged
-from driftlens.jobs.preflight import jobs
-from driftlens.jobs.preflight.job import checked, preflight
-from driftlens.jobs.preflight.rehearsal import Rehearsed
-from driftlens.jobs.study.opening import open_models, study_of
+from driftlens.jobs.preflight.job import preflight
+from driftlens.jobs.preflight.needs import needs_of
+from driftlens.jobs.study.opening import open_models, open_study, study_of
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
 from driftlens.spec import RunSpec, load_spec
@@ -178,15 +176,12 @@ def test_memory_is_told_with_the_model_that_peft_wraps(
         ("calibration", "test"), str(tmp_path / "rows.jsonl")
     )
     spec = load_spec(described | {"data": {"defaults": {"n": 2, "n_diagnosis": 2}, "a": rows}})
-    _, opened = checked(spec, Access())
-    assert opened is not None
-    whole = opened.study.pool.weight_bytes("base")
-    monkeypatch.setattr(opened.study.pool, "budget", whole - (not room))
-    said = unmerged(opened.study, opened.study.adapters["expert:a"], INPUTS)
+    study, models = open_study(spec)
+    whole = study.pool.weight_bytes("base")
+    monkeypatch.setattr(study.pool, "budget", whole - (not room))
+    said = unmerged(study, study.adapters["expert:a"], INPUTS)
     assert ("of the base don't fit compute.feature_budget" in said) == (not room)
-    run = Rehearsed(opened.study, {}, [], 1000)
-    monkeypatch.setattr(jobs, "rehearsed", lambda *_, **__: run)
-    assert opened.analysis().resident - 1000 == (whole if room else 0)
+    assert needs_of(study, models)["analyze"].memory["base as peft runs it"] == (whole if room else 0)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -200,7 +195,7 @@ def test_adapters_that_nobody_held_against_peft_are_named(
     else:
         monkeypatch.setitem(sys.modules, "peft", None)
     reason = "don't fit compute.feature_budget, 0.0 MB" if is_there else "peft is not installed"
-    checks = preflight(load_spec(spec), estimate=False)
+    checks = preflight(load_spec(spec))
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
     for texts in ([finding.text for finding in checks.findings], run.manifest.notices):
         (told,) = [text for text in texts if "as peft runs them" in text]
@@ -215,7 +210,7 @@ def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
     spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
     delta = LoraSource._delta
     monkeypatch.setattr(LoraSource, "_delta", lambda *given: alpha / 6 * delta(*given))
-    checks = preflight(load_spec(spec), estimate=False)
+    checks = preflight(load_spec(spec))
     told = [finding.text for finding in checks.findings if "peft runs them" in finding.text]
     assert len(told) == 1 and told[0].startswith("its final features are those") == (alpha == 6)
     assert checks.exit_code == (0 if alpha == 6 else NumericsError.exit_code)

@@ -183,10 +183,7 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
         "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
     }
     spec = suite.spec(data)
-    texts = [
-        finding.text
-        for finding in preflight(load_spec(spec), PreflightRequest(deep=True), estimate=False).findings
-    ]
+    texts = [finding.text for finding in preflight(load_spec(spec), PreflightRequest(deep=True)).findings]
     assert any(
         "expert of free scores 100.0 %" in text and "in exact match on 2 samples" in text for text in texts
     )
@@ -336,7 +333,7 @@ def test_tokens_read_as_text_and_a_vocabulary_is_no_list_of_classes(run: DriftRu
 
 @pytest.mark.slow
 def test_a_preflight_knows_the_language_models_own_head_and_the_classes_of_answers(run: DriftRun) -> None:
-    found = preflight(load_spec(run.path / "spec.yaml"), estimate=False)
+    found = preflight(load_spec(run.path / "spec.yaml"))
     said = {finding.subject: finding.text for finding in found.findings if finding.level == "ok"}
     assert said["head of free"] == said["head of pick"] == "the language model's own"
     assert said["data of pick"].endswith("2 classes") and said["data of free"].endswith("no classes")

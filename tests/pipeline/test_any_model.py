@@ -242,7 +242,7 @@ def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: Pa
 def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: Path) -> None:
     """What no weight shows: its own configuration, by the library's defaults where it says nothing."""
     made = suite("ViT", tmp_path / "suite")
-    assert not preflight(load_spec(made.spec), estimate=False).problems
+    assert not preflight(load_spec(made.spec)).problems
     for file, changes, shown in (
         ("config.json", {"hidden_act": "relu"}, "hidden_act relu"),
         ("config.json", {"layer_norm_eps": 1e-3}, "layer_norm_eps 0.001"),
@@ -251,7 +251,7 @@ def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: Path) -> None:
         path = made.folder / "beasts" / file
         stated = path.read_text()
         path.write_text(json.dumps({**json.loads(stated), **changes}))
-        (problem,) = preflight(load_spec(made.spec), estimate=False).problems
+        (problem,) = preflight(load_spec(made.spec)).problems
         assert shown in problem.text and problem.subject == "expert of beasts" and problem.exit_code == 4
         path.write_text(stated)
 

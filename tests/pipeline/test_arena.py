@@ -24,7 +24,6 @@ from driftlens.jobs.analyze.finder import TaskFinder
 from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
-from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun, open_run
@@ -281,18 +280,7 @@ def test_outside_an_arena_a_map_per_task_is_refused_where_nobody_will_know_the_t
         open_calibration(untold, CalibrationRequest(name="other", method="surgery"))
     assert "driftlens arena RUN --methods featcal,surgery" in caught.value.hint
     asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
-    assert any("task_id is unknown" in finding.text for finding in preflight(asked, estimate=False).problems)
-
-
-def test_a_rehearsal_says_what_is_changed_and_what_leaves_the_folder(light: DriftRun) -> None:
-    """Distillation trains stem and head, too, which maps leave as merged."""
-    said = {}
-    for method in ("distill", "react"):
-        found = rehearse(light.path, CalibrationRequest(name="other", method=method), estimate=False).findings
-        said[method] = [finding.text for finding in found]
-        assert any("was not calibrated" in text for text in said[method]) is (method == "react")
-    assert "a checkpoint" in said["distill"] and "all weights in 5 of 5 layers" in said["distill"]
-    assert "a checkpoint and attachments" in said["react"] and "attachments in 1 of 5 layers" in said["react"]
+    assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
 
 
 def test_the_api_gives_the_same_table(met: Path) -> None:

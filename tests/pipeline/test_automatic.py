@@ -44,7 +44,6 @@ from driftlens.jobs.contest.contest import (
     divergences,
     drift_scores,
 )
-from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept, reopened
@@ -55,7 +54,6 @@ from driftlens.runs.layout import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
-from tests.pipeline.checking import rehearsed_once
 from tests.zoo.world import CLASSES, TASKS, World, write_images
 
 
@@ -549,23 +547,6 @@ def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_
 
 
 @pytest.mark.slow
-def test_a_rehearsal_names_the_candidates_and_does_the_choice(
-    roomy: DriftRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rehearsed_once(monkeypatch)
-    plain, found = (rehearse(roomy.path, request(layers=[2]), choose=choose) for choose in (None, BEST))
-    said = {finding.subject: finding.text for finding in found.findings}
-    titles = said["candidates"].split("; ")
-    assert titles[:2] == ["the merged model as it is", "the base"]
-    assert titles[2] == "the merged model, shrunk towards the base" and "a merge by TSV-Merge" in titles
-    assert titles[6:9] == ["featcal (paper-clip)", "featcal with rho 3.0, alpha 0.5", "residual"]
-    assert titles[9:] == ["residual with mu 0.9 and 7 views of every sample"]
-    assert plain.cost and found.cost and found.cost.seconds > plain.cost.seconds and found.exit_code == 0
-    few = rehearse(roomy.path, request(samples=7, layers=[2]), choose=BEST)
-    assert [finding.subject for finding in few.problems] == ["auto"] and few.exit_code == 4
-
-
-@pytest.mark.slow
 def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -600,11 +581,10 @@ def test_no_views_and_all_of_the_way_are_what_nobody_asked_for(
     spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
     asked = request(method="residual", auto=True, views="none", shrink=1, layers=[2], attribution=False)
-    titles = {of.subject: of.text for of in rehearse(folder, asked, choose=choice_of(asked)).findings}
     run = calibrate(folder, asked, choose=choice_of(asked))
     info = run.manifest.calibrations[NAME]
     assert not any("views" in entry["name"] for entry in info.selection["compared"])
-    assert "views" not in titles["candidates"] and info.shrink["share"] == 1
+    assert info.shrink["share"] == 1
     assert {entry["share"] for entry in info.selection["compared"] if "share" in entry} == {1}
     by_hand = request("hand", method="residual", parameters=info.selection["chosen"], layers=[2])
     calibrate(folder, by_hand.changed(attribution=False))

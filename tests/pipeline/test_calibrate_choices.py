@@ -14,16 +14,15 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.base.errors import DataError, NumericsError, SpecError
 from driftlens.base.progress import Reporter
-from driftlens.jobs.calibrate.job import calibrate
+from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.calibrate.plan import Choice, calibrator_of
-from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.study.study import Study
 from driftlens.runs.manifest import ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.spec.sections import Calibration
-from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
+from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request
 from tests.zoo.world import TASKS, World
 
 QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
@@ -80,11 +79,15 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: 
         calibrate(folder, CalibrationRequest(name=NAME, method="surgery", **asked))
     assert "Leave them out" in caught.value.hint and files_of(folder) == before
     spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    wanted = CalibrationRequest(name=NAME, method="surgery")
     for method in ("featcal", "surgery"):
         section = {"method": method, "sites": ["*attn*"]}
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        problems = rehearse(folder, CalibrationRequest(name=NAME, method="surgery"), estimate=False).problems
-        assert any("surgery was given sites" in found.text for found in problems) is (method == "surgery")
+        if method == "featcal":
+            assert not open_calibration(folder, wanted).plan.sites
+        else:
+            with pytest.raises(SpecError, match="surgery was given sites"):
+                open_calibration(folder, wanted)
 
 
 def test_top_layers_need_the_shares_of_all_blocks(folder: Path) -> None:
@@ -178,44 +181,6 @@ def test_a_merged_model_in_half_precision_does_not_round_the_control(world: Worl
     key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
     expected = 2 * half[key].double() - world.state("base")[key].double()
     torch.testing.assert_close(control[key].double(), expected, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: Path) -> None:
-    before = files_of(folder)
-    found = rehearse(folder, request(preset="paper-clip"))
-    assert found.exit_code == 0 and found.text().endswith("ready")
-    said = {finding.subject: finding.text for finding in found.findings}
-    assert "lam 0.05" in said["settings"] and "rho 2.0" in said["settings"]
-    assert "24 sites hold 100.0 % of the blocks' parameters" in found.text()
-    assert said["samples"] == ", ".join(f"{task} 4" for task in TASKS)
-    assert found.cost is not None and found.cost.seconds is not None
-    assert 0 < found.cost.disk_bytes < 1e9 and found.cost.memory_bytes > 1e6 and found.cost.seconds > 0
-    assert found.as_dict()["estimate"]["disk_bytes"] == found.cost.disk_bytes
-    assert files_of(folder) == before
-
-
-@pytest.mark.slow
-def test_a_rehearsal_lists_every_obstacle(folder: Path, tmp_path: Path) -> None:
-    calibrate(folder, request())
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine").write_text("mine")
-    with RunWriter.resume(folder):
-        before = files_of(folder)
-        found = rehearse(folder, request(save_weights=tmp_path / "taken", resume=True, samples=2))
-        assert files_of(folder) == before
-    problems = {finding.subject for finding in found.problems}
-    assert problems == {"lock", "name", "save-weights"} and found.exit_code == 5
-    for asked, subject in (({"parameters": {"alpha": 2.0}}, "run"), ({"layers": ["nosuch"]}, "run")):
-        refused = rehearse(folder, request("other", **asked))
-        assert [finding.subject for finding in refused.problems] == [subject] and refused.exit_code == 2
-
-
-def test_a_rehearsal_of_resuming_compares_settings(folder: Path) -> None:
-    calibrate_until(folder, lambda event: event.phase == "calibrate" and event.done > 2)
-    assert rehearse(folder, request(resume=True), estimate=False).exit_code == 0
-    refused = rehearse(folder, request(parameters={"lam": 1.0}, resume=True))
-    assert [finding.subject for finding in refused.problems] == ["name"]
 
 
 def test_samples_that_are_not_there_are_counted(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from driftlens.base.access import Context
 from driftlens.checkpoints.sources import StateSource
 from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.preflight.job import Preflight
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding, companions, suspicions

@@ -171,7 +171,7 @@ def test_a_check_says_that_embeddings_are_scored_without_heads(
     measured: tuple[Path, dict[str, Any], dl.DriftRun],
 ) -> None:
     folder, data, _ = measured
-    found = preflight(load_spec(spec_of(folder, data)), estimate=False).findings
+    found = preflight(load_spec(spec_of(folder, data))).findings
     told = [finding.text for finding in found if finding.subject.startswith("head of")]
     assert len(told) == 3 and all("how alike embeddings are is scored" in text for text in told)
 

@@ -178,7 +178,7 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     assert [head.classes for head in heads if head] == [TASKS[task] for task in study.tasks]
     with pytest.raises(SpecError, match="reads features pooled by 'cls'"):
         open_study(load_spec({**suite.spec, "layers": {"pool": "mean"}}))
-    found = preflight(load_spec(suite.spec), estimate=False)
+    found = preflight(load_spec(suite.spec))
     assert not found.problems, found.problems
     for task in TASKS:  # as sentence encoders are saved: a core alone, with no classifier
         save(suite.experts[task].bert, tmp_path / task)

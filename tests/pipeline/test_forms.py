@@ -30,7 +30,7 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.merging.applying import FEW
 from tests.models.writing import write_mergekit
-from tests.pipeline.checking import check, found, rehearsed_once
+from tests.pipeline.checking import check, found
 from tests.quick import paced
 from tests.zoo.suite import CLASSES, PAIRS, Suite, spec_of_folders
 from tests.zoo.towers import under_transformers_names
@@ -253,21 +253,12 @@ def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
 
 
 @pytest.mark.slow
-def test_preflight_plans_what_methods_cost_and_refuses_one_without_scores(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rehearsed_once(monkeypatch)
-
+def test_preflight_names_merge_methods_and_refuses_one_without_scores(world: World, tmp_path: Path) -> None:
     def text(name: str, **settings: Any) -> str:
         return found(check(world.spec(merge={"method": name, **settings})), "ok", "merge").text
 
-    assert "AdaMerging (arXiv:2310.02575)" in text("adamerging") and "models run" in text("adamerging")
-    assert "models run" not in text("iso_c") and "merges all else" not in text("iso_c")
-    few, many = (
-        check(world.spec(merge={"method": "wudi", "steps": steps}), estimate=True).cost
-        for steps in (1, 10**6)
-    )
-    assert few is not None and many is not None and many.seconds > 2 * few.seconds
+    assert "AdaMerging (arXiv:2310.02575)" in text("adamerging")
+    assert "merges all else" not in text("iso_c")
     spec = world.spec(merge={"method": "fisher"}, heads=None)
     assert "there is none of" in found(check(spec), "problem", "merge").text
     with pytest.raises(SpecError, match="reads the score map"):

@@ -234,17 +234,17 @@ def test_towers_of_images_pool_their_class_token(world: World) -> None:
 
 
 def test_a_rehearsal_finds_nothing_wrong_with_texts(spec: dict[str, Any]) -> None:
-    assert [finding.text for finding in preflight(load_spec(spec), estimate=False, access=CPU).problems] == []
+    assert [finding.text for finding in preflight(load_spec(spec), access=CPU).problems] == []
 
 
 def test_samples_of_another_kind_are_refused_by_name(spec: dict[str, Any], world: World) -> None:
     spec["data"]["names"] = {"kind": "npz", "file": str(world.data(world.tasks[0]))}
-    (found,) = preflight(load_spec(spec), estimate=False, access=CPU).problems
+    (found,) = preflight(load_spec(spec), access=CPU).problems
     assert found.subject == "data of names"
     assert "(kind npz) holds image samples, but the model reads text" in found.text
     pictures = world.one_task()
     pictures["data"][world.tasks[0]] = spec["data"]["words"]
-    (found,) = preflight(load_spec(pictures), estimate=False, access=CPU).problems
+    (found,) = preflight(load_spec(pictures), access=CPU).problems
     assert "(kind jsonl) holds text samples, but the model reads image" in found.text
 
 

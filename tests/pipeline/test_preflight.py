@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli import main
-from driftlens.jobs.preflight.outcome import Preflight
-from driftlens.jobs.preflight.rehearsal import Cost
+from driftlens.jobs.preflight.job import Preflight
+from driftlens.jobs.preflight.needs import Needs
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.quick import few
@@ -27,10 +27,10 @@ EXPERT = "expert of flowers"
 
 @pytest.mark.parametrize("form", few(["open_clip", "hf"], quick=["hf"]))
 def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) -> None:
-    result = check(world.spec(form), estimate=True)
+    result = check(world.spec(form))
     assert {finding.level for finding in result.findings} == {"ok"}, result.text()
     assert result.exit_code == 0
-    assert result.cost is not None
+    assert {*result.needs} == {"analyze", "calibrate"}
     assert result.text().endswith("\nready")
     assert "quick_gelu" in found(result, "ok", "architecture").text
     subjects = {finding.subject for finding in result.findings}
@@ -86,7 +86,7 @@ def test_all_problems_are_found_in_one_go(world: World, tmp_path: Path) -> None:
     assert "nothing.npz" in found(result, "problem", "data of flowers").text
     assert "shapes" in found(result, "problem", "data of shapes").text
     assert result.exit_code == 4
-    assert result.cost is None
+    assert not result.needs
     assert result.text().endswith("\n6 problems")
 
 
@@ -152,18 +152,20 @@ def test_json_is_plain_and_complete(world: World) -> None:
         "hint": "",
         "exit_code": 0,
     }
-    assert document["estimate"] is None
+    assert document["needs"] == {}
 
 
 def test_text_is_aligned_and_puts_hints_below() -> None:
     findings = [Finding("ok", "a", "one"), Finding("problem", "bbb", "two\nthree", "do this", 4)]
-    assert Preflight(findings, Cost(1_500_000_000, 999, 60.4)).text().splitlines() == [
+    needs = {"analyze": Needs({"libraries": 10**9, "features": 5 * 10**8}, {"features": 999, "weights": 0})}
+    assert Preflight(findings, needs).text().splitlines() == [
         "ok       a    one",
         "PROBLEM  bbb  two",
         "              three",
         "              do this",
         "",
-        "estimate: about 1.5 GB of memory, 999 B on disk, 60 s",
+        "analyze    about 1.5 GB (libraries 1 GB, features 500 MB) in memory; "
+        "about 999 bytes (features 999 bytes) on disk",
         "1 problem",
     ]
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.jobs.preflight.job import check_ties
-from driftlens.jobs.preflight.outcome import Preflight
+from driftlens.jobs.preflight.job import Preflight, check_ties
 from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, saved, visual
 from tests.zoo.cases import CASES, family

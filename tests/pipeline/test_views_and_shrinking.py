@@ -25,13 +25,10 @@ from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import contest, shrinking
 from driftlens.jobs.contest.arena import entrants, request_of
 from driftlens.jobs.contest.automatic import choice_of
-from driftlens.jobs.preflight.calibrating import rehearse
-from driftlens.jobs.preflight.rehearsal import features_bytes
 from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
 from driftlens.spec.data import Views
 from tests.pipeline.calibrating import copied, request
-from tests.pipeline.checking import rehearsed_once
 from tests.zoo.world import World
 
 
@@ -68,7 +65,6 @@ def test_views_that_can_not_be_made_are_refused_before_the_run_is_touched(
 ) -> None:
     with pytest.raises(DataError, match=says):
         calibrate(roomy.path, request(**asked))
-    assert says in rehearse(roomy.path, request(**asked), estimate=False).text()
 
 
 @pytest.mark.slow
@@ -85,8 +81,6 @@ def test_views_of_the_spec_are_read_by_calibrations_and_regmean(world: World, tm
     spec["data"]["defaults"]["views"] = "mix:2"
     run = dl.analyze(spec, out=tmp_path / "own", progress="none")
     opened = open_calibration(run.path, request())
-    more, fewer = opened.study, opened.study.viewing(Views(kind="none"))
-    assert features_bytes(more) > features_bytes(fewer)
     sets = [(of.calibration, of.diagnosis, of.test) for _, of in sorted(opened.study.tasks.items())]
     assert [[of and of.num_read for of in each] for each in sets] == [[12, 5, 9], [4, 5, 9]]
     assert opened.plan.views == {"flowers": "mix:2", "shapes": "none"}
@@ -203,19 +197,7 @@ def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
     wanted = request(**asked)
     with pytest.raises((SpecError, DataError), match=says):
         calibrate(roomy.path, wanted, choose=choice_of(wanted))
-    assert [problem.text for problem in rehearse(roomy.path, wanted, choose=choice_of(wanted)).problems]
     assert not roomy.manifest.calibrations
-
-
-def test_shrinking_counts_in_estimates(roomy: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, wanted = request(layers=[2]), request(layers=[2], shrink="auto")
-    outlooks = [choice_of(asked) for asked in (plain, wanted)]
-    assert outlooks[0] is None and outlooks[1] is not None
-    _, effort = outlooks[1].outlook(FeatCal(), {"a": 16}, has_base=True)
-    assert effort == pytest.approx(1.75)
-    rehearsed_once(monkeypatch)  # with what is asked for: a share that nobody has chosen yet is no obstacle
-    costs = [rehearse(roomy.path, asked, choose=choice_of(asked)).cost for asked in (wanted, plain)]
-    assert costs[0] is not None and costs[1] is not None and costs[0].seconds > costs[1].seconds
 
 
 def test_entrants_are_asked_for_with_views_and_shares() -> None:

@@ -192,7 +192,7 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
         return
     with pytest.raises(IncompatibleModelsError, match=rf"dtd: its tokenizer .*\({told}\)"):
         opened(spec)
-    found = preflight(load_spec(spec), estimate=False, access=Access(device="cpu")).problems
+    found = preflight(load_spec(spec), access=Access(device="cpu")).problems
     assert any("its tokenizer gives texts other ids" in problem.text for problem in found)
 
 

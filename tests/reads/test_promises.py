@@ -20,11 +20,11 @@ from driftlens.base.errors import harmless
 from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import DriftRun
 from tests.cli.conftest import Result, run_cli
-from tests.pipeline.fixtures import brief_rehearsals, light, world
+from tests.pipeline.fixtures import light, world
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World
 
-__all__ = ["brief_rehearsals", "light", "run_cli", "world"]
+__all__ = ["light", "run_cli", "world"]
 
 Cli = Callable[..., Result]
 Refused = Callable[..., Result]

@@ -40,7 +40,7 @@ from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.spec.mergekit import METHODS, read_recipe
 from driftlens.spec.run import load_spec
-from tests.pipeline.fixtures import light, rehearse_briefly, world
+from tests.pipeline.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
 from tests.reads.spoiling import NASTY, byte_spoils, places, spoiled_bytes, spoiled_tree, tree_spoils
 from tests.zoo.tokenizers import word_tokenizer
@@ -404,5 +404,4 @@ def bounded() -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.execve", started)
-        rehearse_briefly(patch)
         yield patch

@@ -21,11 +21,11 @@ from driftlens.spec.mergekit import read_recipe
 from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
-from tests.pipeline.fixtures import brief_rehearsals, light, world
+from tests.pipeline.fixtures import light, world
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World
 
-__all__ = ["brief_rehearsals", "light", "run_cli", "world"]
+__all__ = ["light", "run_cli", "world"]
 
 Cli = Callable[..., Result]
 

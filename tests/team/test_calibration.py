@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from driftlens.engine.problems import CalibratedLayer, SiteUpdate, StepProblem, 
 from driftlens.engine.sites import select_sites
 from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.engine.walk import Given
-from driftlens.jobs.preflight.processes import solved_groups
 from driftlens.linalg.gram import GramPool
 from tests.quick import few
 from tests.team.threads import teamed
@@ -136,36 +135,6 @@ def test_step_by_step_processes_solve_experts_beside_each_other() -> None:
     teamed(2, walk)
     counts = Counter(thread for thread, expert in solved if expert is not None)
     assert len(counts) == 2 and len(set(counts.values())) == 1, counts
-
-
-def test_what_goes_over_the_wire_is_what_a_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums carry moments, and a few numbers by row and column that a plan leaves out; shares carry weights alone."""
-    case = WORLDS["open_clip_vit"].case
-    pools = [pool_of(case, models(case)) for _ in range(2)]
-    chain, headers = pools[0].chain, pools[0].source("merged").headers
-    sites, sent = select_sites(chain, update=["linear"]), Counter[str]()
-
-    def spied(name: str) -> Callable[..., None]:
-        plain = getattr(Team, name)
-
-        def spy(team: Team, tensors: list[Tensor], **where: int) -> None:
-            sent[name] += team.leads * sum(tensor.numel() for tensor in tensors)
-            plain(team, tensors, **where)
-
-        return spy
-
-    for name in ("sum", "share"):
-        monkeypatch.setattr(Team, name, spied(name))
-    calibrator = FeatCal(update=["linear"])
-    teamed(
-        2, lambda team: list(calibrator.calibrate(Ground(pools[team.rank], samples(case), sites, team=team)))
-    )
-
-    groups = [group for layer in solved_groups(chain, headers, sites) for group in layer]
-    assert sent["share"] == sum(group.weights for group in groups)
-    counted = sum(group.moments for group in groups)
-    # Mean input, weight, rows, and by output the mean target, its energy, and the mean output without bias.
-    assert sent["sum"] == counted + sum(group.width + 2 + 3 * sum(group.outs) for group in groups)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""New run: choose or paste a spec, and other merges of its experts, see what a preflight finds, start, watch."""
+"""New run: choose or paste a spec, and other merges of its experts, see what the check finds, start, watch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import streamlit as st
 
 from driftlens.base.errors import SpecError
+from driftlens.findings.reading import printable, size
 from driftlens.runs.layout import SPEC
 from driftlens_app.calibration import Method, fields, methods
 from driftlens_app.drafts import GIVEN, PASTED, PASTED_AS, checked, draft, keep, kept_as
 from driftlens_app.jobs import requests, start
 from driftlens_app.live import await_run, show_new_runs
-from driftlens_app.outlook import show_findings
 from driftlens_app.pages import Page
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, note, plain, shown_errors
@@ -32,6 +32,7 @@ PAGE = Page(
 )
 
 _FOUND = "_preflight"
+_LEVELS = ("problem", "notice", "ok")
 _SPEC, _MERGES, _DRAWER = "spec", "merges", "new-merge"
 """Keys that `drafts.begin_merge` fills, too."""
 
@@ -120,7 +121,7 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         help=None if is_ready else "Once the spec is checked and no problem is left.",
     )
     if document:
-        show_findings(document)
+        _show_findings(document)
     if not is_ready:
         return
     asked = requests.compare_request if is_comparison else requests.analyze_request
@@ -138,6 +139,41 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
         if not is_comparison:
             await_run(job.run)
         st.rerun()
+
+
+def _show_findings(document: Mapping[str, Any]) -> None:
+    """Draw what `driftlens validate` finds: problems first, each with its line of the spec."""
+    by_level = {
+        level: [finding for finding in document["findings"] if finding["level"] == level] for level in _LEVELS
+    }
+    count, well = len(by_level["problem"]), len(by_level["ok"])
+    needs = document["needs"].get("analyze")
+    with st.container(border=True):
+        if not document["ready"]:
+            # One problem may have stopped the check before others.
+            many = f"{count} problems to solve first."
+            st.markdown(f"**{many if count > 1 else 'First problem to solve; more may follow.'}**")
+        elif needs is None:
+            st.success("Ready.", icon=":material/check:")
+        else:
+            memory, disk = size(needs["memory_bytes"]), size(needs["disk_bytes"])
+            st.success(f"Ready: about {memory} of memory, {disk} on disk.", icon=":material/check:")
+        for finding in by_level["problem"]:
+            line = finding.get("line")
+            st.error(f"{f'Line {line}: ' if line else ''}{_told(finding)}", icon=":material/error:")
+            if line:
+                st.code(f"{line}  {printable(finding['code'])}", language="yaml")
+        for finding in by_level["notice"]:
+            st.markdown(f":material/info: {_told(finding)}")
+        if well:
+            with st.expander(f"{well} check{'s' if well > 1 else ''} passed", icon=":material/check:"):
+                st.markdown("\n".join(f"- {_told(finding)}" for finding in by_level["ok"]))
+
+
+def _told(finding: Mapping[str, Any]) -> str:
+    text, hint = finding["text"], finding["hint"]
+    stop = "." if hint and not text.endswith((".", "?", "!", ":")) else ""
+    return f"**{plain(finding['subject'])}**: {plain(text + stop)} {plain(hint)}".rstrip()
 
 
 def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:

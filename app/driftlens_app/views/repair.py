@@ -1,4 +1,4 @@
-"""Repair: settings, an estimate, the button, progress by layer, and what came of it."""
+"""Repair: settings, the button, progress by layer, and what came of it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
+from driftlens.base.errors import RunLockedError
 from driftlens.base.variants import calibrated, title
-from driftlens.base.words import counted, listed
+from driftlens.base.words import counted, listed, some_of
 from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.findings.frame import change_in_words
 from driftlens.findings.reading import estimate, size, unbroken, written
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
+from driftlens.runs.standing import is_live, unanalyzed
+from driftlens.runs.status import require_unlocked
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens_app import calibration
 from driftlens_app.jobs import Job, View, watch
-from driftlens_app.jobs.processes import ask, is_at_work, running_drift, running_scores
+from driftlens_app.jobs.processes import is_at_work, running_drift, running_scores
 from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.live import begin, show_bad_end, show_live
-from driftlens_app.outlook import choosing_cost, obstacle, past_cost, show_findings
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import opened
 from driftlens_app.samples import show_explorer
@@ -60,7 +62,6 @@ PAGE = Page(
     says="Move the merged model's features back towards each expert's, layer by layer.",
 )
 
-_ESTIMATE = "_calibration_estimate"
 _SHOWN = "_calibrations_shown"
 _PATIENCE = 5.0
 """Repairs that take so many times as long as FeatCal are not compared unless somebody asks."""
@@ -82,9 +83,6 @@ def show() -> None:
     blocked = is_at_work(run.path) or settings.read_only
     reason = "" if blocked else obstacle(run)
     with left, shown_errors():
-        calibrators = calibration.methods()
-        choosing = calibrators[DEFAULT_METHOD].choosing
-        efforts = {name: method.effort for name, method in calibrators.items()}
         wanted, pressed = calibration.calibration_form(
             _last(run, job),
             taken=run.manifest.calibrations,
@@ -93,9 +91,9 @@ def show() -> None:
             exports=None if settings.is_one_run else str(run.path),
             loader=run.manifest.architecture.get("loader", ""),
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
-            cost=choosing_cost(run, choosing, efforts),
         )
-        _act(run, wanted, pressed, blocked=blocked)
+        if pressed:
+            begin(calibrate_request(run, wanted))
         if not (blocked or run.manifest.finished):
             show_steps(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
@@ -117,19 +115,20 @@ def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
     return last if is_again else calibration.freely_named(last, run.manifest.calibrations)
 
 
-def _act(run: DriftRun, wanted: CalibrationRequest, pressed: str, *, blocked: bool) -> None:
-    if pressed == "calibrate":
-        begin(calibrate_request(run, wanted))
-    if pressed == "estimate":
-        calibration.require_free_name(wanted, run.manifest.calibrations)
-        arguments = ("calibrate", str(run.path), *calibration.checked(wanted).words(), "--dry-run", "--json")
-        with st.spinner("Checking weights and data"):
-            st.session_state[_ESTIMATE] = (run.id, wanted, ask(arguments, run.path.parent))
-    stored = st.session_state.get(_ESTIMATE)
-    if stored is not None and stored[:2] == (run.id, wanted):
-        show_findings(stored[2])
-    elif not blocked:
-        caption(past_cost(run))
+def obstacle(run: DriftRun) -> str:
+    """What would stop any calibration of the run, by its state alone."""
+    try:
+        require_unlocked(run.path)
+    except RunLockedError as error:
+        return f"{error.message}. {error.hint}"
+    if is_live(run.manifest):
+        return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
+    missing = some_of(unanalyzed(run.manifest, scored=True))
+    return (
+        f"the run is unfinished; still to be done: {missing}. Its analysis has to go on first"
+        if missing
+        else ""
+    )
 
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:

@@ -1,45 +1,43 @@
-"""Preflight: everything that can be known of a spec before an analysis, in seconds and in one go."""
+"""Preflight: check a spec, its checkpoints, data and heads, and sum up what an analysis needs. Entry: `preflight`."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from driftlens.base.access import Access
 from driftlens.base.devices import resolve_device
-from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
+from driftlens.base.files import expanded
 from driftlens.base.intervals import Interval
 from driftlens.base.layers import select_layers
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.sources import StateSource
-from driftlens.data.samples import Batch, few_of
+from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import require_same_parameters
 from driftlens.engine.sites import coverage, select_sites
-from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.diagnosis import require_as_peft, unheld
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.unmerged import no_room
 from driftlens.jobs.calibrate.plan import calibrator_of
-from driftlens.jobs.preflight.jobs import SpecStudy, merge_text, model_runs
-from driftlens.jobs.preflight.models import check_models
-from driftlens.jobs.preflight.outcome import Preflight
-from driftlens.jobs.preflight.processes import plan_processes
-from driftlens.jobs.preflight.shortened import ShortPool
+from driftlens.jobs.preflight.needs import Needs, needs_of
 from driftlens.jobs.study import opening
 from driftlens.jobs.study.merging import merge_of, no_scores
-from driftlens.jobs.study.reopening import suitable_threads
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.suspicion import companions, suspicions
-from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.jobs.study.suspicion import Finding, companions, label, problem, suspicions
+from driftlens.merging.method import READS, Merge, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain
 from driftlens.models.heads import Head as ClipHead
@@ -49,95 +47,191 @@ from driftlens.spec import RunSpec
 from driftlens.spec.requests import CalibrationRequest, PreflightRequest
 from driftlens.spec.sections import TextHead
 
+T = TypeVar("T")
+
+
+@dataclass
+class Preflight:
+    """All checks of one spec, each of which becomes a finding instead of stopping at the first error.
+
+    Attributes:
+        findings: what was found, in order.
+        needs: memory and disk by job, `analyze` and `calibrate`; empty where problems come first.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    needs: Mapping[str, Needs] = field(default_factory=dict)
+
+    def ok(self, subject: str, text: str, hint: str = "") -> None:
+        """Say that something is as it should be."""
+        self.findings.append(Finding("ok", subject, text, hint))
+
+    def notice(self, subject: str, text: str, hint: str = "") -> None:
+        """Say what the reader should judge."""
+        self.findings.append(Finding("notice", subject, text, hint))
+
+    def problem(self, subject: str, error: DriftLensError) -> None:
+        """Say what must be dealt with first."""
+        self.findings.append(problem(subject, error))
+
+    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
+        """What `work` returns, or None after filing the error that it raised on purpose."""
+        try:
+            return work()
+        except DriftLensError as error:
+            self.problem(subject, error)
+            return None
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that must be dealt with first."""
+        return [finding for finding in self.findings if finding.level == "problem"]
+
+    @property
+    def exit_code(self) -> int:
+        """0 without problems, otherwise the code of the gravest."""
+        return max((finding.exit_code for finding in self.problems), default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return {
+            "ready": not self.problems,
+            "exit_code": self.exit_code,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "needs": {job: needs.as_dict() for job, needs in self.needs.items()},
+        }
+
+    def text(self) -> str:
+        """The same for a person: aligned lines, the needs of each job, and `ready` or the number of problems last."""
+        width = max((len(finding.subject) for finding in self.findings), default=0)
+        lines = [line for finding in self.findings for line in _lines(finding, width)]
+        if self.needs:
+            lines += ["", *(f"{job:<9}  {needs.text()}" for job, needs in self.needs.items())]
+        count = len(self.problems)
+        return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
+
+
+def _lines(finding: Finding, width: int) -> list[str]:
+    level = "PROBLEM" if finding.level == "problem" else finding.level
+    first, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
+    start = f"{level:<7}  {finding.subject:<{width}}  "
+    return [start + first, *(" " * len(start) + line for line in others)]
+
 
 def preflight(
-    spec: RunSpec,
-    request: PreflightRequest = PreflightRequest(),
-    access: Access = Access(),
-    *,
-    estimate: bool = True,
+    spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Access = Access()
 ) -> Preflight:
-    """What is wrong, odd or fine about a spec, its checkpoints and its data, and about what an analysis will take.
+    """Check a spec, its checkpoints and its data, and sum up what the jobs need.
 
-    Errors become findings, so that all are seen at once. Of the checkpoints, headers, a few matrices and, for the
-    estimate, some layers are read.
+    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read, and
+    of an expert that is an adapter all weights, for one sample.
     """
-    checks, opened = checked(spec, access)
-    if opened:
-        for task in opened.study.tasks:
-            _check_adapters(opened.study, task, checks)
-    rehearsal = opened and estimate and not checks.problems and checks.estimate(opened.analysis)
-    if opened and rehearsal and request.processes is not None:
-        planned = partial(plan_processes, opened, rehearsal, request.processes, request.per_machine)
-        checks.processes = checks.attempt("processes", planned)
-    if request.deep and checks.problems:
-        checks.notice("experts", "not scored: the problems above come first")
-    elif request.deep:
-        study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
-        if study is not None:
-            with suitable_threads(None, "validate", study):
-                _score_experts(study, checks)
-    return checks
-
-
-def checked(spec: RunSpec, access: Access) -> tuple[Preflight, SpecStudy | None]:
-    """What can be seen of a spec without computing much; and its study, where nothing is wrong with it.
-
-    Heads that are made of prompts, which takes long to read, are of random numbers there.
-    """
-    checks, started = Preflight(), time.perf_counter()
+    checks = Preflight()
     device = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
     if device is not None:
         checks.ok("device", f"{device}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
     data = _check_data(spec, architecture, checks, access)
-    pool = None
-    if models is not None and models.sources and device is not None:
-        pool = checks.attempt("models", lambda: opening.open_pool(spec, models, device=access.device))
-    width = _final_width(spec, pool, models, data)
     heads: dict[str, ScoreMap] = {}
     if models is not None:
-        heads = _check_heads(spec, models, data, width, checks)
+        heads = _check_heads(spec, models, data, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
         checks.findings += companions(models)
-    _check_merge(spec, models, pool, data, checks)
+    merge = _check_merge(spec, models, data, checks)
     if spec.calibration is not None:
         settings = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
         if settings is not None:
             listed = ", ".join(f"{name} {value}" for name, value in settings.items())
             checks.ok("calibration", f"{spec.calibration.method}: {listed}")
     # A calibration that is refused says of no sites what it solves for; one by default may.
+    calibrator = None
     if (
         models is not None
         and models.sources
         and not any(problem.subject == "calibration" for problem in checks.problems)
     ):
-        _check_sites(spec, models.architecture.chain, next(iter(models.sources.values())), checks)
+        calibrator = _check_sites(
+            spec, models.architecture.chain, next(iter(models.sources.values())), checks
+        )
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
-    if models is None or checks.problems:
-        return checks, None
-    seconds = time.perf_counter() - started
+    if models is not None and not checks.problems:
+        _check_study(spec, models, data, heads, checks, access, merge, calibrator)
+    if request.deep and checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
+    elif request.deep:
+        study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
+        if study is not None:
+            _score_experts(study, checks)
+    return checks
+
+
+def _check_study(
+    spec: RunSpec,
+    models: opening.OpenModels,
+    data: Mapping[str, TaskData],
+    heads: Mapping[str, ScoreMap],
+    checks: Preflight,
+    access: Access,
+    merge: Merge | None,
+    calibrator: Calibrator | None,
+) -> None:
+    """Check what needs all models and samples together, and sum up what the jobs need."""
     study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
-    return checks, None if study is None else SpecStudy(spec, study, models, data, seconds)
+    if study is None:
+        return
+    for task in study.tasks:
+        _check_adapters(study, task, checks)
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    method = None if merge is None else merge.method
+    if not checks.problems:
+        checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
 
 
-def _final_width(
-    spec: RunSpec, pool: ModelPool | None, models: opening.OpenModels | None, data: Mapping[str, TaskData]
-) -> int | None:
-    """Of the final features, by a model cut short; None where there is nothing to run."""
-    if pool is None or models is None or not data:
-        return None
-    name, samples = pool.names[0], next(iter(data.values())).diagnosis
-    batch = Batch(0, 1, samples.load([0]))
-    short = ShortPool.of(pool, models.architecture, [name], blocks=1)
-    pooling = spec.layers.pool or pool.chain.modality.pool
-    try:
-        with torch.no_grad():
-            [(_, features)] = forward(short, name, [batch], pooling=pooling)
-    except DriftLensError:  # weights that are no numbers are another check's
-        return None
-    return features.shape[-1]
+def check_models(
+    spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
+) -> opening.OpenModels:
+    """The models of a spec that can be opened and fit the architecture; the others become findings."""
+    origins, sound = opening.origins_of(spec), set()
+
+    def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
+        try:
+            source = opened()
+            require_same_parameters(architecture.skeleton, architecture.chain, source)
+        except DriftLensError as error:
+            lacks_base = spec.base is not None and "base" not in sound and name != "base"
+            if lacks_base and _is_part(architecture, origins[name], error):
+                text = f"the {label(name)} needs the base, which can't be used, and was not checked"
+                checks.notice(label(name), text)
+            else:
+                checks.problem(label(name), error)
+            return None
+        sound.add(name)
+        checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
+        return source
+
+    models = opening.open_models(spec, access, architecture=architecture, attempt=attempt)
+    for text in models.notices:
+        checks.notice("models", text)
+    for text in opening.dtype_notices(models):
+        checks.notice("dtypes", text)
+    return models
+
+
+def _is_part(architecture: Architecture, place: str, error: DriftLensError) -> bool:
+    """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
+    lacks = str(error.context.get("key", "")) if isinstance(error, IncompatibleModelsError) else ""
+    layout = architecture.layout
+    return is_lora_folder(expanded(place)) or (
+        isinstance(layout, KeyLayout) and lacks.endswith(layout.projection)
+    )
+
+
+def _described(architecture: Architecture, source: StateSource) -> str:
+    headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
+    count = sum(header.nbytes // header.dtype.itemsize for header in headers)
+    dtypes = sorted({str(header.dtype).removeprefix("torch.") for header in headers})
+    return f"{count:,} parameters in {len(headers)} tensors, {' and '.join(dtypes)}"
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
@@ -173,50 +267,45 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
 def _check_merge(
     spec: RunSpec,
     models: opening.OpenModels | None,
-    pool: ModelPool | None,
     data: Mapping[str, TaskData],
     checks: Preflight,
-) -> None:
+) -> Merge | None:
+    """File what the spec's merge reads, and return it unless something is wrong with it."""
     section = spec.merge
     if section is None:
-        return
+        return None
     merge = checks.attempt("merge", lambda: merge_of(spec, section.method, section.parameters))
     if merge is None:
-        return
+        return None
     entry, settings = merge
+    if models is not None and models.sources and entry.scores:
+        scored = spec.tasks if models.architecture.lm is not None else opening.heads_of(spec, models)
+        without = [task for task in spec.tasks if task not in scored]
+        if without:
+            checks.problem("merge", no_scores(entry, without))
+            return None
+        lm, headers = models.architecture.lm, next(iter(models.sources.values())).headers
+        rows = 1 if lm is None else headers[lm.key].shape[0]
+        for task in data.values():
+            classes = len(task.class_names or task.answers()) or rows
+            if checks.attempt("merge", partial(entry.runs, settings, len(task.calibration), classes)) is None:
+                return None
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
     if entry.reads_sites and entry.others != entry.name:
         text += f", and merges all else by {merge_methods[entry.others].title}"
-    if models is not None and pool is not None:
-        scored = spec.tasks if models.architecture.lm is not None else opening.heads_of(spec, models)
-        without = [task for task in spec.tasks if task not in scored]
-        if entry.scores and without:
-            checks.problem("merge", no_scores(entry, without))
-            return
-        text += f"; {merge_text(entry, len(spec.tasks), models, _waiting(entry, pool, data))}"
-        runs = checks.attempt("merge", lambda: model_runs(entry, settings, data, models))
-        if runs is None:
-            return
-        text += f", and models run {runs:,} times on a sample" if runs else ""
     checks.ok("merge", text)
+    return merge
 
 
-def _waiting(entry: MergeMethod, pool: ModelPool, data: Mapping[str, TaskData]) -> int:
-    """Bytes of the experts' features that wait at two boundaries where a method reads moments."""
-    if not entry.reads_moments or not data:
-        return 0
-    samples = sum(task.calibration.num_read for task in data.values())
-    sample = next(iter(data.values())).diagnosis.load([0])
-    return 2 * samples * waiting_bytes(pool, pool.names[0], sample)
-
-
-def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight) -> None:
+def _check_sites(
+    spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight
+) -> Calibrator | None:
     """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
     try:
         calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
         if not calibrator.takes_sites:  # it trains something
-            return
+            return calibrator
         patterns = None if spec.calibration is None else spec.calibration.sites
         sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
@@ -224,10 +313,11 @@ def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks:
             checks.problem("sites", error)
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
-        return
+        return None
     share, text = coverage(chain, weights, sites, calibrator.update)
     file = checks.ok if share == 1 or patterns is not None else checks.notice
     file("sites", text)
+    return calibrator
 
 
 def _check_data(
@@ -272,11 +362,14 @@ def _check_heads(
     spec: RunSpec,
     models: opening.OpenModels,
     data: Mapping[str, TaskData],
-    width: int | None,
     checks: Preflight,
 ) -> dict[str, ScoreMap]:
-    """File what is wrong with the heads, and give those that are sound; `width` of the final features, if known."""
+    """File what is wrong with the heads, and return those that are sound.
+
+    Heads that are made of prompts, which takes long to read, are of random numbers.
+    """
     sound: dict[str, ScoreMap] = {}
+    width = _final_width(models)
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
@@ -304,6 +397,15 @@ def _check_heads(
                 _check_width(task, heads[task], width, checks)
                 sound |= heads
     return sound
+
+
+def _final_width(models: opening.OpenModels) -> int | None:
+    """Return the width of the final features: the outputs of the head's last module. None if that has no weight."""
+    head, source = models.architecture.chain.layers[-1], next(iter(models.sources.values()), None)
+    slots = [head.parameters.get(f"{site.name}.weight") for site in head.sites]
+    if source is None or not slots or slots[-1] is None:
+        return None
+    return slots[-1].shape(source.headers[slots[-1].key].shape)[0]
 
 
 def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:

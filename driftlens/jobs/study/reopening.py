@@ -32,7 +32,7 @@ from driftlens.base.errors import Cancelled, CheckpointError, DataError, RunErro
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.team import Team
-from driftlens.base.threads import exact_products, settled_threads
+from driftlens.base.threads import exact_products
 from driftlens.base.variants import calibrated
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
@@ -250,7 +250,7 @@ class Phase:
     """One part of a job; `again` does it although it was done before, `sums` says that it sums up moments.
 
     Attributes:
-        study: whose models it runs, with as many threads as suit these just then; None where it runs none.
+        study: whose models it runs; None where it runs none.
         leads: the team whose first process does it alone, because it writes; None where all do their share.
     """
 
@@ -270,10 +270,9 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
     for phase in phases:
         if writer.done(phase.name) and not phase.again:
             continue
-        threads = suitable_threads(writer, phase.name, phase.study)
         device = (accelerator() or HOST) if phase.study is None else phase.study.pool.device
         answered = answering(device, f"{phase.name.partition(':')[0]} here")
-        with exact_products(), writer.phase(phase.name) as usage, answered, threads:
+        with exact_products(), writer.phase(phase.name) as usage, answered:
             reset_peak_memory(device)
             if phase.leads is not None:
                 lead(phase.leads, writer, phase.work)
@@ -296,39 +295,6 @@ def _from_its_first_layer(study: Study, work: Callable[[], object]) -> None:
 
 def _tell_less(writer: RunWriter, phase: Phase, device: torch.device, goes_on_with: str) -> None:
     writer.notice(f"{device} has too little memory for {phase.name}: it goes on with {goes_on_with}")
-
-
-@contextmanager
-def suitable_threads(writer: RunWriter | None, name: str, study: Study | None) -> Iterator[None]:
-    """A block with as many threads as suit the study's models just then; another number than torch's is recorded."""
-    if study is None or study.pool.device.type != "cpu":
-        yield
-        return
-    before = torch.get_num_threads()
-    with settled_threads(*_layer_size(study), phase=name) as number:
-        if writer is not None and number != before:
-            writer.describe(threads={**writer.manifest.threads, name: number})
-        yield
-
-
-def _layer_size(study: Study) -> tuple[int, int]:
-    """About how many rows of which width most operations of a layer have; the narrowest map is as wide as features."""
-    source = study.pool.source(study.pool.names[0])
-    maps = [
-        layer.parameters[f"{site.name}.weight"]
-        for layer in study.pool.chain.blocks
-        for site in layer.sites
-        if site.kind == "linear"
-    ]
-    width = min((min(slot.shape(source.headers[slot.key].shape)) for slot in maps), default=_USUAL_WIDTH)
-    batch = min((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
-    return batch * _FEW_TOKENS, width
-
-
-_FEW_TOKENS = 16
-"""Tokens per sample, which no shape of a weight tells: few, so that where it matters fewer threads are taken."""
-_USUAL_WIDTH = 256
-"""Of models without a linear map that can be calibrated."""
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.preflight.calibrating import rehearse
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.reopening import reopened
 from driftlens.linalg.state import norm, subtract
@@ -33,11 +32,11 @@ from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipeline.calibrating import copied, request, scored_again
-from tests.pipeline.fixtures import brief_rehearsals, finished, light, world
+from tests.pipeline.fixtures import finished, light, world
 from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
 
-__all__ = ["brief_rehearsals", "finished", "light", "world"]
+__all__ = ["finished", "light", "world"]
 
 
 @pytest.fixture
@@ -64,15 +63,13 @@ def folder(light: DriftRun, tmp_path: Path, toys: None) -> Path:
     ("method", "setting"),
     [("toy-scale", "pull"), pytest.param("toy-map", "epochs", marks=pytest.mark.slow)],
 )
-def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
-    folder: Path, method: str, setting: str
-) -> None:
-    flags = ["--name", "toy", "--method", method, "--dry-run", "--set", f"{setting}=3"]
+def test_a_calibrator_is_found_on_the_command_line(folder: Path, method: str, setting: str) -> None:
+    flags = ["--name", "toy", "--method", method, "--no-attribution", "--set", f"{setting}=3"]
     shown = CliRunner().invoke(app, ["calibrate", str(folder), *flags])
     assert shown.exit_code == 0, shown.output
-    assert f"{method}: {setting} 3" in shown.output
-    refused = rehearse(folder, request("toy", method=method, parameters={setting: -1}))
-    assert any(setting in finding.text for finding in refused.problems)
+    assert open_run(folder).manifest.calibrations["toy"].settings == {setting: 3}
+    with pytest.raises(SpecError, match=setting):
+        calibrate(folder, request("other", method=method, parameters={setting: -1}))
     with pytest.raises(SpecError, match=f"Did you mean '{setting}'"):
         calibrate(folder, request("toy", method=method, parameters={f"{setting}x": 1}))
 
@@ -92,9 +89,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
 ) -> None:
     spec = world.one_task(calibration={"method": "toy-scale", **section})
     said = next(
-        finding
-        for finding in preflight(load_spec(spec), estimate=False).problems
-        if finding.subject == "calibration"
+        finding for finding in preflight(load_spec(spec)).problems if finding.subject == "calibration"
     )
     assert message in said.text and hint in said.hint
     with pytest.raises(SpecError, match=re.escape(message)) as caught:
@@ -133,7 +128,7 @@ def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys
     spec = world.one_task(
         calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
     )
-    findings = preflight(load_spec(spec), estimate=False).findings
+    findings = preflight(load_spec(spec)).findings
     ok = next(finding for finding in findings if finding.subject == "calibration")
     assert (ok.level, ok.text) == ("ok", "toy-scale: pull 3.0")
     analyze(spec, AnalysisRequest(out=tmp_path / "run"))

@@ -114,7 +114,7 @@ def test_without_its_file_it_is_refused(world: World) -> None:
 
 
 def test_preflight_names_it(toy: None, world: World) -> None:
-    more = preflight(load_spec(values(world), OVERRIDES), estimate=False)
+    more = preflight(load_spec(values(world), OVERRIDES))
     said = next(finding.text for finding in more.findings if finding.subject == "metrics")
     assert "toy" in said.split(", ")
 

@@ -35,18 +35,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
     "residual, views": {"method": "residual"} | VIEWS,
     "norms only": {"method": "norms"},
-    "SVC": {"method": "svc"},
-    "ReACT, a map per task": {"method": "react"},
-    "ReACT, a map per task, views": {"method": "react"} | VIEWS,
     "Surgery, a map per task": {"method": "surgery"},
     "Surgery, a map per task, views": {"method": "surgery"} | VIEWS,
     "ProbSurgery, a map per task": {"method": "prob_surgery"},
     "ProbSurgery, a map per task, views": {"method": "prob_surgery"} | VIEWS,
-    "IntervMerge, a map per task and block": {"method": "interv_merge"},
-    "SurgeryV2, a map per task and block": {"method": "surgery_v2"},
-    "low-rank corrections per task and module": {"method": "low_rank"},
-    "low-rank corrections per task and module, views": {"method": "low_rank"} | VIEWS,
-    "distillation of all weights": {"method": "distill"},
 }
 MERGES: dict[str, dict[str, Any]] = {
     "merge: RegMean": {"merge": {"method": "regmean"}},
@@ -89,7 +81,6 @@ def run(
             continue
         tables.append(table(suite, found, ("base", "expert", "merged", *asked), samples))
         chosen = [draw["chosen"] for draw in found if "chosen" in draw]
-        tables.append(routed_table(suite, found))
         tables.append(f"{AUTO} chose, by draw: {'; '.join(chosen) or 'not run'}")
     return "\n\n".join(tables)
 
@@ -133,67 +124,11 @@ def complete(
             shown, info = f"calibrated:{name}", made.manifest.calibrations[name]
             known["models"][title] = {task: _measured(made, shown, task, metric) for task in tasks}
             known["costs"][title] = {"seconds": clock.seconds, "added": info.attached}
-            if info.attached:
-                known.setdefault("routed", {})[title] = _routed(made, shown, metric)
             if options.get("auto"):
                 titles = {entry["name"]: entry["title"] for entry in info.selection["compared"]}
                 known |= {"chosen": titles[info.selection["choice"]], "selection": dict(info.selection)}
             file.write_text(json.dumps(known))
             print(suite, draw, title, f"{clock.seconds:.1f} s", flush=True)
-
-
-def _routed(made: Any, variant: str, metric: str) -> dict[str, dict[str, list[float]]]:
-    """Scores of a repair with maps where nobody tells the task of a test sample, and whether it was found out."""
-    from driftlens.base.progress import Reporter
-    from driftlens.jobs.analyze.evaluation import scores_of
-    from driftlens.jobs.analyze.finder import TaskFinder
-    from driftlens.jobs.study.reopening import reopened
-
-    study = reopened(made.path)[0]
-    finder, found = TaskFinder(study), {}
-    for task, at_hand in study.tasks.items():
-        scores = scores_of(study, task, [variant], Reporter(), finder)
-        order = np.argsort(at_hand.test.ids)  # as other scores stand
-        values = np.array([row["value"] for row in scores.results if row["metric"] == metric])
-        is_known = np.array([taken == task for taken in finder.tasks_of(task)], dtype=float)
-        found[task] = {"score": values[order].tolist(), "known": is_known[order].tolist()}
-    return found
-
-
-def routed_table(suite: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """What repairs with maps score where the task is found out, beside what they do where it is told."""
-    titles = [
-        title
-        for title in found[0].get("routed", {})
-        if all(title in draw.get("routed", {}) for draw in found)
-    ]
-    if not titles:
-        return f"{suite}: no repair with maps was measured in every draw where the task is unknown"
-    lines = [
-        f"{suite}, tasks found out by the base's final features",
-        "| | score, % | by draw | minus where the task is told, points | task found out, % |",
-        "|---|---|---|---|---|",
-    ]
-    for title in titles:
-        tasks = [*found[0]["routed"][title]]
-        score, known = (
-            [np.mean([np.mean(draw["routed"][title][task][key]) for task in tasks]) for draw in found]
-            for key in ("score", "known")
-        )
-        pairs = [
-            {
-                "told": {task: {"score": draw["models"][title][task]["score"]} for task in tasks},
-                "found out": {task: {"score": draw["routed"][title][task]["score"]} for task in tasks},
-            }
-            for draw in found
-        ]
-        gap = _change(pairs, "told", "found out", "score").scaled(100)
-        by_draw = ", ".join(f"{100 * of:.1f}" for of in score)
-        change = f"{gap.value:+.1f} ({gap.low:+.1f} to {gap.high:+.1f})"
-        lines.append(
-            f"| {title} | {100 * np.mean(score):.1f} | {by_draw} | {change} | {100 * np.mean(known):.1f} |"
-        )
-    return "\n".join(lines)
 
 
 class _Clock:

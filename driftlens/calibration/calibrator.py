@@ -36,7 +36,6 @@ class Calibrator(Method):
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
         needs_task_id: whether it has another model for every task, so that the task of an input must be known.
-        repeats: name of the setting that says how often it goes through a batch; empty where it doesn't.
     """
 
     title: ClassVar[str] = ""
@@ -50,7 +49,6 @@ class Calibrator(Method):
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     needs_task_id: ClassVar[bool] = False
-    repeats: ClassVar[str] = ""
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -76,7 +74,7 @@ class Calibrator(Method):
         return type(self)(**self.get_params() | settings)
 
     def calibrate(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """What is calibrated, layer by layer in forward order, or task by task where every task has maps of its own.
+        """What is calibrated, layer by layer in forward order, or task by task where every task has a map of its own.
 
         Raises:
             SpecError: a setting makes no sense, or a task has no expert in the pool.
@@ -125,9 +123,9 @@ class ClosedFormBase(Calibrator, Layerwise):
 
 
 class Trained(Calibrator, AttachmentTrainer):
-    """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
+    """A calibrator that trains a map of the final feature per task; the weights stay as they are.
 
-    A subclass adds `added` and `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.
+    A subclass adds `train` and `attachment`.
     """
 
     needs_task_id = True
@@ -149,8 +147,7 @@ def require_task_id(task_id: str, method: str) -> None:
     if task_id == "unknown" and calibrators[method].needs_task_id:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
-            hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known. What it scores "
-            f"where the task is found out from the input, `driftlens arena RUN --methods featcal,{method}` measures.",
+            hint="Choose a method that changes weights (featcal, residual), or set task_id: known.",
         )
 
 

@@ -1,8 +1,9 @@
-"""Representation surgery: small maps per task behind layers, trained on frozen features."""
+"""Representation surgery: a small map of the final feature per task, trained on features that stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,8 +14,13 @@ from torch import Tensor
 from driftlens.base.devices import beside, moved
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.calibration.descent import Batch, Descent, StepLength, Steps, uniform
-from driftlens.engine.training import BoundaryFeatures, Course, FrozenWalk, JointTrainer, LayerTrainer
+from driftlens.engine.training import Course, FinalFeatures
+
+Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
+Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]
+StepLength = Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"]
+
+_TOLD_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -27,36 +33,69 @@ class LowRank:
 
     @property
     def code(self) -> str:
-        """What this is, in Python."""
+        """The map in Python, for model cards."""
         unit = "f = f / f.norm(dim=-1, keepdim=True)\n" if self.normalize else ""
         return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """Corrected features, of the same shape."""
+        """Return corrected features of the same shape."""
         f = F.normalize(stream, dim=-1) if self.normalize else stream
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is saved; a third one says that features are normalised."""
+        """Return what is saved; a third tensor marks maps that normalize features."""
         flag = {"normalize": torch.ones(())} if self.normalize else {}
         return {"down": self.down, "up": self.up, **flag}
 
 
-class LowRankTrained(Descent, Trained):
-    """What repairs by low-rank maps has in common beside the descent: what is added and saved."""
+def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Draw a matrix as `nn.Linear` starts with: uniform within 1 / sqrt(columns), Kaiming's bound with a = sqrt 5."""
+    bound = 1 / math.sqrt(columns)
+    return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
+
+
+class LowRankTrained(Trained):
+    """What both repairs have in common: the descent, and what is saved."""
 
     def __init__(self, rank: int, steps: int, batch: int, lr: float) -> None:
-        super().__init__(steps, batch, lr)
         self.rank = rank
+        self.steps = steps
+        self.batch = batch
+        self.lr = lr
 
     @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> LowRank:
-        """The correction that was saved."""
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
+        """Build the correction that was saved."""
         return LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
+
+    def descend(
+        self, parameters: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], count: int, course: Course
+    ) -> None:
+        """Run Adam for a fixed number of steps over batches that are drawn without replacement, epoch after epoch.
+
+        There is no validation and no choice among steps: where it stops is fixed beforehand.
+
+        Args:
+            parameters: leaves, changed in place.
+            loss_of: returns the loss of positions among the samples.
+            count: number of samples.
+            course: what is drawn from, and told of the steps.
+        """
+        descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
+        for step in range(1, self.steps + 1):
+            if not len(order):
+                order = torch.randperm(count, generator=course.generator)
+            chosen, order = order[: self.batch], order[self.batch :]
+            loss = loss_of(chosen)
+            descent.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            descent.step()
+            if step % _TOLD_EVERY == 0 or step == self.steps:
+                course.told(step, self.steps, float(loss.detach()))
 
 
 @calibrators.register("surgery")
-class Surgery(LowRankTrained, LayerTrainer):
+class Surgery(LowRankTrained):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
 
     Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
@@ -78,8 +117,8 @@ class Surgery(LowRankTrained, LayerTrainer):
         super().__init__(rank, steps, batch, lr)
         self.normalize = normalize
 
-    def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
-        """The correction of one task."""
+    def train(self, features: FinalFeatures, course: Course) -> LowRank:
+        """Train the correction of one task."""
         width, device = features.merged.shape[-1], features.merged.device
         down = moved(uniform(self.rank, width, course.generator), device).requires_grad_()
         up = torch.zeros(width, self.rank, device=device, requires_grad=True)
@@ -87,18 +126,15 @@ class Surgery(LowRankTrained, LayerTrainer):
 
         def loss(chosen: Tensor) -> Tensor:
             merged, expert = features.rows(chosen)
-            return (
-                (correction(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert))
-                .abs()
-                .mean()
-            )
+            wanted = F.normalize(expert, dim=-1) if self.normalize else expert
+            return (correction(merged) - wanted).abs().mean()
 
         self.descend([down, up], loss, len(features.merged), course)
         return LowRank(down.detach(), up.detach(), self.normalize)
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(LowRankTrained, LayerTrainer):
+class ProbSurgery(LowRankTrained):
     """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
@@ -119,8 +155,8 @@ class ProbSurgery(LowRankTrained, LayerTrainer):
         super().__init__(rank, steps, batch, lr)
         self.weight = weight
 
-    def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
-        """The correction of one task, its mean alone."""
+    def train(self, features: FinalFeatures, course: Course) -> LowRank:
+        """Train the correction of one task; its mean alone is returned."""
         width, like = features.merged.shape[-1], features.merged
         down = beside(like, uniform(self.rank, width, course.generator)).requires_grad_()
         mean, spread = (like.new_zeros(width, self.rank).requires_grad_() for _ in range(2))
@@ -144,53 +180,9 @@ def prob_surgery_loss(
     *,
     weight: float,
 ) -> Tensor:
-    """The loss of rows [T, d] with standard normal noise of their shape; at the start its second part is 0."""
+    """Return the loss of rows [T, d] with standard normal noise of their shape; at the start its second part is 0."""
     hidden = (merged @ down.mT).relu()
     mu, log_variance = hidden @ mean.mT, hidden @ spread.mT
     corrected = merged - (mu + (log_variance / 2).exp() * noise)
     divergence = (mu.square() + log_variance.exp() - 1 - log_variance).sum(dim=-1).mean() / 2
     return (corrected - expert).abs().mean() + weight * divergence
-
-
-@calibrators.register("surgery_v2")
-class SurgeryV2(LowRankTrained, JointTrainer):
-    """A low-rank correction behind every block and the last layer, seen by all that follow; by the sum over boundaries
-    of the mean |difference| to the expert's token means.
-
-    Trained on calibration samples alone, for a fixed number of steps, by back-propagation through the merged model;
-    the authors train on test images, and use rank 4 for ViT-L/14.
-    """
-
-    title = "SurgeryV2"
-    source = "arXiv:2410.14389"
-    effort = 80.0  # eight tasks of the embedded images: four minutes where FeatCal takes three seconds
-
-    def __init__(
-        self,
-        rank: Annotated[int, Bounds(low=1), Label("Rank"), "of each correction"] = 16,
-        steps: Steps = 1000,
-        batch: Batch = 16,
-        lr: StepLength = 1e-3,
-    ) -> None:
-        super().__init__(rank, steps, batch, lr)
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Behind every layer but the stem."""
-        return range(2, num_layers + 1)
-
-    def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, LowRank]:
-        """The corrections of one task."""
-        device, dtype = walk.pool.device, walk.pool.dtype
-        corrections: dict[int, LowRank] = {}
-        for boundary, width in walk.widths.items():
-            down = moved(uniform(self.rank, width, course.generator), device, dtype).requires_grad_()
-            up = torch.zeros(width, self.rank, device=device, dtype=dtype, requires_grad=True)
-            corrections[boundary] = LowRank(down, up)
-
-        def loss(chosen: Tensor) -> Tensor:
-            pairs = walk.pairs(chosen, corrections).values()
-            return torch.stack([(merged - expert).abs().mean() for merged, expert in pairs]).sum()
-
-        leaves = [leaf for each in corrections.values() for leaf in (each.down, each.up)]
-        self.descend(leaves, loss, walk.count, course)
-        return {at: LowRank(each.down.detach(), each.up.detach()) for at, each in corrections.items()}

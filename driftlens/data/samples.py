@@ -19,8 +19,6 @@ from driftlens.data.sources import Split, SplitView
 from driftlens.models.language.texts import Pictured, Text, TextReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from driftlens.data.related import Comparison
     from driftlens.spec.data import Views
 
@@ -101,10 +99,6 @@ class Batch:
         """Its first samples, padded as they are."""
         return self._part(0, count)
 
-    def inputs_of(self, places: Tensor) -> Any:
-        """The raw inputs of some of its samples, by their places in it."""
-        return cut(self.inputs, places)
-
     @property
     def digests(self) -> tuple[str, ...]:
         """Digest of every sample's content, however far it is padded at its end."""
@@ -116,7 +110,7 @@ class Batch:
         return Batch(self.start + first, min(self.stop, self.start + last), inputs, self.copied[first:last])
 
 
-def cut(inputs: Any, places: slice | Tensor) -> Any:
+def cut(inputs: Any, places: slice) -> Any:
     """Raw inputs of some samples: of every tensor in them the rows, all else as it is."""
     if isinstance(inputs, Mapping):
         return {name: cut(entry, places) for name, entry in inputs.items()}

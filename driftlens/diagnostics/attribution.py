@@ -402,7 +402,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     On the expert's features, groups change from the expert's parameters to the variant's one after the other, in the
     order of `GROUPS` and in its reverse. What the output changes by as g does telescopes to m in either order; m_g is
     the mean of both: of what two groups make together, each gets half. Of two groups that is Shapley's value. What is
-    attached behind the layer is a group of its own; `state` are the expert's features before it.
+    attached to the last layer is a group of its own; `state` are the expert's features before it.
     """
     of, has_more = parameter_groups(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in of.values()] + ["attached"] * has_more

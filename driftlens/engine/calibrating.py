@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,11 +39,9 @@ from driftlens.engine.problems import (
     SiteReport,
     SiteUpdate,
     StepProblem,
-    WeightProblem,
 )
 from driftlens.engine.sites import site_path
 from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
-from driftlens.linalg.cholesky import svd_operations
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
 
@@ -54,7 +52,7 @@ EXPERT, TRUNK = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem)
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
 
@@ -73,18 +71,6 @@ class Step:
     total: int
     label: str
     loss: float | None = None
-
-
-class Memory(Protocol):
-    """Keeps tensors by name, whole or as they were before, also where the process is killed."""
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """What was kept; nothing where nothing was."""
-        ...
-
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep these in the place of what was kept under that name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,8 +92,7 @@ class Ground:
         pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.
         team: processes that do the same at the same time, each with samples of its own; all get all layers.
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
-        seed: every task and boundary that is trained draws from a generator of its own.
-        memory: keeps how far a training is; what it has is not trained again.
+        seed: every task that is trained draws from a generator of its own.
         like: in whose dtypes the calibrated model is saved; None for the base, or without one the merged model.
     """
 
@@ -123,7 +108,6 @@ class Ground:
     team: Team = ALONE
     objectives: bool = True
     seed: int = 0
-    memory: Memory | None = None
     like: StateSource | None = None
 
     def __post_init__(self) -> None:
@@ -219,7 +203,7 @@ class Method:
         return None
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Layers that it changes, or attaches something to, whatever sites are chosen."""
+        """Layers that it attaches something to."""
         return ()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
@@ -228,7 +212,7 @@ class Method:
 
 
 class ClosedForm(Method, ABC):
-    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.
+    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments.
 
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
@@ -515,11 +499,11 @@ def _solved(
         ) from error
 
 
-def _named(layer: Layer, problem: Problem | StepProblem | WeightProblem) -> str:
+def _named(layer: Layer, problem: Problem | StepProblem) -> str:
     return ", ".join(site_path(layer, site) for site in _sites(problem))
 
 
-def _fault(problem: Problem | StepProblem | WeightProblem, solved: object) -> str:
+def _fault(problem: Problem | StepProblem, solved: object) -> str:
     """Why what a calibrator returned, which anybody may have written, is no solution; "" where it is one."""
     if not isinstance(solved, Sequence) or not solved:
         return f"is {'empty' if solved == [] else type(solved).__name__}"
@@ -547,7 +531,7 @@ def _solved_or_kept(
     return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
 
-def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
+def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites
 
 
@@ -555,58 +539,3 @@ def in_words(model: str, *, calibrated: bool = False) -> str:
     """What messages call the model whose features they are about."""
     plain = {EXPERT: "the expert", TRUNK: "the calibrated model" if calibrated else "the merged model"}
     return plain.get(model, f"calibrated model {model}")
-
-
-class Weightwise(ClosedForm):
-    """A calibrator that solves linear sites from the weights of merged model, base and experts alone."""
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """No sample is read."""
-        return (layer for [layer] in _WeightWalk(ground, self).walked())
-
-    @abstractmethod
-    def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:
-        """New weights of the problem's site."""
-
-
-class _WeightWalk(CalibrationWalk):
-    """Solves every linear site from the weights of base, merged model and experts."""
-
-    def __init__(self, ground: Ground, calibrator: Weightwise) -> None:
-        super().__init__(ground)
-        self.calibrator = calibrator
-
-    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Nothing waits."""
-
-    @torch.no_grad()
-    @exact_products()
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
-        """Solve the linear sites of one layer, each in one of the processes."""
-        started, base = time.perf_counter(), self.ground.base
-        assert base is not None, "the calibrator's check refuses that"
-        sites = [site for site in layer.sites if site.name in names and site.kind == "linear"]
-        like = self.pool.parameters("merged", layer) if self.team.size > 1 else {}
-        weights = [like.get(f"{site.name}.weight", torch.empty(0, 0)) for site in sites]
-        owners = self.team.balanced([svd_operations(1, *weight.shape) for weight in weights])
-        problems = (
-            self._problem(layer, site, base)
-            for site, owner in zip(sites, owners, strict=True)
-            if owner == self.team.rank
-        )
-        updates, reports = self.solved_apart(
-            layer, like, problems, self.calibrator.solve, self.calibrator.least_rows, sites
-        )
-        seconds = time.perf_counter() - started
-        return [CalibratedLayer(layer.index, updates, reports, seconds=seconds)]
-
-    def _problem(self, layer: Layer, site: Site, base: str) -> WeightProblem:
-        name = f"{site.name}.weight"
-
-        def experts() -> Iterator[Tensor]:
-            for task in self.tasks:
-                self.tell(layer.index, task)
-                yield self.pool.parameters(expert_of(task), layer)[name]
-
-        merged, start = (self.pool.parameters(model, layer)[name] for model in ("merged", base))
-        return WeightProblem((site,), merged, start, experts)

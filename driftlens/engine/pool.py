@@ -1,6 +1,6 @@
 """All models of a study side by side, read layer by layer.
 
-A variant is weights and what is attached to their boundaries. Everything that compares models goes through `LayerMap`.
+A variant is weights and corrections of their final feature. Everything that compares models goes through `LayerMap`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,7 @@ from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.base.words import some_of
 from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
-from driftlens.engine.attached import (
-    Attachment,
-    Attachments,
-    attached_to,
-    behind,
-    by_site,
-    changing,
-    module_of,
-)
-from driftlens.engine.sites import tied_sites
+from driftlens.engine.attached import Attachment, Attachments, behind, final_module
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.frames import known_on_host
 from driftlens.models.heads import LmHead, ScoreMap
@@ -135,7 +126,7 @@ def _stacks(layer: Layer) -> dict[str, dict[str, Slot]]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a study: weights under the skeleton's key names, and what is attached to its boundaries.
+    """One model of a study: weights under the skeleton's key names, and corrections of its final feature.
 
     `label` is its name in a pool, in tables and in file names: `base`, `merged`, `expert:cars`, `calibrated:featcal`.
     """
@@ -143,12 +134,6 @@ class Variant:
     label: str
     weights: StateSource
     attachments: Attachments = field(default_factory=dict)
-
-    def attached(self, task: str) -> dict[int, Attachment]:
-        """What is attached for one task, by boundary."""
-        return {
-            boundary: attachment for (name, boundary), attachment in self.attachments.items() if name == task
-        }
 
 
 @dataclass(frozen=True)
@@ -161,12 +146,8 @@ class LayerMap:
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features at the next boundary."""
-        if self.attachment is None:
-            return self.layer.call(self.parameters, state, side, tap)
-        sites, stream = by_site(self.attachment), self.layer.stream
-        behind_it = sites.pop("", None)
-        out = self.layer.call(self.parameters, state, side, changing(sites, tap) if sites else tap)
-        return out if behind_it is None else {**out, stream: behind_it(out[stream])}
+        out, stream = self.layer.call(self.parameters, state, side, tap), self.layer.stream
+        return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
 
     def at(self, side: SideInputs) -> Callable[[State], State]:
         """The map with the side inputs of one batch."""
@@ -220,11 +201,6 @@ class ModelPool:
         """Names of all models, in the order in which they were added."""
         return tuple(self._models)
 
-    @property
-    def parameter_names(self) -> frozenset[str]:
-        """Key names of the skeleton's parameters, each under all that it has; buffers are none."""
-        return frozenset(name for name, _ in self._skeleton.named_parameters(remove_duplicate=False))
-
     def expert(self, task: str) -> str:
         """The name of the model fine-tuned on `task`."""
         return self._experts[task]
@@ -259,10 +235,6 @@ class ModelPool:
         """Let go of what was expected and is not asked for: work that asks from the first layer on begins."""
         if self._ahead is not None:
             self._ahead.forget()
-
-    def discard(self, model: str) -> None:
-        """Take a model away that was added."""
-        del self._models[model]
 
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
@@ -347,48 +319,24 @@ class ModelPool:
             return self.chain.start(there)
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """One layer of one model for one task, with what is attached behind it; its parameters are read now."""
-        attachment = self._models[model].attachments.get((task, layer.index))
+        """One layer of one model for one task, the last with what is attached to it; its parameters are read now."""
+        is_last = layer.index == len(self.chain.layers)
+        attachment = self._models[model].attachments.get(task) if is_last else None
         return LayerMap(layer, self.parameters(model, layer), attachment)
 
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """States at boundaries 1..L from one ordinary forward pass of the library's own module with these weights.
 
-        What is attached for `task` acts inside that pass, by hooks on the library's own blocks. One block's weights are
-        resident at a time, beside those of the stem and the head.
+        The last one has what is attached for `task`. One block's weights are resident at a time, beside those of the
+        stem and the head.
         """
-        attached = self._models[model].attached(task)
         module = self._modules.get(model, self._skeleton)
-        hooks = attached_to(module, self.chain, attached) if attached else nullcontext()
-        with self._weights_of(model), hooks:
+        with self._weights_of(model):
             states = self.chain.library_states(module, inputs)
-        # What reaches the first block and what leaves the head are recorded before anything is attached to them.
-        for layer in (self.chain.layers[0], self.chain.layers[-1]):
-            if layer.index in attached:
-                state = states[layer.index - 1]
-                state[layer.stream] = attached[layer.index](state[layer.stream])
+        if (attachment := self._models[model].attachments.get(task)) is not None:
+            stream = self.chain.layers[-1].stream
+            states[-1][stream] = attachment(states[-1][stream])
         return states
-
-    def require_attachable(self, boundaries: Iterable[int]) -> None:
-        """Refuse boundaries behind blocks at which the library's own module can't be given other features."""
-        for boundary in boundaries:
-            if self.chain.layers[boundary - 1].role == "block":
-                module_of(self._skeleton, self.chain, boundary)
-
-    def apart(self, layer: Layer) -> list[str]:
-        """Linear sites of a block that the library runs as modules of their own, each once and for this place alone."""
-        tied, modules, names = tied_sites(self.chain), dict(self._skeleton.named_modules()), []
-        for site in layer.sites if layer.role == "block" else ():
-            path = f"{layer.path}.{site.name}"
-            is_one = site.kind == "linear" and site.runs == 1 and site.expert is None and path not in tied
-            # An attention of torch's uses the weights of its projection without calling it.
-            if (
-                is_one
-                and path in modules
-                and not isinstance(modules[path.rpartition(".")[0]], nn.MultiheadAttention)
-            ):
-                names.append(site.name)
-        return names
 
     def _weights_of(self, model: str) -> AbstractContextManager[None]:
         """While this is open, the module that lends its forward pass computes with the model's weights."""
@@ -427,11 +375,11 @@ class ModelPool:
     def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
         """The library's whole module with the weights of one model, which are all in memory meanwhile.
 
-        For what only the library does, such as generating text. What is attached for `task` acts inside it, by hooks,
-        behind the last layer too where that is a module of its own. See `require_room`.
+        For what only the library does, such as generating text. What is attached for `task` acts inside it, by a
+        hook on the module that returns the final feature. See `require_room`.
         """
         self.require_room(model)
-        attached = self._models[model].attached(task)
+        attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
             if model not in self._modules:
                 stack.enter_context(buffers_on(self._skeleton, self.device))
@@ -440,11 +388,9 @@ class ModelPool:
             module = self._modules.get(model, self._skeleton)
             if self.dtype == torch.float64:
                 stack.enter_context(plain_experts(module))
-            stack.enter_context(attached_to(module, self.chain, attached))
-            last = len(self.chain.layers)
-            if last in attached:
-                path = module_of(module, self.chain, last)
-                hook = behind(path, attached[last])
+            if attachment is not None:
+                path = final_module(self.chain)
+                hook = behind(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -72,16 +72,6 @@ class StepProblem:
     task_weight_sum: float
     num_rows: Sequence[int] = ()
     has_views: bool = False
-
-
-@dataclass(frozen=True)
-class WeightProblem:
-    """One linear site, its weights [o, k] in merged model, base and experts (one at a time as asked for); no sample."""
-
-    sites: tuple[Site]
-    merged: Tensor
-    base: Tensor
-    experts: Callable[[], Iterator[Tensor]]
 
 
 Problem = LinearProblem | NormProblem
@@ -311,7 +301,7 @@ class CalibratedLayer:
         drift_l2_mean: by task, the mean over samples of the norm of the pooled drift that leaves the calibrated layer;
             empty for the last layer walked, which is not run again.
         seconds: its own work, and an equal share of what it had in common with calibrations beside it.
-        attachments: what is attached behind or in the layer, by task.
+        attachments: what is attached to the last layer, by task.
     """
 
     layer: int

@@ -614,7 +614,3 @@ def _shape(parameters: Parameters, group: Group) -> tuple[int, int]:
     """Of what `_affine` makes."""
     outputs, inputs = stacked_shape(parameters, group.sites)
     return outputs, inputs + group.has_bias
-
-
-def _of_expert(group: Group) -> bool:
-    return group.sites[0].expert is not None

@@ -53,12 +53,6 @@ class Factor:
         return total
 
 
-def inverse_norm(matrix: Tensor) -> Tensor:
-    """1 / the Frobenius norm of a matrix, where it lies; 1 for one of zeros."""
-    size = torch.linalg.matrix_norm(matrix)
-    return torch.where(size > 0, 1 / size, 1.0)
-
-
 def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
     """Cholesky factor of S = scale * matrix + shift * I, [k, k], of which the lower triangle is read.
 

@@ -301,7 +301,6 @@ class Layer:
             before a decoder, none is the one that scores are made of, so their mean is taken.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
-        is_returned: whether its module returns what leaves it, where nothing is done to that before the next one.
         needs: the side input without which its sites see nothing of a batch, such as the places of images.
     """
 
@@ -315,7 +314,6 @@ class Layer:
     pool: Pool | None = None
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    is_returned: bool = True
     needs: str = ""
 
     def sees(self, side: SideInputs) -> bool:

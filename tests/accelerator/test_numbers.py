@@ -98,7 +98,7 @@ def solution(name: str, device: torch.device, dtype: torch.dtype = torch.float32
     for layer in method.calibrate(on):
         solved |= {(layer.layer, key): value for key, value in layer.updates.items()}
         for task, attached in layer.attachments.items():
-            solved |= attachment_tensors({(task, layer.layer): attached})
+            solved |= attachment_tensors({task: attached}, layer.layer)
         for report in layer.reports:
             numbers = {key: value for key, value in vars(report).items() if isinstance(value, float)}
             del numbers["seconds"]

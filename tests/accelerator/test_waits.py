@@ -169,13 +169,7 @@ def test_a_calibration_waits_per_layer(sim: torch.device, method: Calibrator) ->
     assert waits(method, sim, 4, "a") == waits(method, sim, 1, "ab")
 
 
-ATTACHED: dict[str, Waits] = {
-    **dict.fromkeys(("surgery", "surgery_v2", "prob_surgery"), (2, 0, 0)),
-    "react": (2, 1, 0),
-    "interv_merge": (2, DEPTH, 0),
-    "low_rank": (DEPTH + 2, 3 * DEPTH, 0),
-}
-"""For each task: whether features are finite, and the loss; what a solve found, and in a block which sums there are."""
+ATTACHED = ("surgery", "prob_surgery")
 
 
 @pytest.mark.parametrize("name", sorted(set(calibrators) - set(METHODS) - set(ATTACHED)))
@@ -186,10 +180,11 @@ def test_a_calibration_waits_whatever_the_batches(sim: torch.device, name: str) 
 @pytest.mark.parametrize("name", ATTACHED)
 def test_what_is_attached_for_a_task_waits_once(sim: torch.device, name: str) -> None:
     for size, tasks in ((4, "a"), (1, "a"), (1, "ab")):
-        assert waits(small(name), sim, size, tasks) == tuple(len(tasks) * each for each in ATTACHED[name])
+        # For each task: whether features are finite, and the loss.
+        assert waits(small(name), sim, size, tasks) == (2 * len(tasks), 0, 0)
 
 
-@pytest.mark.parametrize("name", sorted(set(calibrators) - {"svc"}))  # which reads no samples
+@pytest.mark.parametrize("name", sorted(calibrators))
 def test_a_calibration_that_reads_of_every_batch_is_found(
     sim: torch.device, name: str, planted: None
 ) -> None:

@@ -70,18 +70,18 @@ def test_repairs_are_run_beside_one_another(page: Any, light: DriftRun, workshop
     settled(page)
     page.get_by_role("button", name="Clear all").last.click()
     settled(page)
-    choose(page, "Repairs to compare", "FeatCal", "SVC", closes=False)
+    choose(page, "Repairs to compare", "FeatCal", "Surgery", closes=False)
     page.get_by_role("button", name="Compare repairs").click()
     expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
     drawn(page, page.get_by_role("heading", name=re.compile("^Before and after ")), timeout=PATIENCE)
     expect(page.get_by_role("button", name="Compare repairs")).to_be_enabled(timeout=PATIENCE)
     settled(page)
     made = open_run(run)
-    assert {at.method for at in made.manifest.calibrations.values()} == {"featcal", "svc"}
+    assert {at.method for at in made.manifest.calibrations.values()} == {"featcal", "surgery"}
     plots = page.evaluate(
         "[...document.querySelectorAll('.js-plotly-plot')].map(it => it.data.flatMap(trace => trace.text))"
     )
-    assert any({"featcal", "svc"} == {*names} for names in plots), plots
+    assert any({"featcal", "surgery"} == {*names} for names in plots), plots
     expect(page.get_by_role("heading", name="Repairs: gain against cost")).to_be_visible()
 
 

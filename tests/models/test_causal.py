@@ -16,7 +16,6 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, NumericsError
-from driftlens.engine.attached import module_of
 from driftlens.models.architecture import load_architecture
 from driftlens.models.families.causal import causal_chain
 from driftlens.models.taking_apart import carried, dissection
@@ -125,14 +124,6 @@ def test_streams_at_padding_have_no_derivative() -> None:
     left["hidden"].square().sum().backward()
     gradient = state["hidden"].grad
     assert gradient is not None and gradient.isfinite().all() and not gradient[1, 3].any()
-
-
-def test_nothing_is_attached_to_streams() -> None:
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | MORE)["Gemma 3n"]).eval()
-    chain, _ = causal_chain(model, BATCH)
-    with refusing(IncompatibleModelsError, "model.layers.0", "several streams", hint="behind the head"):
-        module_of(model, chain, 2)
-    assert module_of(model, chain, len(chain.layers)) == "model.norm"
 
 
 def without_embeddings(state: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import DataError, IncompatibleModelsError
-from driftlens.engine.attached import module_of
 from driftlens.models.architecture import weightless
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.causal import causal_chain
@@ -193,15 +192,3 @@ def test_of_texts_alone_the_tower_passes_nothing_on(name: str) -> None:
         assert (layer.stream == "vision") == ("vision" in state and not state["vision"].numel())
     with refusing(DataError, "no input_ids", code=4):
         chain.start({"pixel_values": batch["pixel_values"]})
-
-
-def test_nothing_is_attached_where_a_module_returns_something_else() -> None:
-    """What leaves the projector has texts beside images, and deepstack adds to what the first blocks return."""
-    module, batch = whole_of("Qwen3-VL"), batch_of("Qwen3-VL", torch.Generator().manual_seed(0))
-    chain = taken_apart(module, batch)
-    others = [layer for layer in chain.blocks if not layer.is_returned]
-    decoder = "model.language_model.layers"
-    assert [layer.path for layer in others] == ["model.visual.merger", f"{decoder}.0", f"{decoder}.1"]
-    for layer in others:
-        with refusing(IncompatibleModelsError, layer.path, hint="behind the head", code=4):
-            module_of(module, chain, layer.index)

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from sklearn.covariance import ledoit_wolf
 from typer.testing import CliRunner
 
 import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli import app
 from driftlens.findings.before_after import arena_rows, arena_sheet
-from driftlens.jobs.analyze.evaluation import accuracies, final_features
-from driftlens.jobs.analyze.finder import TaskFinder
 from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.terminal import sheet_text
 from tests.pipeline.calibrating import copied
 from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
 
 pytestmark = pytest.mark.slow
 
-METHODS = "react,surgery:steps=5,svc,featcal:update=[norm]"
-NAMES = ["react", "surgery-steps-5", "svc", "featcal-update-norm"]
+METHODS = "prob_surgery,surgery:steps=5,norms,featcal:update=[norm]"
+NAMES = ["prob_surgery", "surgery-steps-5", "norms", "featcal-update-norm"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,8 @@ def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> Non
     assert rows["closure_error"].max() < 1e-5 and set(rows["task"]) == set(TASKS)
     merged = run.layers(variant="merged")
     moved = (
-        run.layers(variant="calibrated:svc")["drift_l2_mean"].to_numpy() - merged["drift_l2_mean"].to_numpy()
+        run.layers(variant="calibrated:norms")["drift_l2_mean"].to_numpy()
+        - merged["drift_l2_mean"].to_numpy()
     )
     assert (abs(moved) > 0).any()
 
@@ -71,9 +65,9 @@ def test_rows_say_what_each_gains_and_costs(met: Path) -> None:
     width = run.manifest.layers[-1]
     assert width.role == "head"
     added = {name: rows[name]["added"] for name in NAMES}
-    assert added["svc"] == added["featcal-update-norm"] == 0
-    # Surgery: 2 * rank * width a task; ReACT: width * width a task.
-    assert added["surgery-steps-5"] / (2 * 16) == math.sqrt(added["react"] / len(TASKS)) * len(TASKS)
+    assert added["norms"] == added["featcal-update-norm"] == 0
+    # 2 * rank * width a task.
+    assert added["surgery-steps-5"] / 16 == added["prob_surgery"] / 128 > 0
     assert [rows[name]["task_id"] for name in NAMES] == [True, True, False, False]
     scores = [row["score"] for row in list(rows.values())[2:-1]]
     assert scores == sorted(scores, reverse=True)
@@ -101,10 +95,10 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
             gaps.append((right[row["model"]] - right[first["model"]]).mean())
         assert row["behind"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
         assert row["behind_low"] <= row["behind"] <= row["behind_high"] and row["behind"] <= 0
-    chosen = {row["model"]: row for row in arena_rows(run, NAMES, against="svc")}
-    assert "behind" not in chosen["svc"]
-    back, there = chosen["react"]["behind"], {row["model"]: row["score"] for row in rows}
-    assert back == pytest.approx(there["react"] - there["svc"], abs=1e-9)
+    chosen = {row["model"]: row for row in arena_rows(run, NAMES, against="norms")}
+    assert "behind" not in chosen["norms"]
+    back, there = chosen["prob_surgery"]["behind"], {row["model"]: row["score"] for row in rows}
+    assert back == pytest.approx(there["prob_surgery"] - there["norms"], abs=1e-9)
     assert "against the first" in arena_sheet(run, NAMES).kinds
     with pytest.raises(DataError, match="no calibration 'nobody'"):
         arena_rows(run, NAMES, against="nobody")
@@ -114,11 +108,11 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
 def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
     shown = CliRunner().invoke(
-        app, ["arena", str(met), "--methods", "react,svc", "--no-attribution", "--json"]
+        app, ["arena", str(met), "--methods", "prob_surgery,norms", "--no-attribution", "--json"]
     )
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
-    assert {row["model"] for row in found["rows"]} >= {"react", "svc"} and found["failed"] == {}
+    assert {row["model"] for row in found["rows"]} >= {"prob_surgery", "norms"} and found["failed"] == {}
     assert dict(open_run(met).manifest.calibrations) == before
 
 
@@ -127,34 +121,34 @@ def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path:
     folder, token = copied(light, tmp_path / "run"), CancelToken()
 
     def stop(event: ProgressEvent) -> None:
-        if event.phase == "calibrate" and "react" in open_run(folder).manifest.calibrations:
+        if event.phase == "calibrate" and "prob_surgery" in open_run(folder).manifest.calibrations:
             token.cancel()
 
-    wanted = entrants([("react", {}), ("svc", {})])
+    wanted = entrants([("prob_surgery", {}), ("norms", {})])
     with pytest.raises(Cancelled) as caught:
         compete(folder, wanted, Context(on_progress=stop, cancel=token), attribution=False)
     assert caught.value.hint == "What was finished is kept; the same command goes on where it stopped."
     before = open_run(folder).manifest.calibrations
-    assert [*before] == ["react"]
+    assert [*before] == ["prob_surgery"]
     compete(folder, wanted, attribution=False)
     after = open_run(folder).manifest.calibrations
-    assert [*after] == ["react", "svc"] and after["react"] == before["react"]
+    assert [*after] == ["prob_surgery", "norms"] and after["prob_surgery"] == before["prob_surgery"]
 
 
 def test_a_repair_to_compare_with_that_will_not_be_there_is_refused_first(
     met: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("driftlens.jobs.contest.arena.contest")
-    with refusing(SpecError, "no repair is called 'reakt'", hint="'react'", code=2):
-        compete(met, entrants([("react", {})]), attribution=False, against="reakt")
+    with refusing(SpecError, "no repair is called 'prob_surgeri'", hint="'prob_surgery'", code=2):
+        compete(met, entrants([("prob_surgery", {})]), attribution=False, against="prob_surgeri")
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
     assert entrants([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
-    wanted = entrants([("residual", {"folds": 1000}), ("react", {})])
+    wanted = entrants([("residual", {"folds": 1000}), ("prob_surgery", {})])
     failed = compete(met, wanted, attribution=False)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]
-    sheet = arena_sheet(open_run(met), ["react"], failed)
+    sheet = arena_sheet(open_run(met), ["prob_surgery"], failed)
     assert "residual-folds-1000: not made, as" in sheet.note
     with pytest.raises(DataError, match="folds can't share"):
         compete(met, wanted[:1], attribution=False)
@@ -165,8 +159,8 @@ def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
     [
         ([("surgeri", {})], "Did you mean 'surgery'"),
         ([("surgery", {"rank": 0})], "rank is 0"),
-        ([("svc", {"steps": 1})], "no parameter 'steps'"),
-        ([("svc", {}), ("svc", {})], "svc is asked for twice"),
+        ([("norms", {"steps": 1})], "no parameter 'steps'"),
+        ([("norms", {}), ("norms", {})], "norms is asked for twice"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_opened(
@@ -181,111 +175,33 @@ def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_kno
     drawn = charts["arena"].draw(open_run(met))
     symbols = {trace.text[0]: trace.marker.symbol for trace in drawn.figure.data}
     assert symbols == {
-        "react": "circle-open",
+        "prob_surgery": "circle-open",
         "surgery-steps-5": "circle-open",
-        "svc": "circle",
+        "norms": "circle",
         "featcal-update-norm": "circle",
     }
     assert set(drawn.data["model"]) == {*NAMES, "base", "merged", "experts"}
     assert all(name in drawn.alt for name in NAMES)
 
 
-@pytest.fixture
-def untold(light: DriftRun, tmp_path: Path) -> Path:
-    """A run of models for inputs whose task nobody will tell."""
+def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
+    light: DriftRun, world: World, tmp_path: Path
+) -> None:
     folder = copied(light, tmp_path / "run")
     spec = folder / "spec.yaml"
     spec.write_text(spec.read_text().replace("task_id: known", "task_id: unknown"))
     assert "task_id: unknown" in spec.read_text()
-    return folder
-
-
-def test_where_nobody_tells_the_task_maps_are_scored_by_the_task_found_out(
-    met: Path, untold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every second sample is taken for one of the next task; nothing but scores depends on that."""
-    turns = {task: TASKS[(at + 1) % len(TASKS)] for at, task in enumerate(TASKS)}
-    monkeypatch.setattr(
-        TaskFinder,
-        "tasks_of",
-        lambda self, task: [
-            turns[task] if at % 2 else task for at in range(len(self._study.tasks[task].test))
-        ],
-    )
-    assert compete(untold, entrants([("react", {}), ("svc", {})]), attribution=False) == {}
-    told, found = open_run(met), open_run(untold)
-    variant = "calibrated:react"
-    pd.testing.assert_frame_equal(told.layers(variant=variant), found.layers(variant=variant))
-    pd.testing.assert_frame_equal(
-        told.accuracy(variant="calibrated:svc"), found.accuracy(variant="calibrated:svc")
-    )
-    study = reopened(met)[0]
-    maps = study.pool.variant(variant).attachments
-    study.pool.add("turned", study.pool.source(variant), {(task, 5): maps[turns[task], 5] for task in TASKS})
-    differ = False
-    for task in TASKS:
-        samples = study.tasks[task].test
-        assert samples is not None
-        with_other = accuracies(study, task, ["turned"], Reporter(), range(len(samples))).results
-        before, seen = (
-            run.scores(task, variant).set_index("sample_id")["value"].loc[list(samples.ids)].tolist()
-            for run in (told, found)
-        )
-        other = [value for (value,) in with_other["turned", "accuracy"]]
-        assert seen == [(other if at % 2 else before)[at] for at in range(len(samples))]
-        differ |= seen != before
-    assert differ
-    n = {task: len(found.scores(task, variant)) for task in TASKS}
-    shares = found.manifest.calibrations["react"].found_out
-    assert shares == {task: (count + 1) // 2 / count for task, count in n.items()}
-    assert found.manifest.calibrations["svc"].found_out == {}
-    table = sheet_text(arena_sheet(found, ["react", "svc"]))
-    assert "task found out" in table and "task found out" not in sheet_text(
-        arena_sheet(told, ["react", "svc"])
-    )
-
-
-def test_the_task_is_found_out_by_a_discriminant_of_the_bases_features(untold: Path) -> None:
-    """Linear, with the mean of the tasks' shrunk covariances; no test sample is in it."""
-    study = reopened(untold)[0]
-
-    def features(split: str) -> dict[str, np.ndarray]:
-        return {
-            task: final_features(study.pool, "base", task, getattr(at, split), study.settings.pool).numpy()
-            for task, at in study.tasks.items()
-        }
-
-    seen = features("calibration")
-    rows = sum(map(len, seen.values()))
-    covariance, means = np.zeros(()), {}
-    for task, own in seen.items():
-        means[task], spread = own.mean(axis=0), own.std(axis=0)
-        shrunk = ledoit_wolf((own - means[task]) / spread)[0]
-        covariance = covariance + len(own) / rows * spread[:, None] * shrunk * spread
-    weights = {task: np.linalg.solve(covariance, mean) for task, mean in means.items()}
-    finder = TaskFinder(study)
-    for task, own in features("test").items():
-        scores = [
-            own @ weights[other] - means[other] @ weights[other] / 2 + math.log(len(seen[other]) / rows)
-            for other in TASKS
-        ]
-        assert [*finder.tasks_of(task)] == [TASKS[at] for at in np.argmax(scores, axis=0)]
-    assert all(share > 0.5 for share in finder.shares().values())
-
-
-def test_outside_an_arena_a_map_per_task_is_refused_where_nobody_will_know_the_task(
-    world: World, untold: Path
-) -> None:
-    with pytest.raises(SpecError, match="a map for every task") as caught:
-        open_calibration(untold, CalibrationRequest(name="other", method="surgery"))
-    assert "driftlens arena RUN --methods featcal,surgery" in caught.value.hint
-    asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
+    with pytest.raises(SpecError, match="a map for every task"):
+        open_calibration(folder, CalibrationRequest(name="other", method="surgery"))
+    asked = load_spec(world.one_task(calibration={"method": "surgery"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
 
 
 def test_the_api_gives_the_same_table(met: Path) -> None:
-    sheet = dl.arena(met, ["react", "svc"], attribution=False, progress="none")
-    pd.testing.assert_frame_equal(sheet.frame(), arena_sheet(open_run(met), ["react", "svc"]).frame())
+    sheet = dl.arena(met, ["prob_surgery", "norms"], attribution=False, progress="none")
+    pd.testing.assert_frame_equal(
+        sheet.frame(), arena_sheet(open_run(met), ["prob_surgery", "norms"]).frame()
+    )
 
 
 def test_one_calibration_is_no_arena(light: DriftRun) -> None:

@@ -381,12 +381,10 @@ def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
 KILLED = """
 import os, signal, sys
 from driftlens.base.access import Context
-from driftlens.calibration import descent
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.spec.requests import CalibrationRequest
 
 folder, method, steps, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-descent.KEPT_EVERY_S = 0.0  # behind every step
 seen = 0
 
 def told(event):
@@ -398,14 +396,6 @@ def told(event):
 request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps}, attribution=False)
 calibrate(folder, request, Context(on_progress=told))
 """
-FILES = {
-    "surgery": "attachments",
-    "prob_surgery": "attachments",
-    "surgery_v2": "attachments",
-    "interv_merge": "attachments",
-    "low_rank": "attachments",
-    "distill": "weights",
-}
 
 
 @pytest.mark.slow
@@ -415,9 +405,6 @@ FILES = {
         pytest.param("surgery", 2, marks=pytest.mark.every),
         ("surgery", 5),
         pytest.param("prob_surgery", 5, marks=pytest.mark.every),
-        pytest.param("surgery_v2", 3, marks=pytest.mark.every),
-        pytest.param("interv_merge", 5, marks=pytest.mark.every),
-        pytest.param("distill", 2, marks=pytest.mark.every),
     ],
 )
 def test_it_ends_as_if_it_had_never_been_killed(
@@ -432,17 +419,16 @@ def test_it_ends_as_if_it_had_never_been_killed(
         [sys.executable, "-c", KILLED, str(killed), method, str(steps), str(at)], check=False, timeout=300
     )
     assert ended.returncode == -signal.SIGKILL
-    kept = list(killed.rglob("training/*.safetensors"))
-    assert kept and "trained" not in open_run(killed).manifest.calibrations
+    assert "trained" not in open_run(killed).manifest.calibrations
     with pytest.raises(SpecError, match=r"had another settings\.steps: 30, now 31"):
         calibrate(
             killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True)
         )
     calibrate(killed, request.changed(resume=True, attribution=False))
-    file = f"calibrations/trained/{FILES[method]}.safetensors"
+    file = "calibrations/trained/attachments.safetensors"
     found, wanted = load_file(killed / file), load_file(whole / file)
     assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
-    assert verify(killed).ok and not list(killed.rglob("training"))
+    assert verify(killed).ok
     one, other = (
         open_run(run).layers(variant="calibrated:trained")["drift_l2_mean"] for run in (whole, killed)
     )

@@ -318,7 +318,10 @@ def test_the_file_systems_refusals_are_no_defects(
 )
 @pytest.mark.parametrize(
     "line",
-    ["calibrate RUN --name q2 --method svc", pytest.param("report RUN --format md", marks=pytest.mark.slow)],
+    [
+        "calibrate RUN --name q2 --method norms",
+        pytest.param("report RUN --format md", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_not_written_to_through_a_link_that_leads_out_of_it(
     run_cli: Cli, light: Any, tmp_path: Path, place: str, line: str

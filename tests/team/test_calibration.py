@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from driftlens.base.errors import NumericsError, SingularGramError, SpecError
 from driftlens.base.team import MemoryElsewhere, Team
-from driftlens.calibration.calibrator import Calibrator, calibrators
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch, SampleSet, fitting_batch, halving_batches
@@ -91,14 +91,13 @@ DIVIDED: dict[str, tuple[str, Calibrator]] = {
     "uniform": ("open_clip_vit", ResidualCal(weights="uniform", cv="off")),
     "experts": ("Mixtral", ResidualCal(weights="uniform", cv="off")),
 }
-ALONE = {**DIVIDED, "weights alone": ("open_clip_vit", calibrators["svc"]())}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ALONE)
+@pytest.mark.parametrize("method", DIVIDED)
 @pytest.mark.parametrize("size", [2, 4])  # 4: one has nothing to do
 def test_several_processes_find_what_one_finds(method: str, size: int) -> None:
-    world, calibrator = ALONE[method]
+    world, calibrator = DIVIDED[method]
     case = case_of(world)
 
     # Modules are hooked while they run, so every thread has its own.

@@ -40,8 +40,6 @@ from driftlens.runs.run import DriftRun
 if TYPE_CHECKING:
     import pandas as pd
 
-    from driftlens.jobs.analyze.finder import TaskFinder
-
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
@@ -56,16 +54,8 @@ class Scores:
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(
-    study: Study, task: str, variants: list[str], reporter: Reporter, finder: TaskFinder | None = None
-) -> Scores | None:
-    """What variants score on a task's test samples by all its metrics; None in all but the first process.
-
-    With a `finder`, those with a map per task are scored by the map of the task that each sample is taken for.
-    """
-    mapped = [name for name in variants if name in study.pool and study.pool.variant(name).attachments]
-    found_out = mapped if finder is not None else []
-    direct = [name for name in variants if name not in found_out]
+def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
+    """What variants score on a task's test samples by all its metrics; None in all but the first process."""
     batches = {name: data.test.num_batches if data.test else 0 for name, data in study.tasks.items()}
 
     def measured(first: int, last: int) -> Answers:
@@ -73,11 +63,10 @@ def scores_of(
         if test is None:
             return Answers()
         part = test.positions(first, last)
-        answered = _tested(study, task, direct, reporter, part)
-        for name in found_out:
-            assert finder is not None
-            answered.add(_found_out(study, task, name, finder, reporter, part))
-        return answered
+        by_class, by_text = (
+            measure(study, task, variants, reporter, part) for measure in (accuracies, answers)
+        )
+        return Answers(by_class.results | by_text.results, by_text.notices)
 
     return study.divided(task, batches, measured, partial(_scores, study, task))
 
@@ -207,8 +196,6 @@ def _first_scores(
     import pandas as pd
 
     data, modality = study.tasks[task], study.pool.chain.modality
-    if not study.tells_tasks and study.pool.variant(variant).attachments:
-        return "", {}  # whose maps act is known when all are scored
     head = study.head(task, variant)
     if head is not None and samples.labels is not None:
         outputs = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
@@ -246,37 +233,6 @@ class Answers:
         """Take in what was said of other variants."""
         self.results |= other.results
         self.notices += other.notices
-
-
-def _tested(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
-    """What variants say to test samples of a task, by all its metrics."""
-    by_class, by_text = (measure(study, task, variants, reporter, part) for measure in (accuracies, answers))
-    return Answers(by_class.results | by_text.results, by_text.notices)
-
-
-def _found_out(
-    study: Study, task: str, variant: str, finder: TaskFinder, reporter: Reporter, part: range
-) -> Answers:
-    """What a variant says to test samples of a task, with the map of the task that each is taken for."""
-    data, pool, result = study.tasks[task], study.pool, Answers()
-    assert data.test is not None or not part
-    rows: dict[str, dict[int, tuple[Any, ...]]] = {}
-    guesses, maps = finder.tasks_of(task), pool.variant(variant).attachments
-    for guess in dict.fromkeys(guesses[position] for position in part):
-        mapped = f"{variant} as {guess}"
-        of_guess = {(task, layer): added for (owner, layer), added in maps.items() if owner == guess}
-        pool.add(mapped, pool.source(variant), of_guess)
-        places = [position for position in part if guesses[position] == guess]
-        few = dataclasses.replace(data, test=data.test and part_of(data.test, places))
-        alone = dataclasses.replace(study, tasks={**study.tasks, task: few})
-        answered = _tested(alone, task, [mapped], reporter, range(len(places)))
-        result.notices += [notice.replace(mapped, variant) for notice in answered.notices]
-        for (_, metric), values in answered.results.items():
-            rows.setdefault(metric, {}).update(zip(places, values, strict=True))
-        pool.discard(mapped)
-    whole = {(variant, metric): values for metric, values in rows.items() if len(values) == len(part)}
-    result.results = {key: [values[position] for position in part] for key, values in whole.items()}
-    return result
 
 
 def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from driftlens.jobs.analyze.adding import Additions, asking, columns_of_attribut
 from driftlens.jobs.analyze.causes import attribution_of
 from driftlens.jobs.analyze.diagnosis import diagnosis_of, stacked, walked
 from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.analyze.finder import TaskFinder
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.merging import merge_of, save_merge
 from driftlens.jobs.study.opening import OpenModels, calibration_settings, open_study
@@ -196,11 +195,6 @@ class Phases:
     reporter: Reporter
     prefix: str = ""
 
-    @cached_property
-    def finder(self) -> TaskFinder | None:
-        """Says of which task test samples are, where nobody will; it computes nothing before it is asked."""
-        return None if self.study.tells_tasks else TaskFinder(self.study)
-
     def analysis(self, *, attribution: bool = True, weights: bool = True) -> Iterator[Phase]:
         """Drift and accuracy of all tasks first, then how weights lie, then, with `attribution`, causes of drift."""
         study = self.study
@@ -272,7 +266,7 @@ class Phases:
     def _score(self, task: str, variants: Sequence[str]) -> None:
         import pandas as pd
 
-        scores = scores_of(self.study, task, list(variants), self.reporter, self.finder)
+        scores = scores_of(self.study, task, list(variants), self.reporter)
         if scores is None:
             return
         for notice in scores.notices:

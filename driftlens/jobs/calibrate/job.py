@@ -73,7 +73,6 @@ def calibrate(
     context: Context = Context(),
     *,
     choose: Choice | None = None,
-    is_compared: bool = False,
     on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
@@ -81,15 +80,14 @@ def calibrate(
 
     Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are
     measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
-    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there. One that is
-    compared with others may have a map per task where nobody will know the task: it is scored with the task found out.
+    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
     """
     folder, is_chosen = pathlib.Path(path), choose is not None and choose.choose is not None
     if only_saves(folder, request):
         context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
         return open_run(folder)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, context, is_compared=is_compared)
+    opened = open_calibration(folder, request, context)
     plan, study = opened.plan, opened.study
     require_terms(request, opened, is_chosen=is_chosen)
     export = opened.export(request)
@@ -191,8 +189,6 @@ def open_calibration(
     folder: pathlib.Path,
     request: CalibrationRequest,
     context: Context = Context(),
-    *,
-    is_compared: bool = False,
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written."""
     require_analyzed(folder, scored=True)
@@ -208,7 +204,7 @@ def open_calibration(
     study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
     spec = driftlens.spec.load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
-    if spec is not None and not (is_compared and study.has_base):
+    if spec is not None:
         require_task_id(spec.task_id, plan.method)
     options = request.changed(resume=False, replace=False).words()
     words = [*(word for word in options if not word.startswith("--name=")), *context.access.words]
@@ -326,11 +322,10 @@ class _Work:
         )
         look = Phase(f"{plan.phase}:look", lambda: self._look(on_first), self.study, leads=self.team)
         run_phases(self.writer, [look, *self.phases.measuring(plan.variants)])
-        attached = attachment_tensors(self.study.pool.variant(plan.variant).attachments)
+        maps = self.study.pool.variant(plan.variant).attachments
+        attached = attachment_tensors(maps, len(self.study.pool.chain.layers))
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
-        if attached and (finder := self.phases.finder) is not None:
-            info = dataclasses.replace(info, found_out=self.team.once(finder.shares))
         run_notices = [f"{plan.variant}: {text}" for text in notices]
         self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=run_notices)
 
@@ -438,15 +433,11 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*notices, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
-    if plan.boundaries and not plan.calibrator.needs_task_id:
-        return notices
     if plan.boundaries:
-        notice = "weights are those of the merged model; what is attached wants to know the task of an input"
-        if not study.tells_tasks:
-            notice += (
-                ", which nobody tells: scores are of the maps of the task that the base's final feature says"
-            )
-        return [*notices, notice]
+        return [
+            *notices,
+            "weights are those of the merged model; what is attached wants to know the task of an input",
+        ]
     return [*notices, f"this is {plan.unchanged}"]
 
 
@@ -537,8 +528,8 @@ class CalibrationScratch(Begun):
 
     @property
     def seconds(self) -> float:
-        """What was solved or trained so far took, over all sittings."""
-        return max(Kept(self._folder).seconds, self.kept("training").seconds) or self.untold
+        """What was solved so far took, over all sittings."""
+        return Kept(self._folder).seconds or self.untold
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
         """Store one layer's solution, whole or not at all; returns what was stored."""
@@ -588,11 +579,10 @@ def solve(
         pooling=study.settings.pool,
         team=study.team,
         seed=plan.seed,
-        memory=scratch.kept("training", elapsed),
         like=study.like,
     )
     for layer in plan.calibrator.calibrate(ground):
-        solution.attachments |= {(task, layer.layer): added for task, added in layer.attachments.items()}
+        solution.attachments |= layer.attachments
         if study.team.leads and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, elapsed())
         if layer.reports:

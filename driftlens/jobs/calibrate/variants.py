@@ -19,7 +19,6 @@ from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import calibrated
 from driftlens.base.words import counted, some_of
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import (
     Between,
     InDtypes,
@@ -28,13 +27,7 @@ from driftlens.checkpoints.sources import (
     TensorsSource,
     content_digest,
 )
-from driftlens.engine.attached import (
-    Attachment,
-    Attachments,
-    attachment_tensors,
-    by_site,
-    portable_tensors,
-)
+from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.study.opening import OpenModels, head_files
@@ -68,7 +61,7 @@ def attach(model, task, file="{file}"):
     saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
     for path in {{path for path, name, of in saved if of == task}}:
         def change(module, inputs, output, path=path):
-            x, f = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
+            f = output[0] if isinstance(output, tuple) else output
             t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
 {code}
             return (f, *output[1:]) if isinstance(output, tuple) else f
@@ -80,10 +73,10 @@ def attach(model, task, file="{file}"):
 
 @dataclass
 class Solution:
-    """What a walk solved: layers by index, and (task, boundary) -> what a trained calibrator attaches there."""
+    """What a walk solved: layers by index, and by task what a trained calibrator attaches to the last layer."""
 
     layers: dict[int, CalibratedLayer] = field(default_factory=dict)
-    attachments: dict[tuple[str, int], Attachment] = field(default_factory=dict)
+    attachments: dict[str, Attachment] = field(default_factory=dict)
 
     @property
     def updates(self) -> OnDemand[ParameterKey]:
@@ -91,18 +84,10 @@ class Solution:
         keys = [(index, name) for index, layer in self.layers.items() for name in layer.updates]
         return OnDemand(dict.fromkeys(keys), lambda key: self.layers[key[0]].updates[key[1]])
 
-    def change(self, study: Study) -> dict[str, Any]:
-        """What the number types that are saved in leave of all that was solved for or trained; empty where nothing was.
-
-        What is solved for was rounded, and counted, before the layers behind it saw it; what is trained is neither.
-        """
+    @property
+    def change(self) -> dict[str, Any]:
+        """What the number types that are saved in leave of all that was solved for; empty where nothing was."""
         counted = [Change(**report.change) for _, report in self.reports if report.change]
-        merged, layers = study.pool.source("merged"), study.pool.chain.layers
-        for (index, name), value in self.updates.items():
-            if not self.layers[index].reports:
-                slot = layers[index - 1].parameters[name]
-                dtype = study.like.headers[slot.key].dtype
-                counted.append(written(merged, slot.key, slot.stored(value).float(), dtype, slot.rows))
         return vars(sum(counted, Change(""))) if counted else {}
 
     @property
@@ -167,10 +152,10 @@ def save_variants(
 
     if solution.attachments:
         with writer.file(calibration_attachments(plan.name)) as path:
-            save_state_dict(path, attachment_tensors(solution.attachments))
+            save_state_dict(path, attachment_tensors(solution.attachments, len(pool.chain.layers)))
     if solution.reports:
         writer.append("calibration", pd.DataFrame(history_rows(plan.name, solution.reports)), replace=True)
-    change = solution.change(study)
+    change = solution.change
     config = {
         "name": plan.name,
         "variant": plan.variant,
@@ -351,13 +336,13 @@ class Export:
         if not self._is_file:
             first = next(iter(architecture.chain.blocks[0].parameters.values())).key
             prefix = library_prefix(architecture, self.models.own_form, first)
-        return portable_tensors(architecture.skeleton, architecture.chain, self._attached, prefix)
+        return portable_tensors(architecture.chain, self._attached, prefix)
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
-    (task, _), first = next(iter(attachments.items()), (("", 0), None))
-    code = next((str(getattr(part, "code", "")) for part in by_site(first).values()), "")
+    task, first = next(iter(attachments.items()), ("", None))
+    code = str(getattr(first, "code", ""))
     if not code:
         return card
     loader = _LOADER.format(file=ATTACHED_FILE, code=textwrap.indent(code, " " * 12))

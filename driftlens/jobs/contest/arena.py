@@ -92,7 +92,7 @@ def compete(
         ):
             preset = None
         request = request_of(entrant, preset=preset, samples=samples, resume=True, attribution=attribution)
-        calibrate(run, request, context, choose=choice_of(request), is_compared=True)
+        calibrate(run, request, context, choose=choice_of(request))
         return Outcome()
 
     try:

@@ -432,13 +432,13 @@ class Trials:
     def _walked_alone(self, fit: Fit) -> float:
         """The seconds that a fit took; the study's pool has its model then."""
         pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
-        attached: dict[tuple[str, int], Attachment] = {}
+        attached: dict[str, Attachment] = {}
         sites = self.sites(fit.calibrator.update) if fit.calibrator.takes_sites else {}
         parts: Parts = {task: [samples] for task, samples in self._samples_of(fit).items()}
         started = time.perf_counter()
         for layer in fit.calibrator.calibrate(self.ground(parts, sites)):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
-            attached |= {(task, layer.layer): added for task, added in layer.attachments.items()}
+            attached |= layer.attachments
         seconds, source = time.perf_counter() - started, pool.source("merged")
         if updates:
             source = with_parameters(pool.chain, source, self.study.like, updates)

@@ -71,6 +71,8 @@ def reopened(
     else:
         study, models = context.live(num_calibration)
     for name, info in manifest.calibrations.items() if with_calibrations else ():
+        if info.attached and info.method not in calibrators:
+            continue  # of an older version: what was measured stays, the maps can't be rebuilt
         add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
@@ -313,7 +315,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 class Kept:
-    """Tensors by name, each name a file that is whole or absent; an `engine.training.Memory`."""
+    """Tensors by name, each name a file that is whole or absent."""
 
     def __init__(
         self,

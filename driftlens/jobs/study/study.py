@@ -85,7 +85,7 @@ class Study:
     `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
     manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
     `out_dtype` is the one number type that was asked for to save in, `adapters` are the experts that are some, by their
-    names in the pool. `tells_tasks`: whether the task of an input is known where the model will be used.
+    names in the pool.
     """
 
     name: str
@@ -102,7 +102,6 @@ class Study:
     team: Team = ALONE
     out_dtype: torch.dtype | None = None
     adapters: Mapping[str, LoraSource] = field(default_factory=dict)
-    tells_tasks: bool = True
 
     def owner(self, task: str) -> int:
         """The process that measures a task."""
@@ -197,7 +196,7 @@ def model_info(chain: LayerChain, source: StateSource, attachments: Attachments,
     count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
     digest = content_digest(source, keys)
     if attachments:
-        attached = attachment_tensors(attachments)
+        attached = attachment_tensors(attachments, len(chain.layers))
         combined = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
         digest = hashlib.sha256(combined.encode()).hexdigest()
         count += sum(value.numel() for value in attached.values())

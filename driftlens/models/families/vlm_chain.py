@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -237,8 +237,6 @@ class Sighted(Dissection):
             outputs = self._tower_outputs(state, side)
             with Watch() as between:
                 state = self._projected(outer, outputs, side)
-        deep = [int(name.rpartition("_")[2]) for name in state if name.startswith("deepstack_")]
-        added = [self.count + number for number in deep]
         features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
         self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
         blocks = list[tuple[Site, ...]]()
@@ -248,20 +246,16 @@ class Sighted(Dissection):
         stem = [name for name in outer if name in among(outer, before)]
         projected = [name for name in outer if name in among(outer, between)]
         projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
-        return self._layers(blocks, stem, projector, added, side)
+        return self._layers(blocks, stem, projector, side)
 
     def _layers(
         self,
         blocks: list[tuple[Site, ...]],
         stem: list[str],
         projector: Layer,
-        added: Collection[int],
         side: SideInputs,
     ) -> tuple[Layer, ...]:
-        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it.
-
-        Behind the blocks in the places `added` something is added to what they return.
-        """
+        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it."""
         layers = [
             Layer(
                 1,
@@ -291,7 +285,6 @@ class Sighted(Dissection):
                     pool="mean" if is_tower else None,
                     is_residual=frame.entered == frame.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
-                    is_returned=position not in added,
                     needs=_AT_IMAGES if is_tower else "",
                 )
             )
@@ -322,7 +315,7 @@ class Sighted(Dissection):
         )
         layer_call = partial(self.projector, path, slots, sites)
         left_alone = no_sites(module, names, sites)
-        options: Any = {"no_sites": left_alone, "is_returned": False, "needs": _AT_IMAGES}
+        options: Any = {"no_sites": left_alone, "needs": _AT_IMAGES}
         return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
 
     def _projector_path(self, names: list[str]) -> str:

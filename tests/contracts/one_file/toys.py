@@ -45,9 +45,9 @@ class ToyScale(ClosedFormBase):
 
 
 TRAINED = '''
-"""An affine map of the features behind the second layer and behind the last."""
+"""An affine map of the final feature."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -55,7 +55,6 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import LayerTrainer
 from driftlens.base.settings import Bounds
 
 
@@ -72,16 +71,13 @@ class Affine:
 
 
 @calibrators.register("toy-map")
-class ToyMap(Trained, LayerTrainer):
+class ToyMap(Trained):
     """Gradient descent on the mean squared distance to the expert's features."""
 
     title = "Toy map"
 
     def __init__(self, epochs: Annotated[int, Bounds(low=1), "steps of descent"] = 20) -> None:
         self.epochs = epochs
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        return (1, 2, num_layers)
 
     def train(self, features, course):
         width = features.merged.shape[-1]
@@ -97,6 +93,6 @@ class ToyMap(Trained, LayerTrainer):
         return Affine(matrix.detach(), shift.detach())
 
     @classmethod
-    def attachment(cls, tensors, site):
+    def attachment(cls, tensors):
         return Affine(tensors["matrix"], tensors["shift"])
 '''

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 
 import torch
 
@@ -25,7 +24,6 @@ NAMES = (
     "dashboard",
     "busy",
     "mixtures",
-    "mergekit",
     "peers",
 )
 
@@ -35,10 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help=f"which ones: {', '.join(NAMES)}")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--mergekit", metavar="PATH", help="the mergekit-yaml of an environment of its own")
     arguments = parser.parse_args()
-    if arguments.mergekit:
-        os.environ["DRIFTLENS_MERGEKIT"] = arguments.mergekit
     chosen = resolve_device(arguments.device)
     device = f"{torch.get_num_threads()} CPU threads" if chosen.type == "cpu" else device_name(chosen)
     print(f"torch {torch.__version__}, {device}, float32")

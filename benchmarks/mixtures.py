@@ -11,7 +11,7 @@ from typing import Any
 
 TASKS, SAMPLES, TOKENS = 3, 16, 128
 LAYERS, WIDTH, INNER, EXPERTS = 11, 1024, 3584, 8
-WORDS = 32_000
+WORDS, SHARDS = 32_000, 4
 WANTED = 1.6
 
 
@@ -56,8 +56,6 @@ def _write_model(folder: pathlib.Path, seed: int) -> None:
     """Random weights; experts lie near the base, which is number 0."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from benchmarks.mergekit import write_near
-
     config = MixtralConfig(
         vocab_size=WORDS,
         hidden_size=WIDTH,
@@ -69,7 +67,31 @@ def _write_model(folder: pathlib.Path, seed: int) -> None:
         num_experts_per_tok=2,
         dtype="bfloat16",
     )
-    write_near(MixtralForCausalLM, config, folder / str(seed), seed)
+    _write_near(MixtralForCausalLM, config, folder / str(seed), seed)
+
+
+def _write_near(kind: Any, config: Any, folder: pathlib.Path, seed: int) -> None:
+    """A model with random weights in bf16 shards, near that of seed 0, and a tokenizer of made-up words."""
+    import tokenizers
+    import torch
+    import transformers
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = kind(config).to(torch.bfloat16)
+        torch.manual_seed(seed)
+        for weight in model.parameters() if seed else ():
+            weight.add_(1e-3 * torch.randn(weight.shape))
+    size = sum(weight.nbytes for weight in model.parameters())
+    model.save_pretrained(folder, max_shard_size=f"{size // SHARDS // 10**6 + 1}MB")
+
+    words = {f"word{number}": number for number in range(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    reader = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="word1", unk_token="word0"
+    )
+    reader.save_pretrained(folder)
 
 
 def _write_texts(folder: pathlib.Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
-from driftlens.spec.mergekit import METHODS
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768
@@ -43,7 +42,7 @@ WHEN = {
 }
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
-ANCHOR = f"""
+ANCHOR = """
 Which is best for your experts is an empirical question: `driftlens merge SPEC --compare all` (or
 `dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by the
 Hellinger distance of class probabilities and final drift to the experts, with intervals, on calibration samples that no
@@ -69,33 +68,16 @@ values apart and matrices upright, under names that the formats share, which ran
 
 Random masks (`dare`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
 over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
-mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit.
+mergekit draws depends on the order of its work, so a DARE of its own has other masks.
 
 ## Recipes of mergekit
 
-`driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models as mergekit 0.1.5 does: in
-float32 the files are equal bit for bit, in bfloat16 and float16 to one unit in the last place (five families, a test
-that runs mergekit where it is installed). Methods: {", ".join(f"`{name}`" for name in METHODS)}.
-
-- `models`, `slices` or `modules`; slices keep every layer in its place, each may name models and a base of its own.
-  `passthrough` that stacks, moves or repeats layers is refused: such a layer has no expert's layer to be compared with.
-- `model: PATH+ADAPTER`, `base_model`, `parameters` as numbers, lists over layers and `filter`s; what a method has no
-  such parameter for is passed over, as there, and said; so are keys that nothing reads, unless they look like a slip.
-- `dtype` is what is computed in, else the type that is stored; `out_dtype`, or else that, is written. The order of sums
-  and among equal magnitudes in half precision is mergekit's with one thread. Two methods, `arcee_fusion` and
-  `ramplus_tl`, come out of it in float32 whatever the recipe says; here they are rounded to what the recipe says.
-- `tokenizer_source`, `tokenizer: {{source}}` and `chat_template` (`auto`, `chatml` or the template itself) where all
-  models have one vocabulary; where one has more tokens, `base` leaves their rows out, and `union`, or that model's
-  tokenizer, is refused with the tokens named, as are models whose ids mean other tokens. Without a tokenizer rows are
-  merged by their numbers, as there, and tokenizers that differ are said. mergekit cuts off rows behind the last token;
-  here they stay those of the base, so that experts and merge keep one shape. `tokens` that all models have change
-  nothing, as there; `force`, tokens that a model lacks and `pad_to_multiple_of` are refused.
-- Tensors that the library has no use for, as those of heads that predict further tokens, stay those of the base and are
-  named; mergekit leaves them out.
-- `arcee_fusion` takes its quartiles of a tensor of more than a million entries from a sample, of its own draw.
-
-Methods of ours of the same name follow their papers in float32 instead. What can't be followed is refused by name
-before torch is imported, so far as recipe, configurations and headers of files show it, or numbers in small files.
+mergekit makes the merge of a recipe. `driftlens why recipe.yml merged/` takes base and experts from the recipe and
+measures what `mergekit-yaml` wrote to `merged/`; without `merged/` it calls `mergekit-yaml`, if that is installed.
+`driftlens init recipe.yml` writes a spec of the same models with the nearest method of ours: `ties`, `dare_linear`,
+`dare_ties`, `task_arithmetic`, `linear`, `slerp` and `model_stock` have one, with weights and densities where all
+experts share them; `task_arithmetic` stands for other methods. Of a recipe, methods for whole models (`linear`,
+`slerp`) may name no base; then nothing is measured that needs one.
 """
 
 

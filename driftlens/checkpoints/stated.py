@@ -1,10 +1,8 @@
-"""What a folder of weights states of itself, read without torch: the names of its files, the shapes of its tensors."""
+"""What a folder of weights states of itself, read without torch: the names of its files."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +11,6 @@ from typing import Any
 from driftlens.base.errors import CheckpointError, NumericsError
 from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
-from driftlens.checkpoints.refusals import refuse_pointer
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -92,12 +89,12 @@ def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.
 
 
 @contextlib.contextmanager
-def opened_safetensors(path: pathlib.Path, framework: str = "pt") -> Iterator[Any]:
+def opened_safetensors(path: pathlib.Path) -> Iterator[Any]:
     """A file of tensors while it is open; damage that shows meanwhile is named."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework=framework) as file:
+        with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -117,42 +114,3 @@ def not_finite(name: str, key: str, bad: int, count: int, hint: str = BROKEN) ->
         hint=hint,
         key=key,
     )
-
-
-SMALL = 1 << 25
-"""Bytes of a file up to which its numbers are looked at ahead; of larger ones reading them twice would take longer."""
-_EXPONENTS = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F800000)}
-"""By number type its bits as integers, and those that NaN and infinity have set."""
-
-
-def require_finite(path: pathlib.Path, name: str) -> None:
-    """Refuse NaN and infinity in a small file of safetensors, without torch, which takes a second to import."""
-    import numpy as np
-
-    if path.suffix != ".safetensors" or path.stat().st_size > SMALL:
-        return
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    for key, stated in json.loads(content[8:start]).items():
-        if stated.get("dtype") in _EXPONENTS:
-            (kind, mask), count = _EXPONENTS[stated["dtype"]], math.prod(stated["shape"])
-            bits = np.frombuffer(content, kind, count, start + stated["data_offsets"][0])
-            if bad := int(np.count_nonzero((bits & mask) == mask)):
-                raise not_finite(name, key, bad, count)
-
-
-def stated_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key, of safetensors alone; what is missing or broken is refused as whoever opens it would.
-
-    So is what is not finite in small files.
-    """
-    first = weights_in(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in shards(first, weight_map(first)).values() if first.suffix == ".json" else [first]:
-        refuse_pointer(path)
-        if path.suffix == ".safetensors":
-            with opened_safetensors(path, "np") as file:
-                keys: list[str] = file.keys()
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-            require_finite(path, str(folder if first.suffix == ".json" else path))
-    return shapes

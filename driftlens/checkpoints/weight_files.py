@@ -101,7 +101,7 @@ def _unread(folder: pathlib.Path) -> list[str]:
     return [name for name in unread if name not in known]
 
 
-SAFE_TYPES = [argparse.Namespace]
+SAFE_TYPES: list[Any] = [argparse.Namespace]
 """Types that `torch.load` may build besides its own: the command line that training scripts save next to weights."""
 
 

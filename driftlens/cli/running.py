@@ -221,7 +221,7 @@ def merge(
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
     Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
-    spec's own merge is made; RUN.YAML may be a recipe of mergekit for decoder-only language models, too.
+    spec's own merge is made.
     """
     from driftlens.jobs.study.one_merge import save_one
     from driftlens.spec import load_spec
@@ -231,7 +231,7 @@ def merge(
     if (merges is not None and method is not None) or not (merges or method or is_alone):
         raise SpecError(
             "expected exactly one of --method and --compare, or --out alone",
-            hint="`driftlens doctor --methods` lists them; --out alone makes the spec's own merge, or a recipe's.",
+            hint="`driftlens doctor --methods` lists them; --out alone makes the spec's own merge.",
         )
     if merges is not None:
         if request.parameters:
@@ -240,7 +240,7 @@ def merge(
             )
         _compare_merges(load_spec(spec), comparison, job, as_json=as_json)
         return
-    method, notices = save_one(spec, request, job.access, job.context)
+    method, notices = save_one(spec, request, job.context)
     for text in notices:
         note(f"notice: {text}")
     _note_memory()
@@ -298,7 +298,7 @@ def why(
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
             help="Folders, files of weights or Hub ids in this order; or a recipe of mergekit, and the folder that "
-            "it made (left out, it is made).",
+            "it made (left out, mergekit-yaml makes it).",
         ),
     ],
     data: DataPaths = None,
@@ -313,17 +313,15 @@ def why(
 
     Without labels it tells how far the merge drifts from its experts and where from, not how accurate it is.
     """
-    from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
+    from driftlens.jobs.analyze.why import asked_about, draft, merge_by_mergekit, recipe_in
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
     recipe = recipe_in(models)
     if recipe is not None and len(models) == 1:
-        from driftlens.jobs.study.one_merge import save_recipe
-
         made = out.with_name(f"{out.name}-merged")
         refuse_occupied(made, force=force)
-        save_recipe(recipe, made, job.access)
+        merge_by_mergekit(models[0], made, offline=job.access.offline)
         models = [*models, str(made)]
     drafted = draft(
         asked_about(models, recipe),

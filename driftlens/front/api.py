@@ -332,13 +332,13 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
-    Without a method the spec's own merge is made; a recipe of mergekit's is followed in a spec's place. What one should
-    know of the merge, such as what its number type has lost, is logged as a warning.
+    Without a method the spec's own merge is made. What one should know of the merge, such as what its number type has
+    lost, is logged as a warning.
     Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
     """
     from driftlens.jobs.study.one_merge import save_one
 
-    for notice in save_one(spec, request, around.access, around.context)[1]:
+    for notice in save_one(spec, request, around.context)[1]:
         log.warning(notice)
     assert request.out is not None
     return request.out

@@ -16,11 +16,10 @@ from driftlens.base.settings import resolve, settings_of
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; to be read, not modified."""
 
-Reads = Literal["entry", "file", "tensor", "site", "model", "moments", "prefix", "samples"]
+Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "samples"]
 
 READS: Mapping[Reads, str] = {
     "entry": "every entry by itself",
-    "file": "one tensor of the files at a time",
     "tensor": "one parameter at a time",
     "site": "one linear module at a time",
     "model": "all parameters of all models",
@@ -31,7 +30,6 @@ READS: Mapping[Reads, str] = {
 """What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:
 
 - `entry`: some rows of one tensor, under its name; it returns the same, merged.
-- `file`: one whole tensor as the files store it, under its key; it returns the same, merged.
 - `tensor`: one whole parameter; queries, keys and values are apart and matrices upright however a file stores them. Its
   name is the same in every file format: layer, group of `parameter_groups`, number, as in `2.q.0`; what is in no layer
   goes by its key. It returns the same, merged.

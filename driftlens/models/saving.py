@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,7 +65,6 @@ class FolderFormat:
     Attributes:
         weights: file name of the weights.
         configs: file name -> content of the JSON files beside it.
-        texts: file name -> content of other files, over those of the base's folder.
         required: keys without which the library refuses to load, whatever the base's file holds.
         usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
             the features of `image.png`; empty where nobody wrote any.
@@ -75,7 +74,6 @@ class FolderFormat:
     configs: Mapping[str, object]
     required: Callable[[], Collection[str]] = frozenset
     usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
-    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Patched:
@@ -223,8 +221,6 @@ def save_model(
         for name, content in form.configs.items():
             # transformers before 5 wrote infinite numbers so, and every version reads them.
             write_json_atomic(folder / name, _without_code(content, name), allow_nan=True)
-        for name, text in form.texts.items():
-            write_text_atomic(folder / name, text)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             save_state_dict(folder / name, Patched(head, {}))
@@ -311,15 +307,14 @@ def _files(
 def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """What comes along from the architecture's folder, or from the base's where there is nothing."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
-    written = {*form.configs, *form.texts}
-    beside = {name: place for name, place in companion_files(source).items() if name not in written}
+    beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
     if beside or of_base == source:
         return beside
     # Images are prepared as they were, which the configurations say: another folder's processor would prevail.
     return {
         name: place
         for name, place in companion_files(of_base).items()
-        if name not in written and not name.endswith("processor_config.json")
+        if name not in form.configs and not name.endswith("processor_config.json")
     }
 
 

@@ -157,7 +157,7 @@ def _read(file: Path, where: str) -> dict[str, Any]:
     if is_recipe(raw):
         raise SpecError(
             f"{where} is a recipe of mergekit, and no spec",
-            hint=f"`driftlens merge {shlex.quote(where)} --out FOLDER` follows it; `driftlens init` writes a spec.",
+            hint=f"`driftlens init {shlex.quote(where)}` writes a spec of its models.",
         )
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
         for dotted in RETIRED:

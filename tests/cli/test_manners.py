@@ -268,7 +268,7 @@ def test_commands_that_are_told_can_be_run_where_a_path_has_spaces(run_cli: Cli,
     recipe = out.with_name("a recipe.yml")
     recipe.write_text("merge_method: linear\nmodels: [{model: a}, {model: b}]\n")
     followed = shlex.split(run_cli("validate", recipe).hint.split("`")[1])
-    assert followed == ["driftlens", "merge", str(recipe), "--out", "FOLDER"]
+    assert followed == ["driftlens", "init", str(recipe)]
     analyzed = shlex.split(run_cli("why", out).hint.partition(": ")[2].partition(". Else")[0])
     assert analyzed == ["driftlens", "analyze", str(out)]
     run = tmp_path / "my runs"

@@ -17,6 +17,7 @@ from driftlens.data.drafted import data_entry
 from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
 from driftlens.runs.run import open_run
 from driftlens.spec import load_spec
+from driftlens.spec.mergekit import recipe_of
 from driftlens.suites import probe
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
@@ -75,29 +76,6 @@ def test_without_data_models_of_any_family_are_given_what_they_read(
     assert (spec.architecture.loader, spec.data.tasks["task"].kind) == ("hf-auto", samples)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_labelled", [True, False])
-def test_a_recipe_is_followed_and_texts_are_judged_by_their_labels_where_they_have_some(
-    is_labelled: bool, tmp_path: Path, run_cli: Cli
-) -> None:
-    for seed, name in enumerate(("base", "one", "two")):
-        saved(CONFIGS["Llama, untied"], tmp_path / name, seed)
-    recipe: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base")}
-    recipe |= {
-        "models": [{"model": str(tmp_path / name), "parameters": {"weight": 0.4}} for name in ("one", "two")]
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    labels = {"target": ["yes", "no"]} if is_labelled else {}
-    file = texts(tmp_path / "rows.jsonl", **labels)
-    done = run_cli("why", tmp_path / "recipe.yaml", "--data", file, "--out", tmp_path / "run")
-    run = open_run(tmp_path / "run")
-    assert (
-        done.code == 0 and [*run.tasks] == ["one", "two"] and (tmp_path / "run-merged/config.json").exists()
-    )
-    assert ("Same answer as the expert" in done.out) != is_labelled
-    assert {*run.accuracy()["metric"]} == ({"accuracy"} if is_labelled else set())
-
-
 def test_a_spec_is_made_of_models_that_are_to_be_merged(
     world: World, models: list[str], tmp_path: Path, run_cli: Cli
 ) -> None:
@@ -113,32 +91,142 @@ def test_a_spec_is_made_of_models_that_are_to_be_merged(
     assert (done.code, "two tasks are called a" in done.message) == (2, True)
 
 
-def test_the_spec_of_a_recipe_says_which_merge_is_nearest(tmp_path: Path, run_cli: Cli) -> None:
-    for seed, name in enumerate(("base", "one", "two")):
+@pytest.fixture
+def llamas(tmp_path: Path) -> Path:
+    """A folder with a base, two experts of it and their merge."""
+    for seed, name in enumerate(("base", "one", "two", "merged")):
         saved(CONFIGS["Llama, untied"], tmp_path / name, seed)
-    recipe: dict[str, Any] = {"merge_method": "dare_ties", "base_model": str(tmp_path / "base")}
-    recipe |= {
-        "models": [{"model": str(tmp_path / name), "parameters": {"weight": 1}} for name in ("one", "two")]
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    rows = texts(tmp_path / "rows.jsonl")
-    done = run_cli("init", tmp_path / "recipe.yaml", "--data", rows, "--json")
+    return tmp_path
+
+
+def written(folder: Path, **more: Any) -> str:
+    """A recipe of the folder's models."""
+    models = [{"model": str(folder / name), "parameters": {"weight": 1}} for name in ("one", "two")]
+    recipe = {"merge_method": "dare_ties", "base_model": str(folder / "base"), "models": models} | more
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return str(folder / "recipe.yaml")
+
+
+def test_the_spec_of_a_recipe_says_which_merge_is_nearest(llamas: Path, run_cli: Cli) -> None:
+    rows = texts(llamas / "rows.jsonl")
+    done = run_cli("init", written(llamas, parameters={"density": 0.75}), "--data", rows, "--json")
     made = json.loads(done.out)
     spec = yaml.safe_load(made["spec"])
-    assert [*spec["experts"]] == ["one", "two"] and spec["base"]["weights"] == str(tmp_path / "base")
-    assert spec["architecture"]["loader"] == "hf-decoder" and spec["merge"] == {"method": "dare"}
-    assert "the recipe says dare_ties, and the spec dare" in made["chosen"][0]
+    assert [*spec["experts"]] == ["one", "two"] and spec["base"]["weights"] == str(llamas / "base")
+    assert spec["architecture"]["loader"] == "hf-decoder"
+    assert spec["merge"] == {
+        "method": "ties",
+        "scaling": 1,
+        "density": 1,
+        "merge_func": "sum",
+        "drop_rate": 0.25,
+    }
+    assert "the recipe says dare_ties, and the spec ties, which is nearest" in made["chosen"][0]
 
 
-def test_of_a_merge_of_two_neither_is_the_base(tmp_path: Path) -> None:
+TIES = {"method": "ties", "trim_scope": "per_tensor"}
+NEAREST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "task_arithmetic": ({"weight": 0.4, "lambda": 0.5}, {"method": "task_arithmetic", "scaling": 0.2}),
+    "ties": ({"weight": 3, "density": 0.3}, {**TIES, "scaling": 1.0, "density": 0.3}),
+    "dare_linear": ({"weight": 0.5, "density": 0.9}, {"method": "dare", "scaling": 0.5, "drop_rate": 0.1}),
+    "model_stock": ({}, {"method": "model_stock"}),
+    "linear": ({"weight": 0.3}, {"method": "average"}),
+    "sce": ({"select_topk": 0.5}, {"method": "task_arithmetic"}),
+    "a method of tomorrow": ({}, {"method": "task_arithmetic"}),
+}
+
+
+@pytest.mark.parametrize("method", NEAREST)
+@pytest.mark.parametrize("place", ["recipe", "models", "slices", "modules"])
+def test_a_recipe_names_base_experts_and_the_nearest_merge(method: str, place: str) -> None:
+    settings, merge = NEAREST[method]
+    own = (
+        {}
+        if place == "recipe"
+        else {"parameters": {key: settings[key] for key in settings if key != "lambda"}}
+    )
+    models: list[dict[str, Any]] = [
+        {"model": "one", **own},
+        {"model": {"model": {"path": "two", "revision": "v1"}, "lora": "adapter"}, **own},
+    ]
+    slices = [{"sources": [{**model, "layer_range": [0, 2]} for model in models]}]
+    named = {"slices": {"slices": slices}, "modules": {"modules": {"default": {"models": models}}}}
+    recipe = {
+        "merge_method": method,
+        "base_model": "base",
+        "tokenizer_source": "union",
+        "parameters": settings,
+    }
+    if place not in ("recipe", "slices", "modules"):
+        recipe["parameters"] = {"lambda": settings["lambda"]} if "lambda" in settings else None
+    found = recipe_of(recipe | named.get(place, {"models": models}))
+    assert (found.base, found.experts) == ("base", ("one", "two@v1+adapter"))
+    assert found.merge == merge
+
+
+def test_settings_that_experts_do_not_share_are_left_out() -> None:
+    models = [
+        {"model": name, "parameters": {"weight": at, "density": [0.1, at]}} for at, name in enumerate("ab")
+    ]
+    found = recipe_of({"merge_method": "dare_linear", "base_model": "base", "models": models})
+    assert found.merge == {"method": "dare", "scaling": 1.0, "drop_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "base", "merge"),
+    [("slerp", "two", "slerp"), ("nearswap", "two", "average"), ("linear", None, "average")],
+)
+def test_of_a_merge_of_models_none_is_the_base(
+    method: str, base: str | None, merge: str, tmp_path: Path
+) -> None:
     for name in ("one", "two", "merged"):
         (tmp_path / name).mkdir()
     one, two, merged = (str(tmp_path / name) for name in ("one", "two", "merged"))
-    pair = {"merge_method": "slerp", "base_model": two, "models": [{"model": one}], "parameters": {"t": 0.5}}
-    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(pair))
-    given = [str(tmp_path / "pair.yaml"), merged]
+    entries = [{"model": one}] + [{"model": two}] * (base is None)
+    given = [written(tmp_path, merge_method=method, base_model=base and two, models=entries), merged]
     asked = asked_about(given, recipe_in(given))
     assert asked.base is None and {*asked.experts.values()} == {one, two} and asked.merged == merged
+    assert "names no base" in asked.chosen[0]
+    assert asked_about(given[:1], recipe_in(given), is_merged=False).merged == {"method": merge}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_labelled", [True, False])
+@pytest.mark.parametrize("is_made", [True, False], ids=["recipe alone", "recipe and merge"])
+def test_a_recipe_is_measured_and_texts_are_judged_by_their_labels_where_they_have_some(
+    is_made: bool, is_labelled: bool, llamas: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli
+) -> None:
+    program, told = llamas / "bin" / "mergekit-yaml", llamas / "told"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" > {told}\ncp -r {llamas}/merged "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    recipe, out = written(llamas), llamas / "run"
+    labels = {"target": ["yes", "no"]} if is_labelled else {}
+    given = [recipe] if is_made else [recipe, str(llamas / "merged")]
+    done = run_cli("why", *given, "--data", texts(llamas / "rows.jsonl", **labels), "--out", out)
+    run = open_run(out)
+    assert done.code == 0 and [*run.tasks] == ["one", "two"], done.err
+    assert ("Same answer as the expert" in done.out) != is_labelled
+    assert {*run.accuracy()["metric"]} == ({"accuracy"} if is_labelled else set())
+    assert told.exists() is is_made
+    if is_made:
+        assert told.read_text().split() == [recipe, f"{out}-merged", "--no-write-model-card"]
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["it fails", "it is not installed"])
+def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
+    is_there: bool, llamas: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli
+) -> None:
+    (llamas / "bin").mkdir()
+    if is_there:
+        (llamas / "bin" / "mergekit-yaml").write_text("#!/bin/sh\necho 'KeyError: t' >&2\nexit 1\n")
+        (llamas / "bin" / "mergekit-yaml").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{llamas / 'bin'}:/usr/bin:/bin")
+    recipe = written(llamas)
+    done = run_cli("why", recipe, "--out", llamas / "run")
+    assert done.code == 2 and ("KeyError: t" if is_there else "is not installed") in done.message, done.err
+    assert f"mergekit-yaml {recipe}" in done.hint and not (llamas / "run").exists()
 
 
 @pytest.mark.parametrize(

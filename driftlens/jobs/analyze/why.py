@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.drafted import data_entry
 from driftlens.data.sources import SplitView, data_sources
 from driftlens.spec import RunSpec, load_spec
-from driftlens.spec.mergekit import METHODS, Recipe, is_recipe, recipe_of
+from driftlens.spec.mergekit import Recipe, is_recipe, recipe_of
 from driftlens.spec.run import override
 from driftlens.spec.yaml_text import read_mapping, to_yaml
 
@@ -89,6 +92,30 @@ def recipe_in(models: Sequence[str]) -> Recipe | None:
     return recipe_of(content)
 
 
+def merge_by_mergekit(recipe: str, out: Path, *, offline: bool) -> None:
+    """Run `mergekit-yaml` on a recipe.
+
+    Raises:
+        SpecError: mergekit is not installed, or its run failed.
+    """
+    file, place = shlex.quote(recipe), shlex.quote(str(out))
+    program = shutil.which("mergekit-yaml")
+    if program is None:
+        raise SpecError(
+            f"mergekit-yaml, which makes the merge of {recipe}, is not installed",
+            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+        )
+    command = [program, recipe, str(out), "--no-write-model-card"]  # the card would ask the Hub
+    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise SpecError(
+            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
+            hint=f"Run it alone to see all that it says: mergekit-yaml {file} {place}",
+        )
+
+
 def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
     """The models by what they are; of a recipe its own, and the merge behind it, unless there is none yet.
 
@@ -100,14 +127,12 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
     if not is_merged:
         models = [*models, ""]
     if recipe is not None:
-        # Of methods for two models, the base that they name is one of the two.
-        is_pair = METHODS[recipe.method].models == (2, 2) and len(recipe.models) == 2
-        base = None if is_pair else recipe.base
-        merged, experts = models[-1], [name for name in recipe.models if name != base]
-        merge = {"method": METHODS[recipe.method].near}
+        base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
+        if base is None:
+            chosen = (f"the recipe ({recipe.method}) names no base, so nothing is measured that needs one",)
         if not is_merged:
-            near = f"the recipe says {recipe.method}, and the spec {merge['method']} with settings of its own"
-            chosen = (f"{near}; `driftlens why RECIPE` measures the recipe's very merge",)
+            near = f"the recipe says {recipe.method}, and the spec {merge['method']}, which is nearest"
+            chosen = (*chosen, f"{near}; `driftlens why RECIPE MERGED` measures what mergekit made")
     else:
         if len(models) < 3:
             raise SpecError(

@@ -534,7 +534,7 @@ def save_merge(
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
     def rounding_notices() -> list[str]:
-        change: Change | None = getattr(source, "change", None)  # of a recipe it is known when all is written
+        change: Change | None = getattr(source, "change", None)  # known when all is written
         record.update({} if change is None else {"change": vars(change)})
         return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 

@@ -119,12 +119,10 @@ def open_models(
     architecture: Architecture | None = None,
     attempt: Attempt = lambda name, opened: opened(),
     unread: bool = False,
-    by_number: bool = False,
 ) -> OpenModels:
     """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken.
 
-    `unread` says that no sample will be read: a decoder's tokenizer stays closed. `by_number` says that rows of
-    vocabularies belong together by their number, whatever the tokenizers beside them say.
+    `unread` says that no sample will be read: a decoder's tokenizer stays closed.
     """
     shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
@@ -144,7 +142,7 @@ def open_models(
             if not reads_texts:
                 return aligned
             folder, home = model_folder(place, stored[name]), library_folder(shared.source)
-            if folder is not None and home is not None and not by_number:
+            if folder is not None and home is not None:
                 require_same_tokenizer(home, folder)
             notices.extend(filter(None, [require_same_reading(home, folder)]))
             fitted, notice = with_rows(aligned, rows, sources.get("base"), folder, align=align)
@@ -641,26 +639,21 @@ def own_heads(models: OpenModels) -> dict[str, StateSource]:
     return {task: head for task, head in heads.items() if head is not None}
 
 
-def saved_in(models: OpenModels, dtypes: Mapping[str, torch.dtype]) -> OpenModels:
-    """The models with a form of their own, in which saved models have these dtypes by the form's own keys."""
-    architecture, folder = models.architecture, models.architecture.folder
-    configs: dict[str, Any] = {} if folder is None else dict(folder.configs)
-    config = configs.get("config.json")
-    if len({*dtypes.values()}) == 1 and isinstance(config, Mapping) and "model_type" in config:
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        name = str(next(iter(dtypes.values()))).removeprefix("torch.")
-        configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
-    if folder is not None:
-        architecture = replace(architecture, folder=replace(folder, configs=configs))
-    return replace(models, architecture=architecture, form=InDtypes(models.own_form, dtypes))
-
-
 def all_in(models: OpenModels, name: str | None) -> OpenModels:
-    """The same, all numbers with a point in the dtype of this name; None leaves them in the form's own."""
+    """Return the models with a form that saves all floating-point tensors in a dtype; None keeps the form's own."""
     if not name:
         return models
     dtype: torch.dtype = getattr(torch, name)
-    return replace(saved_in(models, floats_in(models.own_form, dtype)), out_dtype=dtype)
+    architecture, folder = models.architecture, models.architecture.folder
+    if folder is not None:
+        configs = dict(folder.configs)
+        config = configs.get("config.json")
+        if isinstance(config, Mapping) and "model_type" in config:
+            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
+        architecture = replace(architecture, folder=replace(folder, configs=configs))
+    form = InDtypes(models.own_form, floats_in(models.own_form, dtype))
+    return replace(models, architecture=architecture, form=form, out_dtype=dtype)
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

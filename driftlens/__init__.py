@@ -15,7 +15,6 @@ from typing import Any
 
 _HOMES = {
     "analyze": "driftlens.front.api",
-    "arena": "driftlens.front.api",
     "calibrate": "driftlens.front.api",
     "capture": "driftlens.engine.walk",
     "CancelToken": "driftlens.base.progress",

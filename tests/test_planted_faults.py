@@ -244,9 +244,7 @@ def expert_of_the_next_layer(original: Any) -> Any:
 
 
 def stale_features(original: Any) -> Any:
-    return lambda self, layer, merged, solved: original(
-        self, layer, merged, [({}, reports) for _, reports in solved]
-    )
+    return lambda self, layer, merged, updates: original(self, layer, merged, {})
 
 
 def expert_path_replaced(original: Any) -> Any:

@@ -16,7 +16,6 @@ from driftlens.cli.app import flagged
 from driftlens.front.keywords import Around, keywords
 from driftlens.spec.requests import (
     AnalysisRequest,
-    ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
     ExportRequest,
@@ -40,8 +39,8 @@ SAID = [
         resume=True,
         attribution=False,
     ),
-    SweepRequest(seeds=2, grid=True, method=["featcal", "residual"], accuracy=False, replace=True),
-    ArenaRequest(methods=["featcal", ("surgery", {"rank": 4})], against="featcal"),
+    SweepRequest(seeds=2, grid=True, methods=["featcal", "residual"], ablate=True, accuracy=False),
+    SweepRequest(methods=["featcal", ("surgery", {"rank": 4})]),
     ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})], keep=True),
     AnalysisRequest(out="runs/x", force=True),
     PreflightRequest(deep=True),
@@ -70,7 +69,6 @@ def test_its_words_on_the_command_line_ask_for_the_same(request_: Request) -> No
         (dl.analyze, "baselins", "baselines"),
         (dl.calibrate, "presett", "preset"),
         (dl.sweep, "sampels", "samples"),
-        (dl.arena, "agianst", "against"),
         (dl.merge, "methd", "method"),
         (dl.compare_merges, "kep", "keep"),
         (dl.validate, "devise", "device"),

@@ -296,7 +296,6 @@ def _what(job: Job) -> str:
         "compare": "Comparison of merges",
         "calibrate": "Calibration",
         "sweep": "Sweep of",
-        "arena": "Repairs by",
         "explain": "Attribution of",
     }
     if job.kind == "explain" and (added := job.settings.get("add")):

@@ -29,7 +29,7 @@ from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
 
-DIVIDED = ("analyze", "calibrate", "sweep", "arena")
+DIVIDED = ("analyze", "calibrate", "sweep")
 """Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug", "--offline"}
 _GLOBAL_OPTIONS = ("--threads", "--progress")
@@ -37,7 +37,7 @@ _GLOBAL_OPTIONS = ("--threads", "--progress")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start": ("demo", "why", "init", "validate", "ui", "doctor"),
     "Measure": ("analyze", "attach", "compare", "check"),
-    "Repair": ("merge", "calibrate", "sweep", "arena"),
+    "Repair": ("merge", "calibrate", "sweep"),
     "Report": ("show", "view", "report", "export", "ls"),
 }
 """All commands, as `--help` and the documentation list them."""

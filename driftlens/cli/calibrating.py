@@ -1,11 +1,12 @@
-"""Commands that repair: once, with many settings or methods: calibrate, sweep, arena."""
+"""Commands that repair: once, with many settings or methods: calibrate, sweep."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.cli.app import Job, JsonFlag, RunFolder, app, flagged, manner, note, say, say_json, say_saved
-from driftlens.spec.requests import ArenaRequest, CalibrationRequest, SweepRequest
+from driftlens.spec.requests import CalibrationRequest, SweepRequest
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -71,7 +72,14 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
 @app.command()
 @flagged
 def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = False) -> None:
-    """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
+    """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
+
+    With --methods and nothing to vary, repair it by several methods on the same samples instead. Each becomes a
+    calibration of the run, and a table shows what each gains, with paired intervals, and what it costs.
+    """
+    if request.compares:
+        _compare_methods(run, request, job, as_json=as_json)
+        return
     from driftlens.jobs.contest.sweep import sweep as run_sweep
     from driftlens_reports.terminal import sweep_text
 
@@ -81,8 +89,8 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
     asked += ["ablation"] * request.ablate
     rows = finished.sweeps()
     rows = rows[rows["sweep"].str.rpartition(":")[2].isin(asked)]
-    if request.method is not None:
-        rows = rows[rows["method"].fillna("featcal").isin(request.method)]
+    if request.methods is not None:
+        rows = rows[rows["method"].fillna("featcal").isin({method for method, _ in request.methods})]
     sweeps = sorted(rows["sweep"].unique(), key=lambda name: asked.index(name.rpartition(":")[2]))
     if not as_json:
         say("\n\n".join(sweep_text(finished, name) for name in sweeps))
@@ -91,26 +99,18 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
     say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
-@app.command()
-@flagged
-def arena(run: RunFolder, request: ArenaRequest, job: Job, as_json: JsonFlag = False) -> None:
-    """Repair a run with several methods on the same samples, and put what each gains and costs into one table.
-
-    Each becomes a calibration of the run under its own name, with published settings where there are some. Those that
-    are there are left as they are; an interrupted one goes on where it stopped.
-    """
+def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: bool) -> None:
     from driftlens.findings.before_after import arena_rows, arena_sheet
-    from driftlens.jobs.contest.arena import compete, entrants
+    from driftlens.jobs.contest.methods import compare_methods, wanted_methods
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 
-    wanted, against = entrants(request.methods), request.against
-    samples, attribution = request.samples, request.attribution
+    wanted = wanted_methods(request.methods or ())
     with job.context() as context:
-        failed = compete(run, wanted, context, samples=samples, attribution=attribution, against=against)
+        failed = compare_methods(run, wanted, context, samples=request.samples)
     finished = open_run(run)
     made = [each.name for each in wanted if each.name not in failed]
     if as_json:
-        say_json({"run": finished.id, "rows": arena_rows(finished, made, against=against), "failed": failed})
+        say_json({"run": finished.id, "rows": arena_rows(finished, made), "failed": failed})
         return
-    say(sheet_text(arena_sheet(finished, made, failed, against=against)))
+    say(sheet_text(arena_sheet(finished, made, failed)))

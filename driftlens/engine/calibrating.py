@@ -10,11 +10,10 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
+from driftlens.engine.expert_features import ExpertFeatures
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import (
     CalibratedLayer,
@@ -45,10 +45,7 @@ from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, for
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
 
-if TYPE_CHECKING:
-    from driftlens.engine.snapshot import Lane
-
-EXPERT, TRUNK = "expert", "merged"
+EXPERT, MERGED = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
@@ -94,6 +91,7 @@ class Ground:
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
         seed: every task that is trained draws from a generator of its own.
         like: in whose dtypes the calibrated model is saved; None for the base, or without one the merged model.
+        expert_features: cache of what experts make of these samples; by default nothing is cached.
     """
 
     pool: ModelPool
@@ -109,6 +107,7 @@ class Ground:
     objectives: bool = True
     seed: int = 0
     like: StateSource | None = None
+    expert_features: ExpertFeatures = field(default_factory=ExpertFeatures)
 
     def __post_init__(self) -> None:
         parts = {
@@ -198,10 +197,6 @@ class Method:
         """What is calibrated on some ground, by settings that were checked; see `Calibrator.calibrate`."""
         raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
 
-    def lane(self, parts: frozenset[int] = frozenset({0})) -> Lane | None:
-        """Its lane beside other calibrations on these parts of the samples; None where it walks alone."""
-        return None
-
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """Layers that it attaches something to."""
         return ()
@@ -231,34 +226,16 @@ class ClosedForm(Method, ABC):
         return 1
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Lanes that still have the merged model's features in common: which parts of the samples each may read."""
-
-    name: str
-    lanes: Mapping[int, frozenset[int]]
-
-    @property
-    def parts(self) -> frozenset[int]:
-        """Those that any of them may read."""
-        return frozenset[int]().union(*self.lanes.values())
-
-
-@dataclass
 class CalibrationWalk(ABC):
     """Calibrates every layer that has chosen sites, in forward order, and takes the features through the others.
 
-    `lanes` says of every calibration which parts of the samples it may read; a subclass adds `calibrate`. `parts` holds
-    the samples of this process, and `divided` the ranks of those that share a task, of which the first holds its sums
-    in the end.
+    A subclass adds `calibrate`. `parts` holds the samples of this process, and `divided` the ranks of those that share
+    a task, of which the first holds its sums in the end.
     """
 
-    ground: Ground
-    lanes: Sequence[frozenset[int]] = (frozenset({0}),)
-    grams: GramPool = field(default_factory=GramPool, init=False)
-
-    def __post_init__(self) -> None:
-        self.ground.require_tasks()
+    def __init__(self, ground: Ground) -> None:
+        ground.require_tasks()
+        self.ground, self.grams = ground, GramPool()
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
         self.parts, self.divided = self.ground.shares()
         self.sites = {
@@ -271,21 +248,19 @@ class CalibrationWalk(ABC):
         self.passage = Passage(
             self.pool,
             self.parts,
-            (EXPERT, TRUNK),
+            (EXPERT, MERGED),
             self.ground.store(),
             self.tell,
             file_prefix=f"{self.team.rank}-",
             is_patient=True,
         )
-        self.branches = [Branch(TRUNK, dict(enumerate(self.lanes)))]
-        self.seconds = [0.0] * len(self.lanes)
 
-    def walked(self) -> Iterator[list[CalibratedLayer]]:
-        """Calibrated layers of all lanes; the walk ends behind the last one with chosen sites."""
+    def walked(self) -> Iterator[CalibratedLayer]:
+        """Calibrated layers; the walk ends behind the last one with chosen sites."""
         with self.passage.store:
             yield from forward_order(self.visit, self.ground.pool.chain.layers[: self.last])
 
-    def visit(self, layer: Layer) -> Iterator[list[CalibratedLayer]]:
+    def visit(self, layer: Layer) -> Iterator[CalibratedLayer]:
         """The layer, calibrated, if it is to be."""
         if layer.index in self.sites:
             yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
@@ -296,7 +271,7 @@ class CalibrationWalk(ABC):
             self.team.together(passed)
 
     @abstractmethod
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
 
     def tell(self, layer: int, task: str) -> None:
@@ -313,13 +288,11 @@ class CalibrationWalk(ABC):
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
             maps = {EXPERT: LayerMap(layer, self.expert(layer, task))}
-            maps |= {branch.name: LayerMap(layer, merged) for branch in self.branches}
-            for part in range(len(self.parts[task])):
-                readers = [EXPERT, *(branch.name for branch in self.branches if part in branch.parts)]
-                crossing = self.passage.crossing(layer, task, part)
-                for batch in crossing:
-                    for model in readers:
-                        crossing.take(batch, model, maps[model], named=in_words(model))
+            maps[MERGED] = LayerMap(layer, merged)
+            crossing = self.passage.crossing(layer, task)
+            for batch in crossing:
+                for model, through in maps.items():
+                    crossing.take(batch, model, through, named=in_words(model))
         self.passage.check()
 
     def expert(self, layer: Layer, task: str, *, stays: bool = False) -> Parameters:
@@ -334,13 +307,10 @@ class CalibrationWalk(ABC):
             self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
         return parameters
 
-    def advance(self, layer: Layer, merged: Parameters, solved: Sequence[Solved]) -> dict[str, float]:
-        """Take every lane's features through its calibrated layer; the mean drift behind it, by task."""
-        splits = len(self.branches) < len(self.lanes)
-        if splits:  # from here on every lane is on its own
-            self.branches = [Branch(f"{index}", {index: parts}) for index, parts in enumerate(self.lanes)]
-        maps = [LayerMap(layer, replaced(layer, merged, updates)) for updates, _ in solved]
-        by_rank = self.team.together(partial(self._advanced, layer, maps, splits=splits))
+    def advance(self, layer: Layer, merged: Parameters, updates: Mapping[str, Tensor]) -> dict[str, float]:
+        """Take the features through the calibrated layer; the mean drift behind it, by task."""
+        through = LayerMap(layer, replaced(layer, merged, updates))
+        by_rank = self.team.together(partial(self._advanced, layer, through))
         sizes = {task: [size for drift in by_rank for size in drift.get(task, [])] for task in self.tasks}
         return {
             task: float(torch.tensor(drift, dtype=torch.float64).mean())
@@ -348,31 +318,18 @@ class CalibrationWalk(ABC):
             if drift
         }
 
-    def _advanced(self, layer: Layer, maps: Sequence[LayerMap], *, splits: bool) -> dict[str, list[float]]:
-        """Sizes of the drift behind the layer of this process's samples, one by one, where a lane is alone."""
+    def _advanced(self, layer: Layer, through: LayerMap) -> dict[str, list[float]]:
+        """Sizes of the drift behind the layer of this process's samples, one by one."""
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
         pooling = self.ground.pooling or self.pool.chain.modality.pool
-        for task, part in self.passage.waiting:
-            # One step for every lane, as each takes as long.
-            crossing = self.passage.crossing(layer, task, part, tell=lambda: None)
+        for task in self.parts:
+            crossing = self.passage.crossing(layer, task)
             for batch in crossing:
-                for branch in self.branches:
-                    if part not in branch.parts:
-                        continue
-                    self.tell(layer.index, task)
-                    with self.shared(branch.lanes):
-                        [lane] = branch.lanes
-                        entered, named = (
-                            TRUNK if splits else branch.name,
-                            in_words(branch.name, calibrated=True),
-                        )
-                        left = crossing.take(batch, branch.name, maps[lane], named=named, entered=entered)
-                        if len(self.lanes) == 1:
-                            states = left, batch.get(EXPERT)
-                            calibrated, expert = (layer.vectors(at, batch.side, pooling) for at in states)
-                            drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
-                if splits:
-                    batch.drop(TRUNK)
+                left = crossing.take(batch, MERGED, through, named=in_words(MERGED, calibrated=True))
+                calibrated, expert = (
+                    layer.vectors(at, batch.side, pooling) for at in (left, batch.get(EXPERT))
+                )
+                drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
         self.passage.check()
         sizes = {task: torch.cat(of) for task, of in drift.items() if of}
         read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
@@ -387,49 +344,28 @@ class CalibrationWalk(ABC):
         least_rows: Callable[[int], int],
         sites: Sequence[Site],
     ) -> Solved:
-        """What comes of the problems of all processes, each of which has some of one lane's; reports as `sites` are."""
+        """What comes of the problems of all processes, each of which has some; reports as `sites` are.
+
+        An error in one process is raised by all. `merged` are the layer's parameters, whose shapes solutions have.
+        """
         stored_in = self.ground.stored_in
-        work = partial(solve_layer, self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
-        [(updates, reports)] = solved_by_all(self.team, merged, lambda: [work()])
+        solved_here: dict[str, Tensor] = {}
+
+        def names_and_reports() -> tuple[list[str], list[SiteReport]]:
+            updates, reports = solve_layer(self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
+            solved_here.update(updates)
+            return [*updates], reports
+
         order = [site_path(layer, site) for site in sites]
+        by_rank = self.team.together(names_and_reports)
+        updates: dict[str, Tensor] = {}
+        for rank, (names, _) in enumerate(by_rank):
+            is_here = rank == self.team.rank
+            more = solved_here if is_here else {name: torch.empty_like(merged[name]) for name in names}
+            self.team.share([*more.values()], of=rank)
+            updates |= more
+        reports = [report for _, of_rank in by_rank for report in of_rank]
         return updates, sorted(reports, key=lambda report: order.index(report.site))
-
-    @contextmanager
-    def shared(self, lanes: Collection[int]) -> Iterator[None]:
-        """Work whose time these lanes have in common."""
-        started = time.perf_counter()
-        yield
-        share = (time.perf_counter() - started) / len(lanes)
-        for index in lanes:
-            self.seconds[index] += share
-
-
-def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved]]) -> list[Solved]:
-    """What the processes solve, each some sites of every lane, for all of them; an error in one is raised by all.
-
-    `merged` are the layer's parameters, whose shapes solutions have.
-    """
-    if team.size == 1:
-        return work()
-    solved_here: list[Solved] = []
-
-    def names_and_reports() -> list[tuple[list[str], list[SiteReport]]]:
-        solved_here.extend(work())
-        return [([*updates], reports) for updates, reports in solved_here]
-
-    solved: list[Solved] = []
-    for rank, lanes in enumerate(team.together(names_and_reports)):
-        solved = solved or [({}, []) for _ in lanes]
-        by_lane = (
-            [updates for updates, _ in solved_here]
-            if rank == team.rank
-            else [{name: torch.empty_like(merged[name]) for name in names} for names, _ in lanes]
-        )
-        team.share([value for updates in by_lane for value in updates.values()], of=rank)
-        for (updates, reports), new_updates, (_, new_reports) in zip(solved, by_lane, lanes, strict=True):
-            updates |= new_updates
-            reports += new_reports
-    return solved
 
 
 @summing()
@@ -537,5 +473,6 @@ def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
 
 def in_words(model: str, *, calibrated: bool = False) -> str:
     """What messages call the model whose features they are about."""
-    plain = {EXPERT: "the expert", TRUNK: "the calibrated model" if calibrated else "the merged model"}
-    return plain.get(model, f"calibrated model {model}")
+    if model == EXPERT:
+        return "the expert"
+    return "the calibrated model" if calibrated else "the merged model"

@@ -300,7 +300,6 @@ class CalibratedLayer:
         reports: one per site.
         drift_l2_mean: by task, the mean over samples of the norm of the pooled drift that leaves the calibrated layer;
             empty for the last layer walked, which is not run again.
-        seconds: its own work, and an equal share of what it had in common with calibrations beside it.
         attachments: what is attached to the last layer, by task.
     """
 
@@ -308,5 +307,4 @@ class CalibratedLayer:
     updates: Mapping[str, Tensor] = field(default_factory=dict)
     reports: Sequence[SiteReport] = ()
     drift_l2_mean: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
     attachments: Mapping[str, Attachment] = field(default_factory=dict)

@@ -9,7 +9,6 @@ there is no such sum and the term drops out.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import (
     EXPERT,
-    TRUNK,
+    MERGED,
     CalibrationWalk,
     ClosedForm,
     Ground,
@@ -122,7 +121,7 @@ class Stepwise(ClosedForm):
 
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """Layers are solved in several steps."""
-        return (layer for [layer] in StepWalk(ground, self).walked())
+        return StepWalk(ground, self).walked()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
         """The second moments of gradients, in float32."""
@@ -146,7 +145,7 @@ class Stepwise(ClosedForm):
 
 
 class StepWalk(CalibrationWalk):
-    """Solves the sites of a layer step by step, in one lane.
+    """Solves the sites of a layer step by step.
 
     Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
     """
@@ -166,9 +165,8 @@ class StepWalk(CalibrationWalk):
 
     @torch.no_grad()
     @exact_products()
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
-        started = time.perf_counter()
         if not self.groups:
             self._begin(layer)
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
@@ -183,8 +181,8 @@ class StepWalk(CalibrationWalk):
             reports += of_step
         for batch in self.passage.all_waiting:
             batch.drop(_WANTED)
-        drift = {} if is_last else self.advance(layer, merged, [(updates, reports)])
-        return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
+        drift = {} if is_last else self.advance(layer, merged, updates)
+        return CalibratedLayer(layer.index, updates, reports, drift)
 
     def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
         """Numbered groups, step by step: beside each other those that can't change what the others read.
@@ -371,10 +369,18 @@ class StepWalk(CalibrationWalk):
                 sees = True
                 if streams is None:
                     repairs = self.calibrator.residual > 0
-                    state = batch.get(TRUNK)
+                    state = batch.get(MERGED)
                     streams = added_to(layer, student, state, batch.side, names) if repairs else {}
                 hear = partial(
-                    self._hear, layer, expert, batch, streams, counts, names=names, stops=not needs_output
+                    self._hear,
+                    layer,
+                    task,
+                    expert,
+                    batch,
+                    streams,
+                    counts,
+                    names=names,
+                    stops=not needs_output,
                 )
                 if needs_output:
                     crossing.take(batch, EXPERT, hear, named=in_words(EXPERT))
@@ -393,6 +399,7 @@ class StepWalk(CalibrationWalk):
     def _hear(
         self,
         layer: Layer,
+        task: str,
         expert: Parameters,
         batch: WaitingBatch,
         streams: Mapping[str, str],
@@ -405,7 +412,9 @@ class StepWalk(CalibrationWalk):
     ) -> State:
         """The expert's layer on a batch; what its sites give waits, and how much their rows count is added."""
         tapped = {*streams.values()} - {ENTERED}
-        seen, left = rows_and_output(layer, expert, state, side, tapped, names, stops=stops)
+        seen, left = self.ground.expert_features.rows_and_output(
+            task, batch, layer, expert, state, tapped, names, stops=stops
+        )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
             rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
@@ -546,7 +555,7 @@ class StepWalk(CalibrationWalk):
 
         Of an expert of a mixture also how many tokens there are in all, and on the host which of them are these rows.
         """
-        state, goals = batch.get(TRUNK), batch.get(_WANTED)
+        state, goals = batch.get(MERGED), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
             routes = Routes(goals[_CHOSEN], goals[_GATES], is_given=True)

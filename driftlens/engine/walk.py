@@ -199,10 +199,16 @@ class Crossing:
         `keeps`, what entered waits still.
         """
         left = through(batch.get(entered or model), batch.side)
-        self.watch.see(named or model, left[self.layer.stream], batch.start)
-        if keeps:
-            batch.put(model, left)
+        self.keep(batch, model, left, named=named, waits=keeps)
         return left
+
+    def keep(
+        self, batch: WaitingBatch, model: str, left: State, *, named: str = "", waits: bool = True
+    ) -> None:
+        """Check what leaves the layer with the others, and if it `waits`, let it take the place of what entered."""
+        self.watch.see(named or model, left[self.layer.stream], batch.start)
+        if waits:
+            batch.put(model, left)
 
 
 @dataclass

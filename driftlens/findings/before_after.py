@@ -373,25 +373,23 @@ def _scored(entry: Mapping[str, Any]) -> str:
 _MIB = 2**20
 
 
-def arena_rows(
-    run: DriftRun, names: Sequence[str] | None = None, *, against: str | None = None
-) -> list[dict[str, Any]]:
+def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """A row per calibration, best score first, below base and merged model and above the experts.
 
     Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
-    calibration `against` (None: the first, whose score is best) with its ends, both paired by sample, relative and
+    first calibration, whose score is best, with its ends, both paired by sample, relative and
     cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that
     are attached), task_id (whether the task of an input must be known), found_out (mean share of test samples whose
     task was found out, where nobody tells it; scores are so), n (test samples of the mean). What was not
     measured is NaN, or None. `names` are of calibrations; None takes all.
     """
     wanted = [*run.manifest.calibrations] if names is None else [*names]
-    for name in (*wanted, *filter(None, [against])):
+    for name in wanted:
         run.calibration_info(name)
     rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
     scored = [row for row in rows if math.isfinite(row["score"])]
-    leader = against or next((row["model"] for row in scored), "")
+    leader = next((row["model"] for row in scored), "")
     for row in scored:
         if row["model"] != leader:
             row |= _behind(run, calibrated(leader), calibrated(row["model"]))
@@ -400,15 +398,11 @@ def arena_rows(
 
 
 def arena_sheet(
-    run: DriftRun,
-    names: Sequence[str] | None = None,
-    failed: Mapping[str, str] | None = None,
-    *,
-    against: str | None = None,
+    run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
 ) -> Table:
     """The rows to be read, without columns that nothing was measured for; `failed` says why repairs are missing."""
-    rows = arena_rows(run, names, against=against)
-    leader = f"against {against or 'the first'}"
+    rows = arena_rows(run, names)
+    leader = "against the first"
     columns: dict[str, tuple[Kind, str]] = {
         "model": ("text", "model"),
         **{"score": ("share", "score"), "95 % low": ("share", "low"), "95 % high": ("share", "high")},

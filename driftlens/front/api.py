@@ -22,7 +22,6 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_live
 from driftlens.spec.requests import (
     AnalysisRequest,
-    ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
     LiveSettings,
@@ -112,6 +111,12 @@ class Run(DriftRun):
         from driftlens.findings.verdict import summary_sheet
 
         return summary_sheet(self)
+
+    def repairs(self) -> Table:
+        """Return a table of all calibrations: what each gains, with paired intervals, and what it costs."""
+        from driftlens.findings.before_after import arena_sheet
+
+        return arena_sheet(self)
 
     def findings(self) -> pd.DataFrame:
         """Every number that the verdict, tables and pages are made from, one a row, with its 95 % interval.
@@ -395,41 +400,25 @@ def sweep(
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Calibrate a run with many settings side by side, as `driftlens sweep` does; its `sweeps()` has the rows.
+    """Calibrate a run with many settings, or by several methods, as `driftlens sweep` does.
 
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
+        dl.sweep("runs/ta8", methods=["featcal", "residual", ("surgery", {"rank": 4})]).repairs()
+
+    With `methods` and nothing to vary, each becomes a calibration of the run; `repairs()` compares them. One that can't
+    be made is logged as a warning.
 
     Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
+    from driftlens.jobs.contest.methods import compare_methods, wanted_methods
     from driftlens.jobs.contest.sweep import sweep as run_sweep
 
     with around.context(_live_study(run, modules, data, around.device)) as context:
-        run_sweep(_folder(run), request, context)
+        if request.compares:
+            wanted = wanted_methods(request.methods or ())
+            failed = compare_methods(_folder(run), wanted, context, samples=request.samples)
+            for name, reason in failed.items():
+                log.warning(f"{name}: not made, as {reason}")
+        else:
+            run_sweep(_folder(run), request, context)
     return _with_modules(Run.at(_folder(run)), run)
-
-
-@keywords(request=ArenaRequest)
-def arena(
-    run: PathLike | DriftRun,
-    request: ArenaRequest,
-    around: Around,
-    *,
-    modules: Mapping[str, Any] | None = None,
-    data: Mapping[str, Any] | None = None,
-) -> Table:
-    """Repair a run with several methods on the same samples, as `driftlens arena` does.
-
-        dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
-
-    Keywords are the fields of `ArenaRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`; what each
-    gains and costs shows itself as a table.
-    """
-    from driftlens.findings.before_after import arena_sheet
-    from driftlens.jobs.contest.arena import compete, entrants
-
-    wanted, folder = entrants(request.methods), _folder(run)
-    samples, attribution, against = request.samples, request.attribution, request.against
-    with around.context(_live_study(run, modules, data, around.device)) as context:
-        failed = compete(folder, wanted, context, samples=samples, attribution=attribution, against=against)
-    made = [entrant.name for entrant in wanted if entrant.name not in failed]
-    return arena_sheet(open_run(folder), made, failed, against=against)

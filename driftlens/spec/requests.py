@@ -293,12 +293,11 @@ class CalibrationRequest(Request):
 
 
 class SweepRequest(Request, title="sweep"):
-    """Many calibrations side by side: one or several sweeps.
+    """Many calibrations: one or several sweeps, or methods to be compared.
 
     Attributes:
         param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
             `driftlens.data.corruption`) -> the values to visit.
-        settings: by method, over the published ones.
         control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
     """
 
@@ -313,11 +312,13 @@ class SweepRequest(Request, title="sweep"):
     grid: Flag = asked(
         "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
     )
-    method: Annotated[tuple[Text, ...] | None, BeforeValidator(_several)] = asked(
-        "Registered calibrators, joined by commas.", unset=DEFAULT_METHOD, read=parts
+    methods: Methods | None = asked(
+        "Methods to sweep around or, with nothing to vary, to compare; settings behind colons; `all` is every method.",
+        unset=DEFAULT_METHOD,
+        metavar="A,B:key=value,...",
+        read=with_settings,
     )
     preset: Text | None = asked("Published settings for what is not varied.")
-    settings: dict[str, dict[str, Any]] = unspoken(dict)
     samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
     accuracy: Flag = asked(
         "Drift only; the test samples are not read.", True, name="--no-accuracy", parameter="no_accuracy"
@@ -326,21 +327,19 @@ class SweepRequest(Request, title="sweep"):
     replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
     control: str = unspoken("")
 
+    @property
+    def compares(self) -> bool:
+        """Whether nothing is varied, so that the methods themselves are compared."""
+        return self.methods is not None and not (self.param or self.ablate or self.control)
 
-class ArenaRequest(Request, title="arena"):
-    """Several repairs of one run, on the same samples."""
-
-    methods: Methods = asked(
-        "Repairs to compare, by `driftlens doctor --methods`; settings behind colons; `all` is every method.",
-        ...,
-        metavar="A,B:key=value,...",
-        read=with_settings,
-    )
-    samples: Count | None = asked(_SAMPLES, unset="the spec's")
-    against: Text | None = asked(
-        "The repair that the others are compared with, by its name.", unset="the best"
-    )
-    attribution: Flag = _attribution()
+    @model_validator(mode="after")
+    def _nothing_beside_a_comparison(self) -> Self:
+        if self.compares and (self.preset or self.seeds > 1 or self.grid):
+            raise problem(
+                "preset, seeds and grid belong to a sweep, and nothing is varied",
+                "Name what to vary with param.",
+            )
+        return self
 
 
 class MergeRequest(Request, title="merge"):

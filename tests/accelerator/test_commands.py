@@ -53,10 +53,9 @@ MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
 ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
     "calibrate": lambda run: (run, "--name", "repaired", "--auto"),
     "sweep": lambda run: (run, "--param", "alpha=0.3,0.6"),
-    "arena": lambda run: (run, "--methods", "featcal:views=1,surgery:steps=2"),
 }
 """Commands that look at a run, or add to it."""
-COMPOSED = {"demo", "sweep", "arena"}
+COMPOSED = {"demo", "sweep"}
 """Made of what the others do: on the second device they are `make every`'s."""
 ELSEWHERE = {
     "doctor": "runs no model",
@@ -175,7 +174,7 @@ JOBS: dict[str, Sequence[object]] = {
     "analyze": ("analyze",),
     "calibrate": ("calibrate", "--name", "repaired", "--no-attribution"),
     "auto": ("calibrate", "--name", "repaired", "--auto", "--no-attribution"),
-    "arena": ("arena", "--methods", "featcal,residual:folds=2", "--no-attribution"),
+    "methods": ("sweep", "--methods", "featcal,residual:folds=2"),
 }
 TROUBLE: list[tuple[dict[str, Any], str]] = [
     ({"is_gone": True}, "sim no longer answers"),
@@ -216,7 +215,7 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
         if command != "analyze":
             shutil.copytree(run, folder)
     assert told(capsys, *arguments(folders["cpu"], "cpu"))[0] == 0
-    more = [] if command == "arena" else ["--resume"]
+    more = [] if job == "methods" else ["--resume"]
     for number, (trouble, says) in enumerate(TROUBLE):
         calls = itertools.count()
 

@@ -125,7 +125,7 @@ def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Pa
     app = open_app(tmp_path, "repair")
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert "tile" in head and not app.error
-    assert "driftlens sweep" not in said(app) and "driftlens arena" not in said(app)
+    assert "driftlens sweep" not in said(app)
 
 
 def test_numbers_below_zero_have_a_minus_in_tables_and_are_sorted_as_numbers(

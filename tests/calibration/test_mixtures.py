@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from driftlens.engine import steps
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
-from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.linalg.gram import GramPool, GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
 from tests.reference import calibration as reference
@@ -178,15 +176,10 @@ def test_an_expert_that_no_token_is_sent_to_stays_as_merged_and_is_named(method:
     assert all(report.num_rows for report in experts if report.kind != "kept")
 
 
-IN_RUNS: dict[str, list[Any]] = {
-    "featcal": [FeatCal(**SETTINGS)],
-    "side by side": [
-        FeatCal(lam=0.1),
-        FeatCal(lam=1.0),
-        FeatCal(inputs="expert"),
-        FeatCal(alpha=0.1),
-    ],
-    "residual": [ResidualCal(folds=2, order="block", mu=0.5)],
+IN_RUNS: dict[str, Any] = {
+    "featcal": FeatCal(**SETTINGS),
+    "fed by the expert": FeatCal(**SETTINGS, inputs="expert"),
+    "residual": ResidualCal(folds=2, order="block", mu=0.5),
 }
 
 
@@ -196,7 +189,7 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, with as many sums held as one expert's matrix and the sites beside the mixture need."""
-    models, calibrators, most = family(case("Mixtral"), n=N, batch_size=2), IN_RUNS[method], 0
+    models, calibrator, most = family(case("Mixtral"), n=N, batch_size=2), IN_RUNS[method], 0
     lend = GramPool.lend
 
     def counted(self: GramPool, *given: Any, **named: Any) -> GramSum:
@@ -205,23 +198,21 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
         most = max(most, len(self._lent))
         return lent
 
-    def walked(budget: int) -> tuple[list[list[CalibratedLayer]], int]:
+    def walked(budget: int) -> tuple[list[CalibratedLayer], int]:
         nonlocal most
         most = 0
         monkeypatch.setattr(steps, "in_runs", in_runs if budget == 1 else lambda items, *_: [list(items)])
-        sites = select_sites(models.pool.chain, update=calibrators[-1].update)
+        sites = select_sites(models.pool.chain, update=calibrator.update)
         parts = {task: given(models.batches) for task in TASKS}
         ground = Ground(models.pool, parts, sites, feature_budget=budget)
-        if method == "residual":
-            return [[layer] for layer in calibrators[0].calibrate(ground)], most
-        return list(calibrate_side_by_side(ground, [Lane(each) for each in calibrators])), most
+        return list(calibrator.calibrate(ground)), most
 
     monkeypatch.setattr(GramPool, "lend", counted)
     (whole, many), (parted, few) = walked(1 << 31), walked(1)
     # Of ten groups of sites eight are experts', which have two matrices each.
     assert few * 10 == many * (3 if method != "residual" else 1)
-    for lane, other in zip(*(chain.from_iterable(layers) for layers in (whole, parted)), strict=True):
-        assert lane.updates.keys() == other.updates.keys() and lane.drift_l2_mean == other.drift_l2_mean
-        assert all(torch.equal(value, other.updates[name]) for name, value in lane.updates.items())
-        reports = ([replace(report, seconds=0.0) for report in of.reports] for of in (lane, other))
+    for layer, other in zip(whole, parted, strict=True):
+        assert layer.updates.keys() == other.updates.keys() and layer.drift_l2_mean == other.drift_l2_mean
+        assert all(torch.equal(value, other.updates[name]) for name, value in layer.updates.items())
+        reports = ([replace(report, seconds=0.0) for report in of.reports] for of in (layer, other))
         assert next(reports) == next(reports)

@@ -55,7 +55,7 @@ COMMANDS = {
     "calibrate": Command("calibrate FOLDER --name a --progress none", resumed),
     "sweep": Command("sweep FOLDER --param lam=0.1,0.5 --progress none", resumed),
     "merge": Command("merge SPEC --method average --out FOLDER/model --progress none", on_run=False),
-    "arena": Command("arena FOLDER --methods featcal:lam=0.2,norms --progress none"),
+    "sweep --methods": Command("sweep FOLDER --methods featcal:lam=0.2,residual --progress none"),
     "report": Command("report FOLDER --format md,json,csv"),
 }
 DONE_OR_CANCELLED, DONE_OR_REFUSED = frozenset({0, 130}), frozenset({0, 4})

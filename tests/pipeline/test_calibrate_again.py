@@ -26,7 +26,7 @@ from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import add_to_run, analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.automatic import HELD_OUT
-from driftlens.jobs.contest.contest import Trials
+from driftlens.jobs.contest.contest import Fitting
 from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
@@ -130,7 +130,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
     calibrate_until(folder, in_layer(3))
     before = files_of(folder)
-    monkeypatch.setattr(Trials, "outcomes", lambda *_, **__: pytest.fail("a search began"))
+    monkeypatch.setattr(Fitting, "fit", lambda *_, **__: pytest.fail("a search began"))
     with pytest.raises(errors.SpecError, match=r"another (automatic: false, now true|settings\.update)"):
         calibrate(folder, request(parameters=parameters, resume=True), choose=HELD_OUT)
     assert files_of(folder) == before

@@ -232,9 +232,9 @@ def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
 def test_repairs_of_live_modules_compete_where_these_are_at_hand(analyzed: Any, tmp_path: Path) -> None:
     path = Path(shutil.copytree(analyzed.path, tmp_path / "run"))
     with pytest.raises(SpecError, match="made from live modules, which are not there any more"):
-        dl.arena(path, ["featcal"], progress="none")
-    table = dl.arena(path, ["featcal", "norms"], modules=given(), data=others(), progress="none").frame()
-    assert {"featcal", "norms"} <= {*table["model"]}
+        dl.sweep(path, methods=["featcal"], progress="none")
+    run = dl.sweep(path, methods=["featcal", "residual"], modules=given(), data=others(), progress="none")
+    assert {"featcal", "residual"} <= {*run.repairs().frame()["model"]}
 
 
 def test_inference_mode_around_a_calibration_changes_nothing() -> None:

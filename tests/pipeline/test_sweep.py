@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,19 @@ import torch
 import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
 from driftlens.data.corruption import corrupt
-from driftlens.data.samples import part_of
+from driftlens.engine import expert_features
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.sites import select_sites
-from driftlens.engine.snapshot import Lane, calibrate_side_by_side
+from driftlens.engine.expert_features import ExpertFeatures
+from driftlens.engine.sites import rows_and_output, select_sites
 from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control
 from driftlens.jobs.calibrate import plan
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.contest import LANE, Fit, Trials
 from driftlens.jobs.contest.sweep import control, sweep
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
@@ -38,7 +36,6 @@ from driftlens.runs.verify import verify
 from driftlens.spec.requests import SweepRequest
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
-from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
@@ -59,97 +56,36 @@ def rows_of(run: DriftRun, name: str, **wanted: Any) -> pd.DataFrame:
     return rows[keep].sort_values(["point", "seed", "task"]).reset_index(drop=True)
 
 
-def side_by_side(
-    study: Study, parts: Any, lanes: list[Lane], sites: Any, **options: Any
-) -> list[tuple[dict[tuple[int, str], torch.Tensor], float]]:
-    """Updates and seconds of every lane."""
-    layers = list(calibrate_side_by_side(Ground(study.pool, parts, sites, **options), lanes))
-    return [
-        (
-            {(layer.layer, name): value for layer in mine for name, value in layer.updates.items()},
-            sum(layer.seconds for layer in mine),
-        )
-        for mine in zip(*layers, strict=True)
-    ]
-
-
-LANES = {
-    "preset": (FeatCal(), {0, 1}),
-    "ridge": (FeatCal(lam=1.0), {0, 1}),
-    "rescaled": (FeatCal(rho=1.2), {0, 1}),
-    "another target": (FeatCal(alpha=0.9), {0, 1}),
-    "fewer samples": (FeatCal(), {0}),
-    "the other samples": (FeatCal(alpha=0.9), {1}),
-}
-
-
-@pytest.mark.parametrize("layers", few([None, (3,), (2, 4)], [(2, 4)]))
-def test_lanes_that_walk_together_solve_what_each_solves_alone(
-    study: Study, layers: Sequence[int] | None
+@pytest.mark.parametrize("calibrator", [FeatCal(), ResidualCal(cv="off")])
+def test_cached_expert_features_give_the_same_weights_as_none(
+    study: Study, monkeypatch: pytest.MonkeyPatch, calibrator: Any
 ) -> None:
-    sites = select_sites(study.pool.chain, layers=layers)
-    samples = {task: at.calibration for task, at in study.tasks.items()}
-    parts = {
-        task: [part_of(drawn, [0]), part_of(drawn, [1, 2, 3])] for task, drawn in samples.items() if drawn
-    }
-    lanes = [Lane(calibrator, frozenset(read)) for calibrator, read in LANES.values()]
-    together = side_by_side(study, parts, lanes, sites)
-    positions = {0: [0], 1: [1, 2, 3]}
-    for found, (calibrator, read) in zip(together, LANES.values(), strict=True):
-        chosen = [position for part in sorted(read) for position in positions[part]]
-        alone = {
-            (layer.layer, name): value
-            for layer in calibrator.calibrate(
-                Ground(
-                    study.pool,
-                    {task: [part_of(drawn, chosen)] for task, drawn in samples.items() if drawn},
-                    sites,
-                )
-            )
-            for name, value in layer.updates.items()
-        }
-        updates, seconds = found
-        assert updates.keys() == alone.keys() and seconds > 0
-        for key, value in alone.items():
-            torch.testing.assert_close(updates[key], value, rtol=1e-5, atol=1e-6)
+    """The second calibration on the same samples runs no expert where the cache holds all, and some where it can't."""
+    sites = select_sites(study.pool.chain, update=calibrator.update)
+    samples = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
+    runs = list[str]()
 
+    def run(layer: Any, *args: Any, **options: Any) -> Any:
+        runs.append(layer.path)
+        return rows_and_output(layer, *args, **options)
 
-def test_features_beyond_the_budget_go_to_disk_and_change_nothing(study: Study, tmp_path: Path) -> None:
-    sites = select_sites(study.pool.chain)
-    parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
-    lanes = [Lane(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 1.0)]
-    inside = side_by_side(study, parts, lanes, sites)
-    outside = side_by_side(study, parts, lanes, sites, feature_budget=0, spill=tmp_path / "spill")
-    for (kept, _), (spilled, _) in zip(inside, outside, strict=True):
-        for key, value in kept.items():
-            assert torch.equal(value, spilled[key])
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(expert_features, "rows_and_output", run)
 
+    def solved(cache: ExpertFeatures) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
+        runs.clear()
+        layers = calibrator.calibrate(Ground(study.pool, samples, sites, expert_features=cache))
+        found = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
+        return found, len(runs)
 
-@pytest.mark.slow
-def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) -> None:
-    samples = {task: at.calibration for task, at in study.tasks.items() if at.calibration}
-    parts = {task: [range(len(at))] for task, at in samples.items()}
-    fits = [Fit(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 0.1, 1.0)]
-    sites, layer = select_sites(study.pool.chain), study.pool.chain.blocks[0]
-
-    def models(budget: int, wanted: Sequence[Fit] = fits) -> tuple[list[torch.Tensor], int]:
-        events: list[ProgressEvent] = []
-        small = dataclasses.replace(
-            study, settings=dataclasses.replace(study.settings, feature_budget=budget)
-        )
-        trials = Trials(small, samples, parts, lambda update: sites, Reporter(events.append), "sweep")
-        met = trials.outcomes(wanted, lambda _: study.pool.parameters(LANE, layer)["mlp.c_fc.weight"])
-        found = [outcome.value for _, outcome in met if outcome.value is not None]
-        done = [event.done for event in events]
-        assert done == sorted(done) and events[-1].done == events[-1].total, "progress only goes forward"
-        return found, sum(event.label.startswith("layer 1 ") for event in events)
-
-    (together, once), (apart, thrice) = models(1 << 30), models(1)
-    assert thrice == 3 * once and len(together) == 3
-    # To the last bit: who goes on with what is missing has others beside it than who went through.
-    assert all(torch.equal(left, right) for left, right in zip(together, apart, strict=True))
-    assert torch.equal(models(1 << 30, fits[1:])[0][0], together[1])
+    (plain, every), whole, part = solved(ExpertFeatures()), ExpertFeatures(1 << 30), ExpertFeatures(1 << 16)
+    counts = {}
+    for name, cache in (("whole", whole), ("part", part)):
+        for sitting in (1, 2):
+            found, counts[name, sitting] = solved(cache)
+            assert found.keys() == plain.keys()
+            assert all(torch.equal(found[key], value) for key, value in plain.items())
+    assert counts["whole", 1] == counts["part", 1] == every > 0
+    assert counts["whole", 2] == 0 < counts["part", 2] < every
 
 
 VALUES = {"lam": 0.01, "rho": 1.3, "alpha": 0.8, "n": 3}
@@ -291,7 +227,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
 
     def watch(event: ProgressEvent) -> None:
         labels.append(event.label)
-        if event.label.startswith("calibration 3"):
+        if "lam 0.1" in event.label:
             token.cancel()
 
     with pytest.raises(Cancelled):
@@ -309,7 +245,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
         pd.testing.assert_frame_equal(left.drop(columns="seconds"), right.drop(columns="seconds"))
     labels.clear()
     sweep(folder, asked.changed(resume=True), Context(on_progress=lambda event: labels.append(event.label)))
-    assert not [label for label in labels if "calibration" in label or "layer" in label]
+    assert not [label for label in labels if "layer" in label]
 
 
 @pytest.mark.slow
@@ -321,7 +257,7 @@ def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_po
     token = CancelToken()
 
     def stop(event: ProgressEvent) -> None:
-        if event.label.startswith("calibration 2"):
+        if "lam 1," in event.label:
             token.cancel()
 
     with pytest.raises(Cancelled) as caught:
@@ -399,8 +335,8 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
         ({"n": [2, 7]}, {}, "7 calibration samples asked for", ""),
         ({"lam": [float("nan")]}, {}, "lam is nan", ""),
         (LAM, {"seeds": 0}, "seeds: expected at least 1, got 0", ""),
-        (LAM, {"method": ["featcal", "residual"]}, "residual has no parameter 'lam'", ""),
-        ({"mu": [1.5]}, {"method": "residual"}, "mu is 1.5", ""),
+        (LAM, {"methods": ["featcal", "residual"]}, "residual has no parameter 'lam'", ""),
+        ({"mu": [1.5]}, {"methods": ["residual"]}, "mu is 1.5", ""),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_is_written(
@@ -417,10 +353,10 @@ def test_what_can_not_be_is_refused_before_anything_is_written(
 def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calibration(
     folder: Path, light: DriftRun, tmp_path: Path
 ) -> None:
-    asked = SweepRequest(param={"n": [2, 6]}, seeds=2, method=["featcal", "residual"])
+    asked = SweepRequest(param={"n": [2, 6]}, seeds=2, methods=["featcal", "residual"])
     with pytest.raises(DataError, match=r"residual, 2 samples\. The first one: .*folds"):
         sweep(folder, asked)
-    run = sweep(folder, SweepRequest(param={"n": [5, 6]}, method=["residual"], replace=True))
+    run = sweep(folder, SweepRequest(param={"n": [5, 6]}, methods=["residual"], replace=True))
     assert set(run.sweeps()["sweep"]) == {"n", "residual:n"}, "what could be measured is there"
     assert len(rows_of(run, "n")) == 8 and rows_of(run, "n")["kl"].notna().all()
     plain = calibrate(
@@ -438,7 +374,7 @@ def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calib
 
 @pytest.mark.slow
 def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: Path) -> None:
-    run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, method="residual", samples=5))
+    run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, methods=["residual"], samples=5))
     rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
     start = json.loads(rows["settings"][0])
     changed = [
@@ -469,7 +405,7 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
     folder: Path, light: DriftRun, tmp_path: Path, method: str
 ) -> None:
     settings = {"steps": 20}
-    run = sweep(folder, SweepRequest(param={"steps": [20, 21]}, method=method, samples=3))
+    run = sweep(folder, SweepRequest(param={"steps": [20, 21]}, methods=[method], samples=3))
     asked = request(samples=3, method=method, parameters=settings)
     plain = calibrate(copied(light, tmp_path / "plain"), asked)
     for row in rows_of(run, f"{method}:steps", point=0).itertuples():
@@ -485,7 +421,7 @@ def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: Path, tmp_path: Path
 ) -> None:
-    run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, method=["featcal", "norms"]))
+    run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, methods=["featcal", "norms"]))
     assert {*run.sweeps()["sweep"]} == {"corruption", "norms:corruption"}
     rows = rows_of(run, "corruption")
     assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}

@@ -23,8 +23,8 @@ from driftlens.findings.before_after import calibration_sheets, selection_senten
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import contest, shrinking
-from driftlens.jobs.contest.arena import entrants, request_of
 from driftlens.jobs.contest.automatic import choice_of
+from driftlens.jobs.contest.methods import request_of, wanted_methods
 from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
 from driftlens.spec.data import Views
@@ -207,9 +207,9 @@ def test_entrants_are_asked_for_with_views_and_shares() -> None:
         ("residual", {"views": 3, "mu": 0.5}),
         ("featcal", {"shrink": "auto"}),
     ]
-    asked = [request_of(entrant) for entrant in entrants(given)]
+    asked = [request_of(entrant) for entrant in wanted_methods(given)]
     assert [of.name for of in asked] == ["residual", "residual-views-3-mu-0.5", "featcal-shrink-auto"]
     assert asked[1].views == Views() and asked[1].parameters == {"mu": 0.5} and asked[2].shrink == "auto"
     for odd in ({"views": 0}, {"shrink": 7}, {"vews": 1}):
         with pytest.raises(SpecError):
-            entrants([("residual", odd)])
+            wanted_methods([("residual", odd)])

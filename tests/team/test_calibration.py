@@ -23,7 +23,6 @@ from driftlens.data.samples import Batch, SampleSet, fitting_batch, halving_batc
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.problems import CalibratedLayer, SiteUpdate, StepProblem, WeightedFold
 from driftlens.engine.sites import select_sites
-from driftlens.engine.snapshot import Lane, calibrate_side_by_side
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import GramPool
 from tests.quick import few
@@ -186,22 +185,6 @@ def test_layers_done_before_are_passed_by_all() -> None:
     done = {layer.layer: layer.updates for layer in one[:2]}
     many = teamed(2, lambda team: list(FeatCal().calibrate(Ground(pool, given, sites, done=done, team=team))))
     compared(one[2:], many, 1e-9)
-
-
-@pytest.mark.slow
-def test_many_calibrations_side_by_side_are_divided_too() -> None:
-    case = WORLDS["open_clip_vit"].case
-    pool, given = pool_of(case, models(case)), samples(case)
-    sites = select_sites(pool.chain)
-    lanes = [Lane(FeatCal(lam=lam, alpha=alpha)) for lam, alpha in ((0.05, 0.3), (0.5, 0.3), (0.05, 0.6))]
-
-    def walk(team: Team) -> list[list[CalibratedLayer]]:
-        return list(calibrate_side_by_side(Ground(pool, given, sites, team=team), lanes))
-
-    one = walk(Team())
-    for layers in teamed(3, walk):
-        for lane in range(len(lanes)):
-            compared([of[lane] for of in one], [[of[lane] for of in layers]], 1e-9)
 
 
 SHORT = list(itertools.product((2, 3), ("featcal", "residual"), ("half", "nothing")))

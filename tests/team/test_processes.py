@@ -111,7 +111,7 @@ def test_a_run_of_two_processes_is_that_of_one(spec: Path, alone: DriftRun, tmp_
         ["calibrate", "--name", "featcal"],
         ["calibrate", "--name", "residual", "--method", "residual", "--set", "folds=2", "--no-attribution"],
         ["sweep", "--param", "lam=0.01,0.1", "--seeds", "2"],
-        ["arena", "--methods", "surgery:steps=3,norms", "--no-attribution"],
+        ["sweep", "--methods", "surgery:steps=3,featcal:update=[norm]"],
     ]
     for name, *rest in commands:
         assert run([name, str(one), *rest, "--progress", "none"]) == 0

@@ -364,14 +364,13 @@ def running_drift(job: Job) -> dict[int, float]:
     return dict(sorted(drifts.items()))
 
 
-def running_scores(job: Job) -> dict[str, dict[int, float]]:
-    """Held-out scores of what the job's choice has tried so far, by candidate and part of the samples."""
-    scores: dict[str, dict[int, float]] = {}
+def running_scores(job: Job) -> dict[str, float]:
+    """Return held-out scores of the candidates that the job's choice has tried so far, by name."""
+    scores: dict[str, float] = {}
     for event in _events(job):
-        name, part, score = (event.get(key) for key in ("name", "part", "score"))
-        if event.get("event") != CANDIDATE or not isinstance(name, str) or not isinstance(part, int):
-            continue
-        scores.setdefault(name, {})[part] = float(score) if isinstance(score, int | float) else math.inf
+        name, score = event.get("name"), event.get("score")
+        if event.get("event") == CANDIDATE and isinstance(name, str):
+            scores[name] = float(score) if isinstance(score, int | float) else math.inf
     return scores
 
 

@@ -18,7 +18,7 @@ from driftlens.base.files import from_json, write_json_atomic
 from driftlens.runs.status import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
-Kind = Literal["demo", "analyze", "compare", "calibrate", "sweep", "arena", "explain"]
+Kind = Literal["demo", "analyze", "compare", "calibrate", "sweep", "explain"]
 MAKING: tuple[Kind, ...] = ("demo", "analyze", "compare")
 """Kinds of jobs that make the folder that they write to."""
 

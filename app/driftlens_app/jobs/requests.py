@@ -19,9 +19,9 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import (
     DEFAULT_METHOD,
-    ArenaRequest,
     CalibrationRequest,
     ComparisonRequest,
+    SweepRequest,
 )
 from driftlens_app.calibration import checked, methods, require_free_name
 from driftlens_app.jobs.record import Kind, Request, job_of
@@ -141,11 +141,11 @@ def sweep_request(run: DriftRun) -> Request:
     return _on_run("sweep", listed(method.swept), run, *words)
 
 
-def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
+def methods_request(run: DriftRun, names: Sequence[str]) -> Request:
     """Repairs by several methods on the same samples, each kept as a calibration of the run."""
     if not names:
         raise SpecError("no method was chosen", hint="Choose two or more to be compared.")
-    return _on_run("arena", ",".join(names), run, *ArenaRequest(methods=names).words())
+    return _on_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
 
 
 def explain_request(run: DriftRun, add: Sequence[str] = ()) -> Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from urllib.parse import urlencode
 
 import pandas as pd
@@ -26,7 +25,7 @@ from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens_app import calibration
 from driftlens_app.jobs import Job, View, watch
 from driftlens_app.jobs.processes import is_at_work, running_drift, running_scores
-from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
+from driftlens_app.jobs.requests import calibrate_request, methods_request, sweep_request
 from driftlens_app.live import begin, show_bad_end, show_live
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import opened
@@ -159,22 +158,15 @@ def _curve(run: DriftRun, view: View) -> None:
         show_drawn("running", run.id, drawn)
 
 
-def _tried(scores: Mapping[str, Mapping[int, float]]) -> None:
-    """What the choice has tried so far, the nearest to the experts first among those that came as far."""
-    rows = pd.DataFrame(
-        [(name, fmean(parts.values()), len(parts)) for name, parts in scores.items()],
-        columns=["candidate", "distance", "parts"],
-    )
-    rows = rows.sort_values(["parts", "distance"], ascending=[False, True])
+def _tried(scores: Mapping[str, float]) -> None:
+    """Show the candidates that the choice has tried so far, the nearest to the experts first."""
+    rows = pd.DataFrame(scores.items(), columns=["candidate", "distance"]).sort_values("distance")
     about = "To the experts."
     looks = {"distance": NumberColumn("distance", format="%.4f", width=80, help=about)}
     if is_narrow():  # else names push the distances out of sight
-        looks |= {"candidate": TextColumn("candidate", width=165), "parts": NumberColumn("parts", width=60)}
+        looks |= {"candidate": TextColumn("candidate", width=165)}
     show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
-    caption(
-        "On calibration samples that are held out, without labels. Lower is nearer; what is clearly worse on one "
-        "part of them is not tried on the next."
-    )
+    caption("On calibration samples that are held out, without labels. Lower is nearer.")
 
 
 def _results(run: DriftRun, job: View | None) -> None:
@@ -279,7 +271,6 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
 
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
-    show_bad_end(watch(run.path, "arena"))
     without = "Drawn once there are two repairs: the button below makes those that are chosen."
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:
@@ -297,7 +288,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
             help="Each with its published settings; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
-            begin(arena_request(run, chosen))
+            begin(methods_request(run, chosen))
 
 
 def _downloads(run: DriftRun, name: str) -> None:

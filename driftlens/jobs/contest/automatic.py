@@ -2,12 +2,11 @@
 
 Candidates are the merged model and the base as they are, and models that are made: by the calibrator that was asked
 for, by what calibrators declare as their `candidates`, and by other merges; each at several shares of the way from the
-base. Samples fall into two halves. All are made from one half and judged on the other; those that the best is not
-clearly better than are then made from the other half, too, as far as `BUDGET` lasts. So no two models that are judged
-share a sample, and what is dear is made twice from half of the samples at most. The merged model stays, or else the
-base, unless something is clearly better; of what is made the dearest is taken whose score is within a standard error of
-the best: repairs with views are, and did best wherever the arena measured them. Where the merged model or the base
-stays, the calibration solves no module, and its variant is that very model under the name that was asked for.
+base. Samples fall into two halves. Every model is made from one half and judged on the other, both ways. So no two
+models that are judged share a sample, and what is dear is made twice from half of the samples. The merged model stays,
+or else the base, unless something is clearly better; of what is made the dearest is taken whose score is within a
+standard error of the best: repairs with views are, and did best wherever they were measured. Where the merged model or
+the base stays, the calibration solves no module, and its variant is that very model under the name that was asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.errors import DataError, NumericsError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of
@@ -39,14 +38,14 @@ from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import (
     LANE,
-    Fit,
+    Bar,
+    Fitting,
     HeldOut,
     Judge,
     KeptScores,
     Outcome,
     Scored,
-    Trials,
-    contest,
+    try_each,
     unlabelled,
 )
 from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, share_entry, shares_of_the_way
@@ -58,10 +57,8 @@ from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"
-BUDGET = 3.0
-"""Of what is tried, in calibrations of all samples by the dearest candidate."""
 NUM_PARTS = 2
-"""Of the samples. Made from three quarters of them, a model takes 1.5 times as long, and two looks see half of them."""
+"""Halves of the samples."""
 _MERGES = ("average", "tsv_m", "regmean_pp")
 """Other merges of the same experts that are compared: as they come by default."""
 _LOOK = 0.35
@@ -88,13 +85,6 @@ class Entrant(NamedTuple):
     def cost_of_part(self) -> float:
         """Of making it from a part of the samples and judging it on the others."""
         return self.cost / NUM_PARTS + _LOOK
-
-
-class Trial(NamedTuple):
-    """An entrant made without a part and judged on it, or a model as it is, which is judged on all samples."""
-
-    name: str
-    part: int | None = None
 
 
 Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
@@ -136,12 +126,33 @@ def choose_settings(
     flags = {"has_base": study.has_base, "has_views": study.is_told_views}
     entrants = _entrants(start, counts, others=others, **flags)
     shares = [1.0] if not study.has_base else [*filter(None, SHARES)] if share is None else [share]
+    bar = Bar(reporter, sum(NUM_PARTS * entrant.cost_of_part for entrant in entrants))
+    scores = KeptScores[Entrant](kept, _key, study.team)
+
+    def read(entrant: Entrant) -> Outcome[Scored] | None:
+        found = scores.read(entrant)
+        if found is not None:
+            bar.begin(NUM_PARTS * entrant.cost_of_part, entrant.title)
+        return found
+
+    measured, failures = dict[str, dict[float, Values]](), dict[str, str]()
     with temporary_folder() as folder:
-        tries = _Tries(study, sites, entrants, shares, kept, reporter, folder)
-        rivals = _halved(tries, entrants)
-        record = _record(tries, rivals)
-        tries.bar.finish()
-    choice = tries.entrants.get(record["choice"])
+        tries = _Tries(study, sites, shares, bar, folder)
+        tried = try_each(entrants, tries.measure, read=read, write=scores.write, team=study.team)
+        for entrant, outcome in tried:
+            if outcome.value is None:
+                assert outcome.error is not None
+                if entrant.name == "start":
+                    raise outcome.error
+                failures[entrant.name] = outcome.error.message
+                continue
+            measured[entrant.name] = _all_parts(outcome.value)
+            best, at_best = _best(measured[entrant.name])
+            bar.step(PHASE, 1, 1, score=at_best.mean, share=best)
+        bar.finish(PHASE)
+        plain = tries.as_they_are()
+    record = _record(study, entrants, plain, measured, failures, tries.judge)
+    choice = next((entrant for entrant in entrants if entrant.name == record["choice"]), None)
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
     return chosen, record | {
         "score": tries.judge.score,
@@ -149,9 +160,8 @@ def choose_settings(
         "start": plain_settings(start),
         "chosen": None if record["kept"] else plain_settings(chosen),
         "num_held_out": {task: len(judged) for task, judged in tries.samples.items()},
-        "num_calibrations": tries.num_fits,
-        "cost_in_calibrations": tries.spent / _dearest(entrants),
-        "seconds": round(tries.ledger.seconds, 3),
+        "num_calibrations": NUM_PARTS * len(entrants),
+        "seconds": round(scores.seconds, 3),
     }
 
 
@@ -160,297 +170,153 @@ def _as_they_are(has_base: bool) -> list[str]:
     return [name for name in _PLAIN if name == "merged" or has_base]
 
 
-def _dearest(entrants: Sequence[Entrant]) -> float:
-    return max(entrant.cost for entrant in entrants)
-
-
-def _halved(tries: _Tries, entrants: Sequence[Entrant]) -> list[Entrant]:
-    """What is left after both halves of the samples, or after one where all is clear by then; the best first.
-
-    Nothing is left behind that the best isn't clearly better than, unless the budget ends.
-    """
-    rivals, budget = list(entrants), BUDGET * _dearest(entrants)
-    for part in range(NUM_PARTS):
-        cost = _cost_of_part(rivals)
-        tries.bar.expect(min(cost * (NUM_PARTS - part), max(budget - tries.spent, cost)))
-        tries.make(rivals, part)
-        parts, rivals = range(part + 1), [rival for rival in rivals if rival.name not in tries.failures]
-        if not rivals:
-            break
-        scores = {rival.name: tries.best_of(rival.name, parts)[1] for rival in rivals}
-        rivals.sort(key=lambda rival: scores[rival.name].mean)
-        best, among = scores[rivals[0].name], max(1, len(rivals) - 1)
-        rivals = [
-            rival for rival in rivals if not best.compared_with(scores[rival.name], among=among).is_clear
-        ]
-        if len(rivals) == 1 and tries.is_settled(best, parts):
-            break
-        if part + 1 < NUM_PARTS:
-            while len(rivals) > 1 and _cost_of_part(rivals) > budget - tries.spent:
-                rivals.pop()
-    return rivals
-
-
-def _cost_of_part(entrants: Sequence[Entrant]) -> float:
-    return sum(entrant.cost_of_part for entrant in entrants)
-
-
-class _OneBar(Reporter):
-    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal.
-
-    Its total is what was done and what is expected from there on, and is never less than what is done. A batch in
-    which one that can't be solved for makes the others walk alone counts once.
-    """
-
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
-        self._total = self._spent = self._batch = self._reached = 0.0
-
-    def begin(self, effort: float) -> None:
-        """The batch at hand is over, and one begins that takes `effort`."""
-        self._spent, self._batch = self._spent + self._batch, effort
-        self._total = max(self._total, self._spent + effort)
-
-    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """As of a `Reporter`, of the batch at hand."""
-        self._reached = max(self._reached, self._spent + self._batch * done / (total or 1))
-        self._reporter.step(phase, round(100 * self._reached), round(100 * self._total), label, **metrics)
-
-    def expect(self, ahead: float) -> None:
-        """The batch at hand is over, and those from here on take `ahead`."""
-        self._total = self._spent + self._batch + ahead
-
-    def tell(self, name: str, **measured: float) -> None:
-        """What was measured of an entrant, beside the bar as it stands."""
-        self._reporter.step(PHASE, round(100 * self._reached), round(100 * self._total), name, **measured)
-
-    def finish(self) -> None:
-        """All is tried."""
-        self._reached = self._spent + self._batch
-        self._reporter.step(PHASE, round(100 * self._reached), round(100 * self._reached))
-
-
 class _Tries:
-    """What was measured of trials so far, and where more are made; `spent` is in calibrations by FeatCal."""
+    """Makes candidates from one half of the samples and judges them on the other."""
 
     def __init__(
         self,
         study: Study,
         sites: Mapping[int, Sequence[str]],
-        entrants: Sequence[Entrant],
         shares: Sequence[float],
-        kept: Kept,
-        reporter: Reporter,
+        bar: Bar,
         folder: Path,
     ) -> None:
-        self.study, self.shares, self.judge = study, shares, Judge(study)
-        self.entrants = {entrant.name: entrant for entrant in entrants}
-        self.bar, self.samples = _OneBar(reporter), unlabelled(study)
-        self.parts = {task: folds_of(len(data), task, parts=NUM_PARTS) for task, data in self.samples.items()}
-        self.ledger = KeptScores[Trial](kept, self._key, study.team)
-        self.failures: dict[str, str] = {}
-        self.spent, self.num_fits = 0.0, 0
-        self._sites, self._folder = sites, folder
-        self._measured: dict[Trial, dict[float, Values]] = {}
-        self._merges: dict[str, StateSource] = {}
-        self._whole = HeldOut(study, self.samples, self.judge.with_drift)
-
-    def make(self, entrants: Sequence[Entrant], part: int) -> None:
-        """Make entrants without a part of the samples, and judge them on it; what can't be made is in `failures`."""
-        candidates, tried = [Trial(entrant.name, part) for entrant in entrants], list[Trial]()
-
-        def attempts(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
-            tried.extend(trials)
-            by_views: dict[Views | None, list[Entrant]] = {}
-            for entrant in (self.entrants[trial.name] for trial in trials):
-                if entrant.calibrator is None:
-                    self.bar.begin(entrant.cost_of_part)
-                    yield Trial(entrant.name, part), self._merged(entrant, part)
-                else:
-                    by_views.setdefault(entrant.views, []).append(entrant)
-            for views, group in by_views.items():
-                yield from self._fitted(group, views, part)
-
-        for trial, outcome in contest(candidates, attempts, self.ledger):
-            cost = self.entrants[trial.name].cost_of_part
-            if trial not in tried:  # what an earlier sitting has kept counts as if it was done here
-                self.bar.begin(cost)
-            self.num_fits, self.spent = self.num_fits + 1, self.spent + cost
-            if outcome.value is not None:
-                self._measured[trial] = _by_share(outcome.value)
-                share, scores = self.best_of(trial.name, [part])
-                self.bar.tell(self.entrants[trial.name].title, score=scores.mean, share=share, part=part)
-                continue
-            assert outcome.error is not None
-            if trial.name == "start":
-                raise outcome.error
-            self.failures[trial.name] = outcome.error.message
-
-    def _merged(self, entrant: Entrant, part: int) -> Outcome[Scored]:
-        """What another merge scores on a part, made without it where it reads samples; or the merged model shrunk."""
-        pool, started = self.study.pool, time.perf_counter()
-        try:
-            source = self._merges.get(entrant.name) or pool.source("merged")
-            if entrant.merge is not None and entrant.name not in self._merges:
-                shown = {
-                    task: part_of(drawn, sorted({*range(len(drawn))} - {*self.parts[task][part]}))
-                    for task, drawn in self.samples.items()
-                }
-                source = merged_within(self.study.blinded(shown), entrant.merge)
-                if not entrant.merge.method.runs_models:
-                    self._merges[entrant.name] = source
-        except (DataError, NumericsError, SpecError) as error:
-            return Outcome(error=error)
-        seconds = time.perf_counter() - started
-        pool.add(LANE, with_parameters(pool.chain, source, self.study.like, {}))
-        return Outcome(self._judged(entrant.name, part), seconds)
-
-    def _fitted(
-        self, group: Sequence[Entrant], views: Views | None, part: int
-    ) -> Iterator[tuple[Trial, Outcome[Scored]]]:
-        """Calibrations on all parts but one, and their scores on that."""
-        rest = frozenset(range(NUM_PARTS)) - {part}
-        fits = {Fit(entrant.calibrator, rest): entrant for entrant in group if entrant.calibrator is not None}
-        trials = Trials(
-            self.study,
-            self.samples
-            if views is None
-            else {task: replace(drawn, views=views) for task, drawn in self.samples.items()},
-            self.parts,
-            lambda update: updated_sites(self.study.pool.chain, self._sites, update),
-            self.bar,
+        self.study, self.judge, self.samples = study, Judge(study), unlabelled(study)
+        self.folds = {task: folds_of(len(data), task, parts=NUM_PARTS) for task, data in self.samples.items()}
+        self._shares, self._bar = shares, bar
+        self._held_out = HeldOut(study, self.samples, self.judge.with_drift)
+        self._fitting = Fitting(
+            study,
+            lambda update: updated_sites(study.pool.chain, sites, update),
+            bar,
             PHASE,
-            self._folder / "features",
-            begin=lambda begun: self.bar.begin(sum(fits[fit].cost_of_part for fit in begun)),
+            folder / "features",
         )
-        for fit, outcome in trials.outcomes([*fits], lambda fit: self._judged(fits[fit].name, part)):
-            yield Trial(fits[fit].name, part), outcome
+        self._caches = [self._fitting.cache(NUM_PARTS) for _ in range(NUM_PARTS)]
 
-    def parts_of(self, name: str) -> list[int]:
-        """Those that an entrant was judged on; none if it can't be made."""
-        judged = [part for part in range(NUM_PARTS) if Trial(name, part) in self._measured]
-        return [] if name in self.failures else judged
+    def measure(self, entrant: Entrant) -> Outcome[Scored]:
+        """Scores of a candidate on both halves, each judged by the model that was made from the other."""
+        scores, started = dict[str, Mapping[str, NDArray[np.float64]]](), time.perf_counter()
+        for part in range(NUM_PARTS):
+            self._bar.begin(entrant.cost_of_part, entrant.title)
+            self._make(entrant, part)
+            scores |= self._judged(part)
+        return Outcome(scores, time.perf_counter() - started)
 
-    def scores(self, name: str, parts: Sequence[int], share: float = 1.0) -> Scores:
-        """At a share of the way from the base, on these parts, each judged by a model that was made without it."""
-        return Scores({task: numbers["score"] for task, numbers in self._values(name, parts, share).items()})
-
-    def best_of(self, name: str, parts: Sequence[int]) -> tuple[float, Scores]:
-        """The share with the lowest mean score on these parts, the largest of equals, and the scores there."""
-        shares = sorted(self._measured[Trial(name, parts[0])], reverse=True)
-        scores = {share: self.scores(name, parts, share) for share in shares}
-        best = min(shares, key=lambda share: scores[share].mean)
-        return best, scores[best]
-
-    def is_settled(self, scores: Scores, parts: Sequence[int]) -> bool:
-        """Whether what is left is clearly better than the models as they are, whenever one might have asked."""
-        plain = _as_they_are(self.study.has_base)
-        among = NUM_PARTS * (len(plain) + len(self.entrants) - 1)
-        return all(scores.compared_with(self.scores(name, parts), among=among).is_clear for name in plain)
-
-    def curve(self, name: str, parts: Sequence[int]) -> list[dict[str, Any]]:
-        """See `CalibrationInfo.shrink`."""
-        points = {share: self._values(name, parts, share) for share in self._measured[Trial(name, parts[0])]}
-        points[0.0] = self._values("base", parts, 1.0)
-        return [share_entry(share, values, self.judge.measure) for share, values in sorted(points.items())]
-
-    def _values(self, name: str, parts: Sequence[int], share: float) -> Values:
-        if name in self.entrants:
-            pieces = [self._measured[Trial(name, part)][share] for part in parts]
-        else:
-            whole = self._as_it_is(name)
-            pieces = [
-                {
-                    task: {kind: numbers[list(self.parts[task][part])] for kind, numbers in values.items()}
-                    for task, values in whole.items()
-                }
-                for part in parts
-            ]
+    def as_they_are(self) -> dict[str, Values]:
+        """Scores of the models that need not be made, by name, samples in the order of the halves."""
+        order = {
+            task: [position for fold in folds for position in fold] for task, folds in self.folds.items()
+        }
         return {
-            task: {kind: np.concatenate([piece[task][kind] for piece in pieces]) for kind in pieces[0][task]}
-            for task in self.samples
+            name: {
+                task: {kind: numbers[order[task]] for kind, numbers in by_kind.items()}
+                for task, by_kind in self._held_out.of(name).items()
+            }
+            for name in _as_they_are(self.study.has_base)
         }
 
-    def _as_it_is(self, name: str) -> Values:
-        trial = Trial(name)
-        if trial not in self._measured:
+    def _make(self, entrant: Entrant, part: int) -> None:
+        """Add to the pool what comes of a candidate without a part of the samples."""
+        pool = self.study.pool
+        shown = {
+            task: part_of(drawn, [*range(1 - part, len(drawn), NUM_PARTS)])
+            for task, drawn in self.samples.items()
+        }
+        if entrant.calibrator is None:
+            source = pool.source("merged")
+            if entrant.merge is not None:
+                source = merged_within(self.study.blinded(shown), entrant.merge)
+            pool.add(LANE, with_parameters(pool.chain, source, self.study.like, {}))
+            return
+        views = entrant.views
+        cache = self._caches[part] if views is None else None
+        if views is not None:
+            shown = {task: replace(drawn, views=views) for task, drawn in shown.items()}
+        self._fitting.fit(entrant.calibrator, shown, cache)
 
-            def measured(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome[Scored]]]:
-                yield trial, Outcome(_flat({1.0: self._whole.of(name)}))
-
-            ((_, outcome),) = contest([trial], measured, self.ledger)
-            assert outcome.value is not None
-            self._measured[trial] = _by_share(outcome.value)
-        return self._measured[trial][1.0]
-
-    def _judged(self, name: str, part: int) -> Scored:
-        """The model at hand on a part, at shares of the way from the base: downwards, until the mean score rises.
-
-        Scores along the way fall and rise again, so that what lies beyond isn't the best. Other parts take the shares
-        of the first.
-        """
-        pool, by_share = self.study.pool, dict[float, Values]()
-        first = self._measured.get(Trial(name, 0))
-        places = {task: folds[part] for task, folds in self.parts.items()}
-        samples = {task: part_of(drawn, places[task]) for task, drawn in self.samples.items()}
-        held_out = _Part(self.study, samples, self.judge.with_drift, whole=self._whole, positions=places)
-        model, means = pool.source(LANE), list[float]()
-        for share in sorted(self.shares if first is None else first, reverse=True):
+    def _judged(self, part: int) -> Scored:
+        """Scores on a part of the model in the pool, at shares of the way from the base."""
+        pool, scores = self.study.pool, dict[str, Mapping[str, NDArray[np.float64]]]()
+        positions = {task: folds[part] for task, folds in self.folds.items()}
+        samples = {task: part_of(drawn, positions[task]) for task, drawn in self.samples.items()}
+        held_out = _Part(
+            self.study, samples, self.judge.with_drift, whole=self._held_out, positions=positions
+        )
+        model = pool.source(LANE)
+        for share in self._shares:
             if share != 1:
-                pool.add(LANE, self._at_hand(Between(pool.source("base"), model, share)))
-            by_share[share] = held_out.of(LANE)
-            means.append(Scores({task: numbers["score"] for task, numbers in by_share[share].items()}).mean)
-            if first is None and means[-1] > min(means):
-                break
-        return _flat(by_share)
+                pool.add(LANE, self._in_memory(Between(pool.source("base"), model, share)))
+            else:
+                pool.add(LANE, model)
+            scores |= {f"{part} {share:g} {task}": values for task, values in held_out.of(LANE).items()}
+        return scores
 
-    def _at_hand(self, source: StateSource) -> StateSource:
+    def _in_memory(self, source: StateSource) -> StateSource:
         """The same, read once for all tasks where it takes no more memory than features may."""
         size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
         if size > self.study.settings.feature_budget:
             return source
         return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
 
-    def _key(self, trial: Trial) -> str:
-        """What is kept of a trial goes by its settings, not by its name."""
-        entrant = self.entrants.get(trial.name)
-        return (
-            trial.name
-            if entrant is None
-            else f"{entrant.calibrator or entrant.name!r} {entrant.views} {trial.part} of {NUM_PARTS}"
-        )
+
+def _key(entrant: Entrant) -> str:
+    """What is kept of a candidate goes by its settings, not by its name."""
+    return f"{entrant.calibrator or entrant.name!r} {entrant.views}"
 
 
-def _flat(measured: Mapping[float, Values]) -> Scored:
-    """By names of two levels, as a ledger keeps it."""
-    return {f"{share:g} {task}": kinds for share, tasks in measured.items() for task, kinds in tasks.items()}
-
-
-def _by_share(flat: Scored) -> dict[float, Values]:
+def _all_parts(flat: Scored) -> dict[float, Values]:
+    """Scores by share, those of all parts behind each other."""
+    pieces = dict[tuple[float, str], list[Mapping[str, NDArray[np.float64]]]]()
+    for name, numbers in sorted(flat.items()):
+        _, share, task = name.split(" ", 2)
+        pieces.setdefault((float(share), task), []).append(numbers)
     by_share = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
-    for name, numbers in flat.items():
-        share, task = name.split(" ", 1)
-        by_share.setdefault(float(share), {})[task] = numbers
+    for (share, task), parts in pieces.items():
+        joined = {kind: np.concatenate([part[kind] for part in parts]) for kind in parts[0]}
+        by_share.setdefault(share, {})[task] = joined
     return {**by_share}
 
 
-def _record(tries: _Tries, rivals: Sequence[Entrant]) -> dict[str, Any]:
-    """The decision among what is left and the models as they are, and every candidate, as plain values."""
-    plain = _as_they_are(tries.study.has_base)
-    parts = tries.parts_of(rivals[0].name) if rivals else [0]
-    standing = {rival.name for rival in rivals}
-    by_cost = sorted(tries.entrants.values(), key=lambda entrant: entrant.cost)
-    best = {rival.name: tries.best_of(rival.name, parts) for rival in by_cost if rival.name in standing}
-    scores = {name: tries.scores(name, parts) for name in plain} | {
-        name: at_best for name, (_, at_best) in best.items()
-    }
-    decision = decide(scores, [[*best]], among=len(plain) + len(tries.entrants) - 1)
-    compared = [_entry(tries, name, None, scores[name], decision) for name in plain]
-    for name in tries.entrants:
-        # What was left behind is told on the parts that it was judged on, beside the merged model on the same.
-        judged = tries.parts_of(name)
-        share, result = best.get(name) or (tries.best_of(name, judged) if judged else (None, None))
-        compared.append(_entry(tries, name, share, result, decision))
+def _scores(values: Values) -> Scores:
+    return Scores({task: numbers["score"] for task, numbers in values.items()})
+
+
+def _best(by_share: Mapping[float, Values]) -> tuple[float, Scores]:
+    """The share with the lowest mean score, the largest of equals, and the scores there."""
+    scores = {share: _scores(by_share[share]) for share in sorted(by_share, reverse=True)}
+    best = min(scores, key=lambda share: scores[share].mean)
+    return best, scores[best]
+
+
+def _record(
+    study: Study,
+    entrants: Sequence[Entrant],
+    plain: Mapping[str, Values],
+    measured: Mapping[str, Mapping[float, Values]],
+    failures: Mapping[str, str],
+    judge: Judge,
+) -> dict[str, Any]:
+    """The decision among what was made and the models as they are, and every candidate, as plain values."""
+    by_cost = sorted(entrants, key=lambda entrant: entrant.cost)
+    best = {entrant.name: _best(measured[entrant.name]) for entrant in by_cost if entrant.name in measured}
+    scores = {name: _scores(values) for name, values in plain.items()}
+    scores |= {name: at_best for name, (_, at_best) in best.items()}
+    decision = decide(scores, [[*best]], among=len(plain) + len(entrants) - 1)
+    compared = [
+        {"name": name, "title": _PLAIN[name]} | _numbers(name, scores[name], decision) for name in plain
+    ]
+    for entrant in entrants:
+        entry: dict[str, Any] = {"name": entrant.name, "title": entrant.title}
+        if entrant.calibrator is not None:
+            settings = plain_settings(entrant.calibrator)
+            entry |= {"method": method_called(entrant.calibrator), "settings": settings}
+        if entrant.name in best:
+            share, at_best = best[entrant.name]
+            entry |= {"share": share} | _numbers(entrant.name, at_best, decision)
+        else:
+            entry["error"] = failures[entrant.name]
+        compared.append(entry)
     record: dict[str, Any] = {
         "kept": decision.name if decision.name in _PLAIN else "",
         "choice": decision.name,
@@ -462,36 +328,25 @@ def _record(tries: _Tries, rivals: Sequence[Entrant]) -> dict[str, Any]:
     }
     if decision.name not in best:
         return record
-    if tries.study.has_base:
-        record |= {"share": best[decision.name][0], "curve": tries.curve(decision.name, parts)}
-    entrant = tries.entrants[decision.name]
-    if entrant.calibrator is None:
-        record["kept"] = "merged" if entrant.merge is None else "merge"
-    if entrant.merge is not None:
-        record["merge"] = entrant.merge.record
-    return record | ({} if entrant.views is None else {"views": entrant.views.model_dump()})
+    if study.has_base:
+        curve = {0.0: plain["base"], **measured[decision.name]}
+        entries = [share_entry(share, values, judge.measure) for share, values in sorted(curve.items())]
+        record |= {"share": best[decision.name][0], "curve": entries}
+    [chosen] = (entrant for entrant in entrants if entrant.name == decision.name)
+    if chosen.calibrator is None:
+        record["kept"] = "merged" if chosen.merge is None else "merge"
+    if chosen.merge is not None:
+        record["merge"] = chosen.merge.record
+    return record | ({} if chosen.views is None else {"views": chosen.views.model_dump()})
 
 
-def _entry(
-    tries: _Tries, name: str, share: float | None, scores: Scores | None, decision: Decision
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": name, "title": _PLAIN.get(name, "")}
-    entrant = tries.entrants.get(name)
-    if entrant is not None:
-        entry |= {"title": entrant.title}
-    if entrant is not None and entrant.calibrator is not None:
-        entry |= {"method": method_called(entrant.calibrator), "settings": plain_settings(entrant.calibrator)}
-    if share is not None:
-        entry["share"] = share
-    if scores is None:
-        return entry | {"error": tries.failures[name]}
-    entry |= {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
+def _numbers(name: str, scores: Scores, decision: Decision) -> dict[str, Any]:
+    """The score of a candidate, and how much lower it is than the merged model's."""
+    numbers = {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
     if name == "merged":
-        return entry
-    over = decision.over_merged.get(name) or scores.compared_with(
-        tries.scores("merged", tries.parts_of(name)), among=decision.among
-    )
-    return entry | {key: _finite(value) for key, value in dataclasses.asdict(over).items()}
+        return numbers
+    over = dataclasses.asdict(decision.over_merged[name])
+    return numbers | {key: _finite(value) for key, value in over.items()}
 
 
 def outlook(
@@ -507,7 +362,8 @@ def outlook(
     for task, count in counts.items():
         folds_of(count, task, parts=NUM_PARTS)
     titles = [*(_PLAIN[name] for name in _as_they_are(has_base)), *(entrant.title for entrant in entrants)]
-    return titles, (BUDGET + 1) * _dearest(entrants)
+    tried = sum(NUM_PARTS * entrant.cost_of_part for entrant in entrants)
+    return titles, tried + max(entrant.cost for entrant in entrants)
 
 
 HELD_OUT = Chooser(choose_settings, outlook)

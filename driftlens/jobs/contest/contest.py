@@ -1,7 +1,7 @@
-"""One contest: candidates are tried in turn or side by side, and each that is finished is kept before the next one.
+"""What `--auto`, sweeps and comparisons of merges share: one loop over candidates, and how models are judged.
 
-The arena, comparisons of merges, sweeps and `--auto` differ in what a candidate is, in how some of them are tried (an
-`Attempts`) and in where what became of them is kept (a `Ledger`); what was stopped goes on with those that are missing.
+A candidate is a calibration by some settings, a merge, or a model as it is. `try_each` makes and measures one after the
+other; what is finished is kept, so that a job that was stopped resumes with the candidates that are missing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +20,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.devices import wide
+from driftlens.base.devices import memory, wide
 from driftlens.base.errors import (
     Cancelled,
     DataError,
     DriftLensError,
-    NumericsError,
     RunError,
-    SingularGramError,
     SpecError,
 )
 from driftlens.base.intervals import Interval, mean_interval
@@ -36,23 +34,20 @@ from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.samples import SampleSet
 from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.snapshot import calibrate_side_by_side
-from driftlens.engine.walk import Parts
+from driftlens.engine.expert_features import ExpertFeatures
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
-from driftlens.linalg.gram import solve_bytes
 from driftlens.linalg.state import lengths
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
 
 C = TypeVar("C")
 T = TypeVar("T")
-Asked = TypeVar("Asked", contravariant=True)
 Known = TypeVar("Known", covariant=True)
 
 
@@ -104,40 +99,24 @@ class Outcome(Generic[Known]):
     error: DriftLensError | None = None
 
 
-Attempts = Callable[[Sequence[C]], Iterable[tuple[C, Outcome[T]]]]
-"""Tries some candidates, and gives each with what became of it as soon as that is known, in any order."""
-
-
-class Ledger(Protocol[Asked, T]):
-    """Where outcomes are kept beyond the end of the process."""
-
-    def read(self, candidate: Asked) -> Outcome[T] | None:
-        """What an earlier sitting has kept of a candidate; None where it is still to be tried."""
-        ...
-
-    def write(self, candidate: Asked, outcome: Outcome[T]) -> None:
-        """Keep what became of a candidate, whole or not at all."""
-        ...
-
-
 Scored = Mapping[str, Mapping[str, NDArray[np.float64]]]
 """Numbers of one candidate by two names, for example a fold and a task; one per sample."""
 
 
-class KeptScores(Generic[Asked]):
-    """A `Ledger` of numbers in a folder, which the first process writes; a candidate is known again by a name."""
+class KeptScores(Generic[C]):
+    """Results of candidates in a folder, one file each, which the first process writes; `name_of` names the file."""
 
-    def __init__(self, kept: Kept, name_of: Callable[[Asked], str], team: Team = ALONE) -> None:
+    def __init__(self, kept: Kept, name_of: Callable[[C], str], team: Team = ALONE) -> None:
         self._kept, self._name_of, self._team = kept, name_of, team
         self._started = time.perf_counter() - team.once(lambda: kept.seconds)
 
     @property
     def seconds(self) -> float:
-        """What the work took until now, over all sittings."""
+        """Seconds of work until now, over all sittings."""
         return time.perf_counter() - self._started
 
-    def read(self, candidate: Asked) -> Outcome[Scored] | None:
-        """As of a `Ledger`."""
+    def read(self, candidate: C) -> Outcome[Scored] | None:
+        """Return what an earlier sitting has measured of a candidate, or None."""
         tensors = self._team.once(lambda: self._kept.read(self._name_of(candidate)))
         if not tensors:
             return None
@@ -147,8 +126,8 @@ class KeptScores(Generic[Asked]):
             value.setdefault(outer, {})[inner] = tensor.numpy()
         return Outcome(value, seconds)
 
-    def write(self, candidate: Asked, outcome: Outcome[Scored]) -> None:
-        """As of a `Ledger`."""
+    def write(self, candidate: C, outcome: Outcome[Scored]) -> None:
+        """Write the file of a candidate."""
         assert outcome.value is not None
         if self._team.leads:
             tensors = {
@@ -163,33 +142,26 @@ class KeptScores(Generic[Asked]):
 _SECONDS = "seconds"
 
 
-def contest(
-    entered: Iterable[C], attempts: Attempts[C, T], ledger: Ledger[C, T] | None = None
+def try_each(
+    wanted: Iterable[C],
+    attempt: Callable[[C], Outcome[T]],
+    *,
+    read: Callable[[C], Outcome[T] | None] = lambda candidate: None,
+    write: Callable[[C, Outcome[T]], None] = lambda candidate, outcome: None,
+    team: Team = ALONE,
 ) -> Iterator[tuple[C, Outcome[T]]]:
-    """Every candidate with what became of it: first those that are kept, then the others, each kept when it is known.
+    """Yield every candidate with its outcome, in order; one that fails leaves the others alone.
 
-    What failed is not kept: a later sitting tries it once more, for the reason may be gone. Without a ledger the
-    attempts know by themselves what is there.
+    Args:
+        wanted: the candidates.
+        attempt: makes and measures one candidate.
+        read: returns the outcome that an earlier sitting has kept, or None.
+        write: keeps an outcome. A failure is not kept, because its reason may be gone next time.
+        team: the processes that try the same candidates; an error that only one of them meets is raised.
     """
-    missing = []
-    for candidate in entered:
-        outcome = None if ledger is None else ledger.read(candidate)
+    for candidate in wanted:
+        outcome = read(candidate)
         if outcome is None:
-            missing.append(candidate)
-        else:
-            yield candidate, outcome
-    for candidate, outcome in attempts(missing) if missing else ():
-        if ledger is not None and outcome.error is None:
-            ledger.write(candidate, outcome)
-        yield candidate, outcome
-
-
-def one_by_one(attempt: Callable[[C], Outcome[T]], team: Team = ALONE) -> Attempts[C, T]:
-    """Attempts at one candidate after the other, in which one that can't be made leaves the others alone."""
-
-    def attempts(entered: Sequence[C]) -> Iterator[tuple[C, Outcome[T]]]:
-        for candidate in entered:
-            outcome: Outcome[T]
             try:
                 outcome = attempt(candidate)
             except (Cancelled, RunError):  # the job's own trouble, which all candidates share
@@ -198,13 +170,13 @@ def one_by_one(attempt: Callable[[C], Outcome[T]], team: Team = ALONE) -> Attemp
                 if not team.agrees(error):
                     raise
                 outcome = Outcome(error=error)
-            yield candidate, outcome
-
-    return attempts
+            else:
+                write(candidate, outcome)
+        yield candidate, outcome
 
 
 def require_any(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Refuse to go on where every candidate failed."""
+    """Raise the first error where every candidate failed."""
     errors = [outcome.error for outcome in outcomes]
     if errors and None not in errors:
         raise next(error for error in errors if error is not None)
@@ -341,16 +313,6 @@ def over_samples(values: NDArray[np.float64]) -> Interval:
     return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
-Sites = Mapping[int, Sequence[str]]
-
-
-class Fit(NamedTuple):
-    """One calibration to try: with these settings, on these of the parts of the samples."""
-
-    calibrator: Calibrator
-    parts: frozenset[int]
-
-
 def unlabelled(study: Study) -> dict[str, SampleSet]:
     """The calibration samples by task, without labels, which no choice may see; refuses a task without samples."""
     samples: dict[str, SampleSet] = {}
@@ -361,82 +323,63 @@ def unlabelled(study: Study) -> dict[str, SampleSet]:
     return samples
 
 
-@dataclass(frozen=True)
-class Trials:
-    """Where calibrations are tried: on some `parts` of the samples, by the positions of each.
+class Bar(Reporter):
+    """Many calibrations as one bar of `total` efforts, in hundredths of one."""
 
-    The study's pool gains a model called `LANE`, which changes with every fit. `sites` says what a calibrator that
-    updates some kinds of parameters calibrates; `begin` is told of fits that walk together before they do.
+    def __init__(self, reporter: Reporter, total: float) -> None:
+        self._reporter, self._total = reporter, total
+        self._reached = self._effort = 0.0
+        self._name = ""
+
+    def begin(self, effort: float, name: str) -> None:
+        """What is at hand is over, and something begins that takes so much effort."""
+        self._reached, self._effort = self._reached + self._effort, effort
+        self._name = name
+
+    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
+        """As of a `Reporter`, of what is at hand."""
+        reached = self._reached + self._effort * done / (total or 1)
+        named = f"{self._name}, {label}" if label else self._name
+        self._reporter.step(phase, round(100 * reached), round(100 * self._total), named, **metrics)
+
+    def finish(self, phase: str) -> None:
+        """All is done, or has failed."""
+        total = round(100 * self._total)
+        self._reporter.step(phase, total, total)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Calibrates a study's merged model again and again; each model takes the place of the last in the pool.
+
+    Attributes:
+        study: the models; its pool gains one called `LANE`.
+        sites: the sites to calibrate, by the kinds of parameters that a calibrator updates.
+        spill: folder for features beyond the feature budget.
+        seed: of everything that is drawn while a calibrator is fitted.
     """
 
     study: Study
-    samples: Mapping[str, SampleSet]
-    parts: Mapping[str, Sequence[Sequence[int]]]
-    sites: Callable[[Collection[str]], Sites]
+    sites: Callable[[Collection[str]], Mapping[int, Sequence[str]]]
     reporter: Reporter
     phase: str
     spill: Path | None = None
     seed: int = 0
-    begin: Callable[[Sequence[Fit]], None] = lambda fits: None
 
-    def outcomes(self, fits: Sequence[Fit], measure: Callable[[Fit], T]) -> Iterator[tuple[Fit, Outcome[T]]]:
-        """Every fit with what is measured of it while the pool has its model, as soon as it is known.
+    def fit(
+        self, calibrator: Calibrator, samples: Mapping[str, SampleSet], cache: ExpertFeatures | None = None
+    ) -> float:
+        """Calibrate on samples, add the model to the pool as `LANE`, and return the seconds that the fit took.
 
-        Those that walk alone come first, then those that walk together, in their order. Where one of the latter can't
-        be solved for, all that are left walk alone.
+        Args:
+            calibrator: the calibrator with its settings.
+            samples: calibration samples by task.
+            cache: what earlier fits to the very same samples have computed of the experts, to be used and added to.
         """
-        together: dict[tuple[str, ...], list[Fit]] = {}
-        for fit in fits:
-            if fit.calibrator.lane() is not None:
-                together.setdefault(tuple(fit.calibrator.update), []).append(fit)
-                continue
-            self.begin([fit])
-            try:
-                seconds = self._walked_alone(fit)
-                yield fit, Outcome(measure(fit), seconds)
-            except (DataError, NumericsError) as error:
-                yield fit, Outcome(error=error)
-        for update, group in together.items():
-            self.begin(group)
-            yield from self._side_by_side(group, self.sites(update), measure)
-
-    def _side_by_side(
-        self, fits: Sequence[Fit], sites: Sites, measure: Callable[[Fit], T]
-    ) -> Iterator[tuple[Fit, Outcome[T]]]:
-        waiting = list(fits)
-        try:
-            for seconds in self._walked_together(fits, sites):
-                outcome = Outcome(measure(waiting[0]), seconds)
-                yield waiting.pop(0), outcome
-        except SingularGramError as error:  # without a word on whose
-            if len(waiting) == 1:
-                yield waiting[0], Outcome(error=error)
-            else:
-                for fit in waiting:
-                    yield from self._side_by_side([fit], sites, measure)
-
-    @cached_property
-    def _sample_parts(self) -> Parts:
-        return {
-            task: [part_of(self.samples[task], positions) for positions in parts]
-            for task, parts in self.parts.items()
-        }
-
-    def _samples_of(self, fit: Fit) -> dict[str, SampleSet]:
-        """What a fit reads that walks alone, in the order of the samples."""
-        return {
-            task: part_of(self.samples[task], sorted(index for part in fit.parts for index in parts[part]))
-            for task, parts in self.parts.items()
-        }
-
-    def _walked_alone(self, fit: Fit) -> float:
-        """The seconds that a fit took; the study's pool has its model then."""
         pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
         attached: dict[str, Attachment] = {}
-        sites = self.sites(fit.calibrator.update) if fit.calibrator.takes_sites else {}
-        parts: Parts = {task: [samples] for task, samples in self._samples_of(fit).items()}
         started = time.perf_counter()
-        for layer in fit.calibrator.calibrate(self.ground(parts, sites)):
+        for layer in calibrator.calibrate(self._ground(calibrator, samples, cache)):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
             attached |= layer.attachments
         seconds, source = time.perf_counter() - started, pool.source("merged")
@@ -445,9 +388,14 @@ class Trials:
         pool.add(LANE, source, attached)
         return seconds
 
-    def ground(self, parts: Parts, sites: Sites) -> Ground:
-        """What a walk over these parts of samples is done on."""
+    def cache(self, among: int = 1) -> ExpertFeatures:
+        """Return an empty cache within the feature budget, which so many caches share."""
+        budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
+        return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)
 
+    def _ground(
+        self, calibrator: Calibrator, samples: Mapping[str, SampleSet], cache: ExpertFeatures | None
+    ) -> Ground:
         def step(progress: Step) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
@@ -455,8 +403,8 @@ class Trials:
         settings = self.study.settings
         return Ground(
             self.study.pool,
-            parts,
-            sites,
+            {task: [drawn] for task, drawn in samples.items()},
+            self.sites(calibrator.update) if calibrator.takes_sites else {},
             base="base" if self.study.has_base else None,
             objectives=False,
             feature_budget=settings.feature_budget,
@@ -466,47 +414,5 @@ class Trials:
             seed=self.seed,
             like=self.study.like,
             on_step=step,
+            expert_features=cache or ExpertFeatures(),
         )
-
-    def _walked_together(self, fits: Sequence[Fit], sites: Sites) -> Iterator[float]:
-        """The seconds that each fit took, while the study's pool has its model."""
-        pool, budget = self.study.pool, self.study.settings.feature_budget
-        size = max(1, budget // self._bytes_of_one(sites))
-        last, num_groups = max(sites), -(-len(fits) // size)
-        total = num_groups * last + len(fits)
-        for group, first in enumerate(range(0, len(fits), size)):
-            done = group * last + first
-            walking = (fit.calibrator.lane(fit.parts) for fit in fits[first : first + size])
-            lanes = [lane for lane in walking if lane is not None]
-            updates: list[dict[ParameterKey, Tensor]] = [{} for _ in lanes]
-            seconds = [0.0] * len(lanes)
-
-            def step(progress: Step, done: int = done) -> None:
-                self.reporter.step(self.phase, done + progress.done, total, progress.label)
-
-            ground = replace(self.ground(self._sample_parts, sites), on_step=step)
-            for layers in calibrate_side_by_side(ground, lanes):
-                for index, layer in enumerate(layers):
-                    updates[index] |= {(layer.layer, name): value for name, value in layer.updates.items()}
-                    seconds[index] += layer.seconds
-            for index, solution in enumerate(updates):
-                number = first + index
-                label = f"calibration {number + 1} of {len(fits)}"
-                self.reporter.step(self.phase, (group + 1) * last + number, total, label)
-                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self.study.like, solution))
-                yield seconds[index]
-        self.reporter.step(self.phase, total, total)
-
-    def _bytes_of_one(self, sites: Sites) -> int:
-        """Bytes that one fit holds at most: its solution, and the moments of one layer in float64."""
-        pool, solution, moments = self.study.pool, 0, 0
-        headers = pool.source("merged").headers
-        for layer in pool.chain.layers:
-            shapes = [
-                torch.Size(slot.shape(headers[slot.key].shape))
-                for name, slot in layer.parameters.items()
-                if name.rpartition(".")[0] in sites.get(layer.index, ())
-            ]
-            solution += sum(shape.numel() for shape in shapes) * pool.dtype.itemsize
-            moments = max(moments, sum(solve_bytes(*shape) for shape in shapes if len(shape) == 2))
-        return solution + moments

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
@@ -27,7 +27,6 @@ from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.jobs.calibrate.variants import anchors, with_parameters
 from driftlens.jobs.contest.contest import (
     LANE,
     Candidate,
@@ -37,16 +36,15 @@ from driftlens.jobs.contest.contest import (
     Outcome,
     Scored,
     candidates,
-    contest,
     drift_scores,
-    one_by_one,
     over_samples,
     require_any,
+    try_each,
     unlabelled,
 )
 from driftlens.jobs.study.merging import merged_source, save_merge
 from driftlens.jobs.study.opening import OpenModels, open_study
-from driftlens.jobs.study.reopening import Begun, Kept, reopened
+from driftlens.jobs.study.reopening import Begun, Kept
 from driftlens.jobs.study.study import Study
 from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.method import merge_called, merge_methods
@@ -57,7 +55,6 @@ from driftlens.runs.writer import remove_tree
 from driftlens.spec import RunSpec
 
 PHASE = "compare"
-SCALES = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
 MEASURES = ("hellinger", "drift_rel")
 
 Values = NDArray[np.float64]
@@ -166,11 +163,9 @@ class _Compared:
         with temporary_folder() as folder:
             for task in self.judged:
                 held_out.expert(task)
-            ledger = KeptScores[Candidate](kept, lambda candidate: candidate.name)
-            met = {
-                merge.name: outcome
-                for merge, outcome in contest([*existing, *self._merges], one_by_one(attempt), ledger)
-            }
+            scores = KeptScores[Candidate](kept, lambda candidate: candidate.name)
+            tried = try_each([*existing, *self._merges], attempt, read=scores.read, write=scores.write)
+            met = {merge.name: outcome for merge, outcome in tried}
         require_any(met[merge.name] for merge in self._merges)
         self._reporter.step(PHASE, len(self._merges), len(self._merges))
         return [(candidate, met[candidate.name]) for candidate in (*existing, *self._merges)]
@@ -250,73 +245,14 @@ def _identity(
     return dict(from_json(json.dumps(identity | {"device": study.pool.device.type})))  # as it will be read
 
 
-@torch.no_grad()
-@exact_products()
-def scaled_layers(
-    run: PathLike,
-    layers: Sequence[int],
-    context: Context = Context(),
-) -> list[dict[str, Any]]:
-    """What one layer of a run's merged model at a time gains in relative final drift by going farther from the base.
-
-    A layer becomes base + scale (merged - base). The best of `SCALES` on three quarters of the calibration samples is
-    compared with the merged model on the fourth; intervals are good for all layers together. No label is read.
-    """
-    study, _ = reopened(run, context, with_calibrations=False)
-    if not study.has_base:
-        raise SpecError("scaling a layer takes a base to scale from, and the run has none")
-    pool, reporter = study.pool, context.reporter()
-    choosing, judging = (
-        HeldOut(
-            study,
-            samples,
-            lambda _model, _task, features, expert: drift_scores(features, expert).cpu().numpy(),
-        )
-        for samples in _samples(study, held_out=True, bare=True)
-    )
-
-    def drift(model: str, held_out: HeldOut[Values]) -> Scores:
-        return Scores(held_out.of(model))
-
-    def scaled(index: int, scale: float) -> str:
-        merged, base = pool.source("merged"), pool.source("base")
-        keys = [(index, name) for name in pool.chain.layers[index - 1].parameters]
-        parameters = anchors(pool.chain, merged, base, scale, keys)
-        pool.add(LANE, with_parameters(pool.chain, merged, base, parameters))
-        return LANE
-
-    unscaled, start, rows = drift("merged", judging), drift("merged", choosing), []
-    for index in reporter.track(layers, "scale", lambda index: f"layer {index}"):
-        drifts = {scale: start if scale == 1 else drift(scaled(index, scale), choosing) for scale in SCALES}
-        best = min(drifts, key=lambda scale: (drifts[scale].mean, abs(scale - 1)))
-        row: dict[str, Any] = {
-            "layer": index,
-            "scale": best,
-            "tried": SCALES,
-            "drift_rel": unscaled.mean,
-            "n": sum(map(len, judging.samples.values())),
-        }
-        if best != 1:
-            gain = drift(scaled(index, best), judging).compared_with(unscaled, among=len(layers))
-            row |= {
-                **_ends("advantage", Interval(gain.advantage, gain.low, gain.high)),
-                "is_clear": gain.is_clear,
-            }
-        rows.append(row)
-    return rows
-
-
-def _samples(
-    study: Study, *, held_out: bool, bare: bool = False
-) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
-    """The samples that may be read, and those to judge on; of texts these, if `bare` both, are the question alone."""
+def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
+    """Return the samples that methods may read, and those to judge on; of texts these are the question alone."""
     shown, judged = {}, {}
     for task, samples in unlabelled(study).items():
         shown[task] = judged[task] = samples
         texts = samples.texts
         if texts is not None and texts.reader is not None and texts.shown != "none":
             judged[task] = shown[task].answering([""] * len(shown[task]))
-            shown[task] = judged[task] if bare else shown[task]
         if held_out:
             *rest, last = folds_of(len(shown[task]), task, "judging on held-out samples")
             shown[task] = part_of(shown[task], sorted(position for fold in rest for position in fold))

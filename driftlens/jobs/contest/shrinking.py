@@ -6,7 +6,7 @@ With a = 0 the base and with a = 1 the repair are among them, so that by the jud
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,21 @@ from numpy.typing import NDArray
 from driftlens.base.files import temporary_folder
 from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.progress import Reporter
-from driftlens.calibration.automatic import NUM_FOLDS, folds_of
+from driftlens.calibration.automatic import folds_of
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.sources import Between
 from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
 from driftlens.jobs.contest.contest import (
     LANE,
-    Fit,
+    Fitting,
     HeldOut,
     Judge,
     KeptScores,
     Outcome,
     Scored,
-    Trials,
-    contest,
     over_samples,
+    try_each,
     unlabelled,
 )
 from driftlens.jobs.study.reopening import Kept
@@ -40,7 +39,6 @@ from driftlens.jobs.study.study import Study
 PHASE = "shrink"
 SHRINKING = "choosing how far to shrink"
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_REST = frozenset(range(NUM_FOLDS - 1))
 
 
 @torch.no_grad()
@@ -54,38 +52,49 @@ def shares_of_the_way(
     held_out = HeldOut(study, judged, judge.with_drift)
     base, pool = study.pool.source("base"), study.pool
 
-    def scores(missing: Sequence[float]) -> dict[float, Scored]:
-        repaired, by_share = pool.source(LANE), dict[float, Scored]()
-        for share in missing:
-            pool.add(LANE, Between(base, repaired, share))
-            by_share[share] = held_out.of(LANE)
-        return by_share
-
-    def attempts(missing: Sequence[float]) -> Iterator[tuple[float, Outcome[Scored]]]:
+    def attempt(name: str) -> Outcome[Scored]:
+        seconds = 0.0
         if isinstance(method, str):
             pool.add(LANE, pool.source(method))
-            yield from ((share, Outcome(value)) for share, value in scores(missing).items())
-            return
-        with temporary_folder() as folder:
-            trials = Trials(
-                study,
-                samples,
-                folds,
-                lambda update: updated_sites(pool.chain, sites, update),
-                reporter,
-                PHASE,
-                folder / "features",
-                seed=study.seed,
-            )
-            for _, outcome in trials.outcomes([Fit(method, _REST)], lambda _: scores(missing)):
-                if outcome.error is not None:
-                    raise outcome.error
-                assert outcome.value is not None
-                yield from ((share, Outcome(value)) for share, value in outcome.value.items())
+        else:
+            rest = {
+                task: part_of(drawn, sorted(position for fold in folds[task][:-1] for position in fold))
+                for task, drawn in samples.items()
+            }
+            with temporary_folder() as folder:
+                fitting = Fitting(
+                    study,
+                    lambda update: updated_sites(pool.chain, sites, update),
+                    reporter,
+                    PHASE,
+                    folder / "features",
+                    seed=study.seed,
+                )
+                seconds = fitting.fit(method, rest)
+        repaired, scores = pool.source(LANE), dict[str, Mapping[str, NDArray[np.float64]]]()
+        for share in SHARES:
+            pool.add(LANE, Between(base, repaired, share))
+            scores |= {f"{share:g} {task}": numbers for task, numbers in held_out.of(LANE).items()}
+        return Outcome(scores, seconds)
 
-    ledger = KeptScores[float](kept, lambda share: f"{share:g}", study.team)
-    by_share = {share: outcome.value for share, outcome in contest(SHARES, attempts, ledger)}
-    return [share_entry(share, by_share[share] or {}, judge.measure) for share in SHARES]
+    kept_scores = KeptScores[str](kept, str, study.team)
+    [(_, outcome)] = try_each(
+        [PHASE], attempt, read=kept_scores.read, write=kept_scores.write, team=study.team
+    )
+    if outcome.error is not None:
+        raise outcome.error
+    assert outcome.value is not None
+    by_share = scores_by_share(outcome.value)
+    return [share_entry(share, by_share[share], judge.measure) for share in SHARES]
+
+
+def scores_by_share(flat: Scored) -> dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]:
+    """Return scores by share of the way and task; names in files are "SHARE TASK"."""
+    by_share = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
+    for name, numbers in flat.items():
+        share, task = name.split(" ", 1)
+        by_share.setdefault(float(share), {})[task] = numbers
+    return by_share
 
 
 def share_entry(

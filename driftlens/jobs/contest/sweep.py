@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
+from driftlens.engine.expert_features import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
@@ -35,15 +36,14 @@ from driftlens.jobs.calibrate.plan import (
 )
 from driftlens.jobs.contest.contest import (
     LANE,
-    Attempts,
-    Fit,
+    Bar,
+    Fitting,
     HeldOut,
     Judge,
-    Ledger,
     Outcome,
-    Trials,
-    contest,
+    try_each,
 )
+from driftlens.jobs.contest.methods import wanted_methods
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import Phase, deterministic_algorithms, run_phases, writing
@@ -93,10 +93,9 @@ class Setting:
         return calibrators[self.method](**json.loads(self.settings))
 
     @property
-    def walks_with(self) -> tuple[str, ...]:
-        """Equal for settings that can be solved for in one walk; empty where it walks alone."""
-        calibrator = self.calibrator
-        return (self.corruption, *calibrator.update) if calibrator.lane() is not None else ()
+    def reads(self) -> tuple[str, int]:
+        """Equal for settings that read the same samples."""
+        return self.corruption, self.n
 
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""
@@ -155,28 +154,15 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         reporter = context.reporter(writer.progress)
         table = _Table(team.once(lambda: open_run(folder).sweeps()), sweeps, request)
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        visits = _Visits(study, opened.plan, request, settings, reporter, folder / layout.SCRATCH / PHASE)
+        visits = _Visits(study, opened.plan, request, reporter, folder / layout.SCRATCH / PHASE)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
-                phase, ledger = f"{PHASE}:{seed}", _Ledger(writer, table, seed, tuple(tasks), visits.scored)
-                attempts = functools.partial(visits.attempts, drawn, seed)
-                visit = functools.partial(_visit, settings, attempts, ledger, unsolved)
-                run_phases(writer, [Phase(phase, visit, study, again=True, sums=True)])
+                rows = _SeedRows(writer, table, seed, tuple(tasks), visits.scored)
+                visit = functools.partial(visits.visit, settings, drawn, seed, rows, unsolved)
+                run_phases(writer, [Phase(f"{PHASE}:{seed}", visit, study, again=True, sums=True)])
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
-
-
-def _visit(
-    settings: Sequence[Setting],
-    attempts: Attempts[Setting, Rows],
-    ledger: Ledger[Setting, Rows],
-    unsolved: dict[Setting, DriftLensError],
-) -> None:
-    """Every setting that the ledger lacks; what keeps one from being solved is added, by setting."""
-    for setting, outcome in contest(settings, attempts, ledger):
-        if outcome.error is not None:
-            unsolved.setdefault(setting, outcome.error)
 
 
 def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun:
@@ -228,17 +214,19 @@ def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> 
                 sites=None if sites is None else tuple(sites),
             )
         ]
-    names = request.method or (None,)
-    has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
+    around = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
+    has_preset = [name for name in around if request.preset in calibrators[name].presets] or [*around]
+    if not around:
+        return [CalibrationRequest(name=PHASE, preset=request.preset, samples=samples)]
     return [
         CalibrationRequest(
             name=PHASE,
             method=name,
             preset=request.preset if name in has_preset else None,
-            parameters=request.settings.get(name or "", {}),
+            parameters=settings,
             samples=samples,
         )
-        for name in dict.fromkeys(names)
+        for name, settings in around.items()
     ]
 
 
@@ -292,8 +280,6 @@ class _Visits:
     study: Study
     plan: CalibrationPlan
     request: SweepRequest
-    # All that are visited: of which parts sums of samples are made depends on them, and not on what is left to do.
-    settings: Sequence[Setting]
     reporter: Reporter
     spill: pathlib.Path
 
@@ -303,23 +289,52 @@ class _Visits:
         tasks = self.study.tasks.items() if self.request.accuracy else ()
         return tuple(task for task, data in tasks if data.test is not None and metrics_of(self.study, task))
 
-    def attempts(
-        self, drawn: Mapping[str, SampleSet], seed: int, settings: Sequence[Setting]
-    ) -> Iterator[tuple[Setting, Outcome[Rows]]]:
-        """Settings tried on calibration samples that were drawn with one seed."""
-        groups: dict[tuple[str, ...] | Setting, list[Setting]] = {}
-        for setting in settings:
-            groups.setdefault(setting.walks_with or setting, []).append(setting)
-        for kind, group in sorted(groups.items(), key=lambda entry: isinstance(entry[0], tuple)):
-            samples = {task: corrupted(clean, group[0].corruption, seed) for task, clean in drawn.items()}
-            beside = (setting for setting in self.settings if setting.walks_with == kind)
-            cuts = sorted({setting.n for setting in (*group, *beside)})
-            parts = [range(low, high) for low, high in itertools.pairwise([0, *cuts])]
-            by_task = dict.fromkeys(samples, parts)
-            trials = Trials(self.study, samples, by_task, self._sites, self.reporter, PHASE, self.spill, seed)
-            fits = {Fit(one.calibrator, frozenset(range(cuts.index(one.n) + 1))): one for one in group}
-            for fit, outcome in trials.outcomes([*fits], lambda _: self._held_out.of(LANE)):
-                yield fits[fit], outcome
+    def visit(
+        self,
+        settings: Sequence[Setting],
+        drawn: Mapping[str, SampleSet],
+        seed: int,
+        rows: _SeedRows,
+        unsolved: dict[Setting, DriftLensError],
+    ) -> None:
+        """Calibrate and measure with every setting that has no rows yet; those that can't be solved are added.
+
+        Args:
+            settings: all that are visited.
+            drawn: the calibration samples of this seed.
+            seed: of the draw.
+            rows: the table's rows of this seed.
+            unsolved: gains the error of every setting that can't be solved for.
+        """
+        missing = [setting for setting in settings if not rows.has(setting)]
+        if not missing:
+            return
+        bar = Bar(self.reporter, len(missing))
+        fitting = Fitting(self.study, self._sites, bar, PHASE, self.spill, seed)
+        for (corruption, n), group in itertools.groupby(
+            sorted(missing, key=lambda one: one.reads), key=lambda one: one.reads
+        ):
+            samples = {
+                task: part_of(corrupted(clean, corruption, seed), range(n)) for task, clean in drawn.items()
+            }
+            attempt = functools.partial(self._attempt, fitting, bar, samples, fitting.cache())
+            team = self.study.team
+            for setting, outcome in try_each(group, attempt, write=rows.write, team=team):
+                if outcome.error is not None:
+                    unsolved.setdefault(setting, outcome.error)
+        bar.finish(PHASE)
+
+    def _attempt(
+        self,
+        fitting: Fitting,
+        bar: Bar,
+        samples: Mapping[str, SampleSet],
+        cache: ExpertFeatures,
+        setting: Setting,
+    ) -> Outcome[Rows]:
+        bar.begin(1, str(setting))
+        seconds = fitting.fit(setting.calibrator, samples, cache)
+        return Outcome(self._held_out.of(LANE), seconds)
 
     @cached_property
     def _held_out(self) -> HeldOut[dict[str, Any]]:
@@ -360,7 +375,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _Ledger:
+class _SeedRows:
     """The run's sweep table for one seed: a setting is finished where all its points have their rows."""
 
     writer: RunWriter
@@ -369,10 +384,12 @@ class _Ledger:
     tasks: tuple[str, ...]
     scored: tuple[str, ...]
 
-    def read(self, setting: Setting) -> Outcome[Rows] | None:
-        return None if self._missing(setting) else Outcome({})
+    def has(self, setting: Setting) -> bool:
+        """Return True if the run has all rows of a setting."""
+        return not self._missing(setting)
 
     def write(self, setting: Setting, outcome: Outcome[Rows]) -> None:
+        """Write the rows of a setting."""
         import pandas as pd
 
         assert outcome.value is not None
@@ -414,7 +431,10 @@ def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
 def _require_something(request: SweepRequest) -> None:
     """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
     if not request.param and not request.ablate and not request.control:
-        raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
+        raise SpecError(
+            "a sweep needs something to vary",
+            hint="For example --param lam=0.01,0.05,0.25, or --methods all.",
+        )
     for name, values in request.param.items():
         if not values:
             raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")

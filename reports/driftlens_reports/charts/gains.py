@@ -238,7 +238,7 @@ def _repairs(run: DriftRun) -> pd.DataFrame:
 
 def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     if len(run.manifest.calibrations) < 2:
-        command = "driftlens arena RUN --methods featcal,residual,surgery"
+        command = "driftlens sweep RUN --methods featcal,residual,surgery"
         return f"needs two calibrations of the run; `{command}` makes some."
     is_scored = _repairs(run)["method"].notna().sum() >= 2
     return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."

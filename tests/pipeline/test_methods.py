@@ -1,4 +1,4 @@
-"""The arena: several repairs of one run, kept as calibrations, in one table and one picture."""
+"""`sweep --methods`: several repairs of one run, kept as calibrations, in one table and one picture."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli import app
 from driftlens.findings.before_after import arena_rows, arena_sheet
 from driftlens.jobs.calibrate.job import open_calibration
-from driftlens.jobs.contest.arena import compete, entrants
 from driftlens.jobs.contest.contest import Candidate
+from driftlens.jobs.contest.methods import compare_methods, wanted_methods
 from driftlens.jobs.preflight.job import preflight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -26,20 +26,19 @@ from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import copied
-from tests.refusing import refusing
 from tests.zoo.world import TASKS, World
 
 pytestmark = pytest.mark.slow
 
-METHODS = "prob_surgery,surgery:steps=5,norms,featcal:update=[norm]"
-NAMES = ["prob_surgery", "surgery-steps-5", "norms", "featcal-update-norm"]
+METHODS = "prob_surgery:steps=5,surgery:steps=5,residual,featcal:update=[norm]"
+NAMES = ["prob_surgery-steps-5", "surgery-steps-5", "residual", "featcal-update-norm"]
 
 
 @pytest.fixture(scope="module")
 def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with four repairs, made by the command line."""
-    folder = copied(light, tmp_path_factory.mktemp("arena") / "run")
-    shown = CliRunner().invoke(app, ["arena", str(folder), "--methods", METHODS, "--no-attribution"])
+    folder = copied(light, tmp_path_factory.mktemp("methods") / "run")
+    shown = CliRunner().invoke(app, ["sweep", str(folder), "--methods", METHODS])
     assert shown.exit_code == 0, shown.output
     assert all(name in shown.output for name in (*NAMES, "against merged", "needs task"))
     return folder
@@ -52,7 +51,7 @@ def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> Non
     assert rows["closure_error"].max() < 1e-5 and set(rows["task"]) == set(TASKS)
     merged = run.layers(variant="merged")
     moved = (
-        run.layers(variant="calibrated:norms")["drift_l2_mean"].to_numpy()
+        run.layers(variant="calibrated:residual")["drift_l2_mean"].to_numpy()
         - merged["drift_l2_mean"].to_numpy()
     )
     assert (abs(moved) > 0).any()
@@ -62,12 +61,9 @@ def test_rows_say_what_each_gains_and_costs(met: Path) -> None:
     run = open_run(met)
     rows = {row["model"]: row for row in arena_rows(run, NAMES)}
     assert [*rows][:2] == ["base", "merged"] and [*rows][-1] == "experts" and {*NAMES} < {*rows}
-    width = run.manifest.layers[-1]
-    assert width.role == "head"
     added = {name: rows[name]["added"] for name in NAMES}
-    assert added["norms"] == added["featcal-update-norm"] == 0
-    # 2 * rank * width a task.
-    assert added["surgery-steps-5"] / 16 == added["prob_surgery"] / 128 > 0
+    assert added["residual"] == added["featcal-update-norm"] == 0
+    assert added["surgery-steps-5"] > 0
     assert [rows[name]["task_id"] for name in NAMES] == [True, True, False, False]
     scores = [row["score"] for row in list(rows.values())[2:-1]]
     assert scores == sorted(scores, reverse=True)
@@ -95,63 +91,49 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
             gaps.append((right[row["model"]] - right[first["model"]]).mean())
         assert row["behind"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
         assert row["behind_low"] <= row["behind"] <= row["behind_high"] and row["behind"] <= 0
-    chosen = {row["model"]: row for row in arena_rows(run, NAMES, against="norms")}
-    assert "behind" not in chosen["norms"]
-    back, there = chosen["prob_surgery"]["behind"], {row["model"]: row["score"] for row in rows}
-    assert back == pytest.approx(there["prob_surgery"] - there["norms"], abs=1e-9)
     assert "against the first" in arena_sheet(run, NAMES).kinds
-    with pytest.raises(DataError, match="no calibration 'nobody'"):
-        arena_rows(run, NAMES, against="nobody")
 
 
 @pytest.mark.slow
 def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> None:
     before = dict(open_run(met).manifest.calibrations)
-    shown = CliRunner().invoke(
-        app, ["arena", str(met), "--methods", "prob_surgery,norms", "--no-attribution", "--json"]
-    )
+    shown = CliRunner().invoke(app, ["sweep", str(met), "--methods", "surgery:steps=5,residual", "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
-    assert {row["model"] for row in found["rows"]} >= {"prob_surgery", "norms"} and found["failed"] == {}
+    assert {row["model"] for row in found["rows"]} >= {"surgery-steps-5", "residual"} and found[
+        "failed"
+    ] == {}
     assert dict(open_run(met).manifest.calibrations) == before
 
 
 @pytest.mark.slow
-def test_a_stopped_arena_goes_on_with_what_is_missing(light: DriftRun, tmp_path: Path) -> None:
+def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_path: Path) -> None:
     folder, token = copied(light, tmp_path / "run"), CancelToken()
 
     def stop(event: ProgressEvent) -> None:
-        if event.phase == "calibrate" and "prob_surgery" in open_run(folder).manifest.calibrations:
+        if event.phase == "calibrate" and "featcal" in open_run(folder).manifest.calibrations:
             token.cancel()
 
-    wanted = entrants([("prob_surgery", {}), ("norms", {})])
+    wanted = wanted_methods([("featcal", {}), ("residual", {})])
     with pytest.raises(Cancelled) as caught:
-        compete(folder, wanted, Context(on_progress=stop, cancel=token), attribution=False)
-    assert caught.value.hint == "What was finished is kept; the same command goes on where it stopped."
+        compare_methods(folder, wanted, Context(on_progress=stop, cancel=token))
+    assert caught.value.hint == "What was finished is kept; the same command resumes."
     before = open_run(folder).manifest.calibrations
-    assert [*before] == ["prob_surgery"]
-    compete(folder, wanted, attribution=False)
+    assert [*before] == ["featcal"]
+    compare_methods(folder, wanted)
     after = open_run(folder).manifest.calibrations
-    assert [*after] == ["prob_surgery", "norms"] and after["prob_surgery"] == before["prob_surgery"]
-
-
-def test_a_repair_to_compare_with_that_will_not_be_there_is_refused_first(
-    met: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("driftlens.jobs.contest.arena.contest")
-    with refusing(SpecError, "no repair is called 'prob_surgeri'", hint="'prob_surgery'", code=2):
-        compete(met, entrants([("prob_surgery", {})]), attribution=False, against="prob_surgeri")
+    assert [*after] == ["featcal", "residual"] and after["featcal"] == before["featcal"]
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
-    assert entrants([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
-    wanted = entrants([("residual", {"folds": 1000}), ("prob_surgery", {})])
-    failed = compete(met, wanted, attribution=False)
+    assert wanted_methods([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
+    wanted = wanted_methods([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
+    failed = compare_methods(met, wanted)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]
-    sheet = arena_sheet(open_run(met), ["prob_surgery"], failed)
+    sheet = arena_sheet(open_run(met), ["residual"], failed)
     assert "residual-folds-1000: not made, as" in sheet.note
     with pytest.raises(DataError, match="folds can't share"):
-        compete(met, wanted[:1], attribution=False)
+        compare_methods(met, wanted[:1])
 
 
 @pytest.mark.parametrize(
@@ -159,15 +141,15 @@ def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
     [
         ([("surgeri", {})], "Did you mean 'surgery'"),
         ([("surgery", {"rank": 0})], "rank is 0"),
-        ([("norms", {"steps": 1})], "no parameter 'steps'"),
-        ([("norms", {}), ("norms", {})], "norms is asked for twice"),
+        ([("residual", {"steps": 1})], "no parameter 'steps'"),
+        ([("residual", {}), ("residual", {})], "residual is asked for twice"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_opened(
     given: list[tuple[str, dict[str, int]]], message: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        entrants(given)
+        wanted_methods(given)
     assert message in f"{caught.value.message} {caught.value.hint}"
 
 
@@ -175,9 +157,9 @@ def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_kno
     drawn = charts["arena"].draw(open_run(met))
     symbols = {trace.text[0]: trace.marker.symbol for trace in drawn.figure.data}
     assert symbols == {
-        "prob_surgery": "circle-open",
+        "prob_surgery-steps-5": "circle-open",
         "surgery-steps-5": "circle-open",
-        "norms": "circle",
+        "residual": "circle",
         "featcal-update-norm": "circle",
     }
     assert set(drawn.data["model"]) == {*NAMES, "base", "merged", "experts"}
@@ -198,14 +180,12 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
 
 
 def test_the_api_gives_the_same_table(met: Path) -> None:
-    sheet = dl.arena(met, ["prob_surgery", "norms"], attribution=False, progress="none")
-    pd.testing.assert_frame_equal(
-        sheet.frame(), arena_sheet(open_run(met), ["prob_surgery", "norms"]).frame()
-    )
+    run = dl.sweep(met, methods=[("surgery", {"steps": 5}), "residual"], progress="none")
+    pd.testing.assert_frame_equal(run.repairs().frame(), arena_sheet(open_run(met)).frame())
 
 
-def test_one_calibration_is_no_arena(light: DriftRun) -> None:
-    assert "driftlens arena RUN" in (charts["arena"].missing(light, ChartOptions()) or "")
+def test_one_calibration_is_no_comparison(light: DriftRun) -> None:
+    assert "driftlens sweep RUN" in (charts["arena"].missing(light, ChartOptions()) or "")
 
 
 @pytest.mark.slow
@@ -219,10 +199,10 @@ def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kin
     for name, section in {
         "said": {"method": "featcal", "preset": "demo-clip", "alpha": 0.1},
         "silent": {"method": "featcal"},
-        "other": {"method": "norms", "alpha": 0.1},
+        "other": {"method": "residual", "folds": 2},
     }.items():
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        compete(folder, [Candidate(name, "featcal", {"lam": 0.7})], attribution=False)
+        compare_methods(folder, [Candidate(name, "featcal", {"lam": 0.7})])
         settings = open_run(folder).manifest.calibrations[name].settings
         found[name] = settings["lam"], settings["rho"], settings["alpha"]
     assert found == {"said": (0.7, 2.2, 0.1), "silent": (0.7, 2.0, 0.3), "other": (0.7, 2.0, 0.3)}

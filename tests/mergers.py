@@ -14,7 +14,7 @@ from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
-EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768
+EXPERTS, SAMPLES, CLASSES = 8, 64, 10
 
 HEAD = f"""# Merge methods
 
@@ -24,8 +24,8 @@ Defaults are those published; where a paper searches a setting on labelled data,
 its range, and `--set` or the spec decides. WUDI's published rate, 1e-5, is absolute and suits the experts it was
 published with; by default the rate follows the size of the task vectors, and `learning_rate=1e-5` is as published.
 The cost is beside reading every file once and a few tensors in memory: for {EXPERTS} experts, {SAMPLES} samples of a
-task and {CLASSES} classes at the defaults, operations on one matrix of {WIDTH} x {WIDTH}. `driftlens validate` says
-what a merge takes of your models. Nothing here is a ranking.
+task and {CLASSES} classes at the defaults. `driftlens validate` says what memory an analysis with the merge takes.
+Nothing here is a ranking.
 
 """
 
@@ -97,16 +97,12 @@ def cost(entry: MergeMethod) -> str:
     """What a method takes besides one reading of the files."""
     settings = defaults(entry)
     found = []
-    if entry.passes + entry.reads_moments > 1:
-        found.append(f"files read {entry.passes + entry.reads_moments} times")
     if entry.held(EXPERTS):
         found.append(f"{entry.held(EXPERTS)} whole models in float32")
     if entry.reads_moments:
         found.append(f"{SAMPLES} forward passes a task, Gram matrices of one layer")
     if entry.reads == "samples":
         found.append(f"{entry.runs(settings, SAMPLES, CLASSES):,} forward and backward passes a task")
-    if operations := entry.work(settings, EXPERTS, WIDTH, WIDTH):
-        found.append(f"{operations / 1e9:,.0f} GFLOP a matrix")
     return "; ".join(found) or "–"
 
 

@@ -26,7 +26,6 @@ MOST_CLASSES = 2048
     reads="samples",
     needs_base=False,
     scores=True,
-    passes=2,
     held=lambda experts: 5,
     runs=lambda settings, samples, classes: _runs(settings, samples, classes),
 )

@@ -66,12 +66,9 @@ class MergeMethod:
             settings that it has too. The method's own name hands it all else too, a tensor at a time under its key, and
             moments that are empty.
         scores: whether every task's score map is needed, where `reads` is `samples`.
-        passes: how often the function goes through all tensors, where `reads` is `model` or `samples`.
         held: experts -> how many whole models in float32 the function keeps in memory.
         runs: (settings, samples of a task, their classes) -> how many forward and backward passes of one sample the
             function makes for each task, where `reads` is `samples`; a SpecError where nobody would wait for them.
-        work: (settings, experts, rows, columns) -> floating-point operations on one linear module's matrix, where they
-            are more than a few per entry.
     """
 
     name: str
@@ -83,10 +80,8 @@ class MergeMethod:
     needs_base: bool = True
     others: str = "average"
     scores: bool = False
-    passes: int = 1
     held: Callable[[int], int] = lambda experts: 0
     runs: Callable[[Mapping[str, Any], int, int], int] = lambda settings, samples, classes: samples
-    work: Callable[[Mapping[str, Any], int, int, int], float] = lambda settings, experts, rows, columns: 0
 
     @property
     def reads_sites(self) -> bool:

@@ -82,7 +82,6 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     laws={"expert_order_free", "one_expert_is_fixed"},
     reads="site",
     others="wudi",
-    work=lambda settings, experts, rows, columns: 2 * (settings["steps"] + 2 * experts) * rows * columns**2,
 )
 def wudi(
     base: StateDict,

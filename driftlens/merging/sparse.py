@@ -141,9 +141,7 @@ def _bytes(tensor: Tensor) -> bytes:
     return data
 
 
-@merge_methods.method(
-    "ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model", passes=3
-)
+@merge_methods.method("ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model")
 def ties(
     base: StateDict,
     experts: Mapping[str, StateDict],

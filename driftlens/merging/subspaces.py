@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from driftlens.linalg.cholesky import polar, singular_parts, svd_operations
+from driftlens.linalg.cholesky import polar, singular_parts
 from driftlens.merging.averages import StepScaling, stepped
 from driftlens.merging.method import StateDict, merge_methods
 
@@ -19,7 +19,6 @@ from driftlens.merging.method import StateDict, merge_methods
     laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
     reads="site",
     others="iso_c",
-    work=lambda settings, experts, rows, columns: svd_operations(1, rows, columns),
 )
 def iso_c(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
@@ -44,7 +43,6 @@ def _isotropic(vectors: list[Tensor]) -> Tensor:
     laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "one_expert_at_scaling_one"},
     reads="site",
     others="tsv_m",
-    work=lambda settings, experts, rows, columns: svd_operations(experts + 2, rows, columns),
 )
 def tsv_m(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0

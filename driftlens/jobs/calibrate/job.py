@@ -563,9 +563,15 @@ def solve(
 
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
 
+    tasks, reached = sorted(plan.samples) if plan.sites else [], 0
+
     def step(progress: Step) -> None:
+        nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
-        reporter.step(PHASE, progress.done, progress.total, progress.label, **values)
+        # A layer may take minutes: the tasks that it goes through are counted too, so that the time left is known soon.
+        parts, place = max(1, len(tasks)), tasks.index(progress.task) if progress.task in tasks else 0
+        reached = max(reached, parts * progress.done + place)
+        reporter.step(PHASE, reached, parts * progress.total, progress.label, **values)
 
     ground = Ground(
         study.pool,

@@ -15,16 +15,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 import driftlens as dl
 from driftlens.base.errors import SpecError
-from driftlens.checkpoints.sources import SafetensorsSource
-from driftlens.jobs.study.merging import merged_source
-from driftlens.jobs.study.opening import open_study
-from driftlens.merging.method import READS, merge_called, merge_methods
+from driftlens.merging.method import READS, merge_methods
 from driftlens.runs.manifest import read_manifest
-from driftlens.spec import load_spec
 from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
@@ -127,8 +122,6 @@ def toy(base, experts, study, *, share: Share = 0.5):
 ''',
 }
 MORE = {
-    "model": ", passes=2",
-    "samples": ", passes=2",
     "moments": ', others="toy_other"',
 }
 OTHER = """
@@ -246,33 +239,6 @@ def test_both_libraries_forms_of_one_model_are_merged_alike(
     assert expected.keys() == saved["hf"].keys()
     for name, value in expected.items():
         torch.testing.assert_close(saved["hf"][name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_files_are_read_as_often_as_preflight_says(
-    toy: str, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = found(check(spec_of(world, toy)), "ok", "merge").text
-    said = 1 if "every file is read once" in text else 2 if "every file is read 2 times" in text else 0
-    study, models = open_study(load_spec(spec_of(world, toy)))
-    counts: dict[str, int] = {}
-    read = SafetensorsSource.read
-
-    def counting(self: SafetensorsSource, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        value = read(self, key, rows)
-        counts[self.name] = counts.get(self.name, 0) + value.numel()
-        return value
-
-    monkeypatch.setattr(SafetensorsSource, "read", counting)
-    merged_source(
-        models, merge_called(f"toy_{toy}"), study if merge_methods[f"toy_{toy}"].runs_models else None
-    )
-    total = sum(value.numel() for value in tower(world.state("base")).values())
-    passes = [counts[str(world.weights(task))] / total for task in world.tasks]
-    # What rounding loses is told from the beginning of the base's tensors, which is all of such small ones.
-    base = counts.pop(str(world.weights("base"))) / total
-    assert base <= said + 1.5 and max(counts.values()) / total <= said + 0.5
-    # The toy that looks at samples reads one tensor again, and says two.
-    assert all(1 < count < said for count in passes) if toy == "samples" else passes == [said, said]
 
 
 def test_what_it_needs_and_is_not_there_is_refused_before_anything_is_opened(

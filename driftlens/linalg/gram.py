@@ -144,11 +144,6 @@ class GramSum:
             _add(self._lower[tile], product, scale)
 
 
-def held_entries(k: int) -> int:
-    """How many numbers `GramSum.tiles` hold of a sum [k, k]: about half of them where it is wide."""
-    return sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in _tiles(0, k))
-
-
 class GramPool:
     """Gram sums whose memory is used again: touching memory that is new to a process costs more than adding to it."""
 

@@ -13,13 +13,15 @@ import pytest
 
 import driftlens as dl
 from driftlens.base.errors import SpecError
+from driftlens.findings.before_after import arena_rows
 from driftlens.jobs.analyze.job import analyze
+from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import AnalysisRequest
 from driftlens.spec.yaml_text import from_yaml, to_yaml
-from tests.pipeline.calibrating import copied, files_of
+from tests.pipeline.calibrating import copied, files_of, request
 from tests.pipeline.older import listed, printed, told
 from tests.quick import few
 from tests.zoo.world import TASKS
@@ -116,3 +118,27 @@ def test_it_can_be_added_to_and_gone_on_with(older: Path) -> None:
         analyze(
             older / "spec.yaml", AnalysisRequest(out=older, overrides=["data.defaults.seed=1"], resume=True)
         )
+
+
+@pytest.mark.slow
+def test_repairs_by_methods_that_are_gone_are_shown_as_stored(light: DriftRun, tmp_path: Path) -> None:
+    """One attaches maps that nobody can rebuild, the other has a setting that its method lacks by now."""
+    folder = copied(light, tmp_path / "run")
+    calibrate(folder, request("maps", method="surgery", parameters={"steps": 2}))
+    calibrate(folder, request("solved"))
+    file = folder / "manifest.json"
+    record = json.loads(file.read_text())
+    record["calibrations"]["maps"]["method"] = "react"
+    record["calibrations"]["solved"]["settings"]["routers"] = "off"
+    file.write_text(json.dumps(record))
+    run = dl.open_run(folder)
+    assert set(run.layers(variant="calibrated:maps")["task"]) == set(TASKS)
+    rows = {row["model"]: row for row in arena_rows(run)}
+    assert rows["maps"]["method"] == "react" and rows["maps"]["added"] > 0
+    for command in ("show", "report"):
+        assert printed(command, str(folder))[0] == 0
+    study, _ = reopened(folder)
+    assert "calibrated:maps" not in study.pool and "calibrated:solved" in study.pool
+    again = calibrate(folder, request("more", method="norms"))
+    assert {*again.manifest.calibrations} == {"maps", "solved", "more"}
+    assert again.manifest.calibrations["solved"].settings["routers"] == "off"

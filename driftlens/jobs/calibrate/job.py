@@ -116,13 +116,6 @@ def calibrate(
     return open_run(folder)
 
 
-def carry_out(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
-    """Calibrate in a run that is open, from the first layer to the last table."""
-    work = _Work(writer, opened, reporter)
-    work.first_numbers(None)
-    work.complete(attribution=attribution)
-
-
 @dataclass(frozen=True)
 class OpenCalibration:
     """A run reopened, and what a calibration will do to it; `words` are the options that ask for it once more."""

@@ -4,17 +4,17 @@
 from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
 What a module of this package is for stands in its first line.
 
-**Adding a page means adding one file** to `views/`, for example `views/theory.py`:
+**Adding a page means adding one file** to `views/`, for example `views/bounds.py`:
 
     from driftlens_app.pages import Page
     from driftlens_app.selection import TASK, selection
-    from driftlens_app.show import show_part
+    from driftlens_app.show import show_chart
 
-    PAGE = Page("Theory", icon=":material/functions:", order=70, says="What the theory ...")
+    PAGE = Page("Bounds", icon=":material/functions:", order=70, says="How far scores ...")
 
     def show() -> None:
         chosen = selection(TASK)
-        show_part("theory", "Score bound", chosen.run, chosen.options())
+        show_chart("bound", chosen.run, chosen.options())
 
     if __name__ == "__main__":
         show()

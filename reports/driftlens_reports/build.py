@@ -133,7 +133,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
     for name in outline.sections:
-        pairs = [_figure(run, chart) for chart in outline.charts_of(name) if chart.applies(run)]
+        pairs = [_figure(run, chart) for chart in outline.charts_of(name)]
         figures[name] = [figure for figure, _ in pairs]
         drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
     everything = [figure for group in figures.values() for figure in group]

@@ -1,4 +1,4 @@
-"""Layers, Samples, Theory: every part of each page, and what its controls change."""
+"""Layers, Samples: every part of each page, and what its controls change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ PARTS = [
     for view, key in (
         ("layers", "layers"),
         ("samples", "part"),
-        ("theory", "theory"),
     )
     for part, names in parts_of(view).items()
     if (view, part) != ("samples", "Explore")  # which draws none
@@ -35,7 +34,7 @@ def opened_at(app: AppTest, key: str, part: str) -> AppTest:
     return app
 
 
-@pytest.mark.parametrize("view", few(["layers", "samples", "theory"], ["layers"]))
+@pytest.mark.parametrize("view", few(["layers", "samples"], ["layers"]))
 def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Path, view: str) -> None:
     write_full_run(tmp_path / "odd", tasks=["**a** <b>", "$x$ %{y}"], class_names=["<i>", "[c](d)", "_e_"])
     app = open_app(tmp_path, view)
@@ -47,20 +46,12 @@ def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Pa
 @pytest.mark.slow
 def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "bare", size=Size(blocks=1))
-    for table in ("adjoint", "params"):
-        (path / "tables" / f"{table}.parquet").unlink()
+    (path / "tables" / "params.parquet").unlink()
     # A table that was never written is not listed either.
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {
-        name: entry
-        for name, entry in manifest["files"].items()
-        if "adjoint" not in name and "params" not in name
-    }
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "params" not in name}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    app = opened_at(open_app(tmp_path, "layers"), "layers", "Loss and margin")
-    assert not app.error and "This run was made without adjoint: it can be measured now" in said(app)
-    assert [button for button in app.button if button.label == "Add adjoint"]
-    app = opened_at(open_app(tmp_path, "theory"), "theory", "Task vectors")
+    app = opened_at(open_app(tmp_path, "layers"), "layers", "Theory")
     assert not app.error and "a new run adds it" in said(app)
 
 
@@ -75,22 +66,9 @@ def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: O
     assert found == wanted
 
 
-def test_gains_are_counted_from_the_baseline_that_is_chosen(open_app: Open, root: Path) -> None:
-    app = open_app(root, "theory", theory="Cosines")
-    app.selectbox(key="baseline").set_value("baseline:featcal-anchor").run()
-    rows, run = shown_data(app)[1], open_run(root / "full")
-    control = run.samples("cars", "baseline:featcal-anchor", "final").set_index("sample_id")["cos"]
-    own = rows[(rows["task"] == "cars") & (rows["variant"] == "calibrated:featcal")]
-    numbers = own.select_dtypes("number")
-    assert any(set(control) == set(numbers[column]) for column in numbers)
-
-
-def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
-    open_app: Open, tmp_path: Path
-) -> None:
+def test_without_a_repair_the_page_links_to_the_form_of_one(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "plain", variants=("base", "merged"))
-    app = open_app(tmp_path, "theory", theory="Gains")
-    assert "no other baseline; gains are counted from merged" in said(app)
+    app = open_app(tmp_path, "layers", layers="Theory")
     assert "Needs a variant besides the baseline; a repair adds one." in said(app)
     (link,) = app.get("page_link")
     assert (link.proto.page, link.proto.query_string) == ("repair", "repair=Calibrate")
@@ -109,10 +87,9 @@ def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root:
         assert not app.error and not app.exception, (view, query)
         figures = [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
         headings = [element.value.replace("\\", "") for element in app.header]
-        expected = [name for name in names if charts[name].applies(run)]  # the run is of images
-        assert headings[: len(expected)] == [charts[name].title for name in expected], (view, query)
+        assert headings[: len(names)] == [charts[name].title for name in names], (view, query)
         if names:
-            assert len(figures) == sum(charts[name].missing(run, ChartOptions()) is None for name in expected)
+            assert len(figures) == sum(charts[name].missing(run, ChartOptions()) is None for name in names)
         assert figures, view
         drawn = {trace for figure in figures for trace in told(figure)} | {*headings} & TITLES
         again = [f"{places[what]} shows {what[:200]}" for what in drawn if what in places]

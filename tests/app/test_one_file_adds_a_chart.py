@@ -25,7 +25,7 @@ from driftlens_reports.charts.picking import layer_rows
 @chart(
     "toy",
     title="A toy of a chart",
-    section="similarity",
+    section="drift",
     rank=5,
     presets=("standard",),
     needs=("layers", ("cka",)),
@@ -56,7 +56,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_it_is_in_the_report_in_the_section_and_at_the_rank_that_it_declares(toy: str, root: Path) -> None:
     report = Report(open_run(root / "full"))
     layers = next(section for section in report.content.sections if section.name == "layers")
-    assert [figure.name for figure in layers.figures] == [toy, "layer-drift", "heatmap"]
+    assert [figure.name for figure in layers.figures] == [toy, "layer-drift"]
     page = report.files(["html"])["report.html"].decode()
     assert "A toy of a chart" in page and f'id="plot-{toy}"' in page and "Made of one file." in page
 
@@ -69,9 +69,9 @@ def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, pre
 
 
 def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) -> None:
-    app = open_app(root, "layers", layers="Similarity")
+    app = open_app(root, "layers", layers="Drift")
     assert not app.error and not app.exception
-    assert [element.value for element in app.header][:2] == ["A toy of a chart", charts["cka"].title]
+    assert [element.value for element in app.header][:2] == ["A toy of a chart", charts["layer-drift"].title]
     assert any(
         "Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption
     )
@@ -87,7 +87,7 @@ def test_where_its_column_was_not_measured_it_says_what_fills_it(
     field = rows.schema.field(at)
     pq.write_table(rows.set_column(at, field, pa.nulls(len(rows), field.type)), file)
     command = "driftlens analyze RUN --add cka"
-    app = open_app(root, "layers", layers="Similarity")
+    app = open_app(root, "layers", layers="Drift")
     assert "Add cka" in app.button(key=f"add-{toy}").label
     content = Report(open_run(root / "full")).content
     assert command in next(figure for figure in content.figures if figure.name == toy).missing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,12 +13,10 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.base.errors import DataError
 from driftlens.findings.compare import compare
-from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app.jobs import processes
 from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
-from driftlens_reports.charts.chart import charts
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import errors, said
 from tests.quick import few
@@ -79,23 +76,6 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     box = app.selectbox(key="calibration")
     assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")
     assert box.set_value("second").run().selectbox(key="calibration").value == "second"
-
-
-@pytest.mark.slow
-def test_the_curve_of_a_share_that_was_chosen_stands_with_its_calibration(open_app: Open, run: Path) -> None:
-    title = charts["shares"].title
-    assert title not in [element.value for element in open_app(run.parent, "repair").header]
-    manifest = read_manifest(run)
-    ends = {f"{of}{end}": 0.5 for of in ("score", "drift") for end in ("", "_low", "_high")}
-    curve = [{"share": share, "judged_by": "hellinger", "n": 48, **ends} for share in (0.0, 0.4, 1.0)]
-    shrunk = {
-        name: replace(info, shrink={"share": 0.4, "curve": curve})
-        for name, info in manifest.calibrations.items()
-    }
-    write_manifest(run, replace(manifest, calibrations=shrunk))
-    app = open_app(run.parent, "repair")
-    assert not app.error and title in [element.value for element in app.header]
-    assert any(list(rows.get("share", ())) == [0.0, 0.0, 0.4, 0.4, 1.0, 1.0] for rows in shown_data(app))
 
 
 def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Layers: how far each layer's features are from the expert's, where that comes from, and how it grows."""
+"""Layers: how far each layer's features are from the expert's, where that comes from, how it grows, and theory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import streamlit as st
 
 from driftlens_app.live import offer_attribution, show_additions
 from driftlens_app.pages import Page
-from driftlens_app.selection import MEASURE, TASK, VARIANTS, selection
-from driftlens_app.show import open_part, show_part
+from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, selection
+from driftlens_app.show import open_part, show_data, show_part
 from driftlens_reports.charts.chart import SECTIONS, parts_of
+from driftlens_reports.charts.picking import chosen
 
 PAGE = Page(
     "Layers",
@@ -17,6 +18,8 @@ PAGE = Page(
     says="How far the features leaving each layer are from the expert's, task by task.",
 )
 
+_DRIFT, _SOURCES, _THEORY = (SECTIONS[name].part for name in ("drift", "contributions", "features"))
+_CONTROLS = {_DRIFT: (MEASURE,), _THEORY: (LAYER,)}
 _BANDS = {
     "q10-q90": "10 to 90 % of samples",
     "q25-q75": "25 to 75 % of samples",
@@ -28,13 +31,21 @@ _BANDS = {
 def show() -> None:
     """Draw the page."""
     part = open_part([*parts_of("layers")], key="layers")
-    is_drift = part == SECTIONS["drift"].part
-    chosen = selection(TASK, VARIANTS, *((MEASURE,) if is_drift else ()))
-    is_traced = part in (SECTIONS["contributions"].part, SECTIONS["loss"].part)
-    if not show_additions(chosen.run) and is_traced:
-        offer_attribution(chosen.run)
-    band, log = _axes() if is_drift else ("q10-q90", False)
-    show_part("layers", part, chosen.run, chosen.options(band=band, log=log))
+    view = selection(TASK, VARIANTS, *_CONTROLS.get(part, ()))
+    run = view.run
+    if not show_additions(run) and part == _SOURCES:
+        offer_attribution(run)
+    band, log = _axes() if part == _DRIFT else ("q10-q90", False)
+    options = view.options(band=band, log=log)
+    show_part("layers", part, run, options)
+    # Diagnostics without a chart (CKA, spectral norms, module groups and the like) are columns of these tables.
+    tables = {"layers": run.layers()}
+    if part == _SOURCES:
+        tables |= {"group_contributions": run.group_contributions(), "adjoint": run.adjoint()}
+    for name, rows in tables.items():
+        if len(rows):
+            label = f"All numbers of table {name}"
+            show_data(chosen(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label)
 
 
 def _axes() -> tuple[str, bool]:

@@ -211,9 +211,6 @@ def _show_result(run: DriftRun, name: str) -> None:
             help="Below 100 % the repair has brought features nearer. Drift itself is on Overview and Layers.",
         )
         show_drawn("drift-left", run.id, drawn)
-    if "curve" in run.calibration_info(name).shrink:
-        with shown_errors():
-            show_chart("shares", run, selection().options(variants=[calibrated(name)]))
     with shown_errors():
         st.header("What the merge broke, and what the repair did", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))

@@ -30,22 +30,15 @@ class Place:
 SECTIONS: Mapping[str, Place] = MappingProxyType(
     {
         "drift": Place("layers", "layers", "Drift"),
-        "distance": Place("layers", "layers", "Against the base"),
         "contributions": Place("origins", "layers", "Sources"),
         "mismatch": Place("decomposition", "layers", "Mismatch and propagation"),
         "amplification": Place("decomposition", "layers", "Amplification"),
-        "similarity": Place("layers", "layers", "Similarity"),
-        "loss": Place("origins", "layers", "Loss and margin"),
+        "features": Place("cosine", "layers", "Theory"),
+        "parameters": Place("parameters", "layers", "Theory"),
+        "scores": Place("outputs", "layers", "Theory"),
         "plane": Place("cosine", "samples", "Explore"),
         "decisions": Place("outputs", "samples", "Decisions"),
-        "probabilities": Place("outputs", "samples", "Probabilities"),
         "accuracy": Place("outputs", "samples", "Accuracy"),
-        "scores": Place("outputs", "theory", "Score bound"),
-        "growth": Place("decomposition", "theory", "Growth and spectral norms"),
-        "splits": Place("origins", "theory", "Two exact splits"),
-        "features": Place("cosine", "theory", "Cosines"),
-        "gains": Place("outputs", "theory", "Gains"),
-        "parameters": Place("parameters", "theory", "Task vectors"),
         "calibration": Place("calibration"),
     }
 )
@@ -70,14 +63,6 @@ class Drawn:
         return shown
 
 
-def is_of_language(run: DriftRun) -> bool:
-    """Whether the run's models say what token comes next, or it was scored by what they answer."""
-    loader = str(run.manifest.architecture.get("loader"))
-    return loader in ("hf-t5", "hf-seq2seq", "hf-decoder", "hf-vlm") or bool(
-        run.outputs()["token_kl"].notna().any()
-    )
-
-
 Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 
@@ -98,7 +83,6 @@ class Chart:
         rows: the rows that it draws, where a number in every needed column is not enough to have any.
         also: what a spec must give besides for there to be rows.
         lacks: what `missing` says where rows are not the question either.
-        applies: whether a run is of models that it can be about; a page leaves it out elsewhere.
         render: draws it; call `draw`.
     """
 
@@ -114,7 +98,6 @@ class Chart:
     rows: Callable[[DriftRun, ChartOptions], pd.DataFrame] | None = None
     also: str = ""
     lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None
-    applies: Callable[[DriftRun], bool] = lambda run: True
     render: Render
 
     def __post_init__(self) -> None:
@@ -186,11 +169,12 @@ def by_rank(entries: Iterable[Chart]) -> list[Chart]:
 
 def parts_of(page: str) -> dict[str, list[str]]:
     """Names of the charts that a page of the dashboard shows, by the heading of their part."""
-    return {
-        place.part: [entry.name for entry in by_rank(charts.values()) if entry.section == section]
-        for section, place in SECTIONS.items()
-        if place.page == page
-    }
+    parts: dict[str, list[str]] = {}
+    for section, place in SECTIONS.items():
+        if place.page == page:
+            entries = by_rank(entry for entry in charts.values() if entry.section == section)
+            parts.setdefault(place.part, []).extend(entry.name for entry in entries)
+    return parts
 
 
 class Plots:

@@ -1,30 +1,19 @@
-"""What variants gain: in cosine sample by sample, mean cosine against accuracy, and repairs against their cost."""
+"""What variants gain: in cosine sample by sample, and repairs against their cost."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from driftlens.base import variants
-from driftlens.base.intervals import Interval
-from driftlens.base.metrics import title_of
 from driftlens.findings.before_after import arena_rows
-from driftlens.findings.frame import Finding, paired_by_task, pairing
-from driftlens.findings.measures import SCORE, change, drift_changes, main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 NO_RIVAL = f"needs a variant besides the baseline; `{CALIBRATE}` adds one."
-_MOST_NAMES = 10
-_COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
-_AXES, _ENDS = (("x", _COSINE), ("y", _ACCURACY)), ("", " low", " high")
 
 
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
@@ -124,112 +113,6 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _changes(run: DriftRun, options: ChartOptions) -> list[tuple[Interval, Finding]]:
-    """Gain in cosine at the options' layer and in score, of each task and variant that has both."""
-    both = []
-    for task, variant in _paired(run, options)[["task", "variant"]].drop_duplicates().itertuples(index=False):
-        pair = options.baseline, variant
-        score = change(run, SCORE, task, pair)
-        if score.about.kind == "share" and score.n:  # whatever the share of right answers is called
-            changes = drift_changes(run, run, task, pair, column="cos", layer=options.layer)
-            both += [(cosine.difference, score) for cosine in changes.values()]
-    return both
-
-
-def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
-    return (
-        None if _changes(run, options) else _no_pairs(run, options) or picking.absent("accuracy", ["value"])
-    )
-
-
-@chart(
-    "gains",
-    title="Cosine gain against gain in score",
-    section="gains",
-    rank=20,
-    presets=("standard", "calibration"),
-    needs=("samples", ("cos",)),
-    lacks=_no_gains,
-    caption="Mean gain in cosine to the expert over the diagnosis samples against that in test accuracy, or in another "
-    "share of right answers by which a task is judged, both over the baseline, one point per task and variant with "
-    "95 % intervals.",
-    hint="Upper right: closer to the expert and more accurate. Cosine gain is a diagnostic, not an explanation of "
-    "accuracy: tasks can gain accuracy at an unchanged cosine, and the reverse.",
-)
-def gains(run: DriftRun, options: ChartOptions) -> Drawn:
-    """One cloud of labelled points per variant, with lines at no gain."""
-    changes, rows = _changes(run, options), []
-    for cosine, score in changes:
-        points = score.scaled(100)
-        rows.append((score.task, score.variant, cosine.n, *cosine.ends, points.n, *points.ends))
-    cosines, scores = ([f"{name}{end}" for end in _ENDS] for name in (_COSINE, _ACCURACY))
-    table = pd.DataFrame(rows, columns=["task", "variant", "n", *cosines, "test n", *scores])
-    rows, scores = picking.ordered(table, run.tasks, run.variants), [score for _, score in changes]
-    metrics = main_metrics(run)
-    what = title_of(metrics[task] for task in rows["task"])
-    names = [str(name) for name in rows["variant"].unique()]
-    # Its points carry the names of tasks.
-    labelled = ([name for name in names if variants.part_of(name) == "calibrated"] or names)[-1]
-    rows["label"] = words.labels([str(task) for task in rows["task"]])
-    is_named = rows.index.isin(_outermost(rows.loc[rows["variant"] == labelled, [_COSINE, _ACCURACY]]))
-    columns = {f"{axis}{end.replace(' ', '_')}": f"{name}{end}" for axis, name in _AXES for end in _ENDS}
-    crosses = pd.concat([rows[is_named], rows[~is_named]])[[*columns.values()]].set_axis([*columns], axis=1)
-    beside = dict(zip(rows.index[is_named], places([*rows["label"][is_named]], crosses), strict=True))
-    traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
-    for variant, part in rows.groupby("variant", sort=False):
-        across, up = ((part[f"{name} low"], part[f"{name} high"]) for name in (_COSINE, _ACCURACY))
-        colour = brush.look(str(variant)).colour
-        cloud = brush.line(
-            str(variant),
-            part[_COSINE],
-            part[_ACCURACY],
-            up,
-            error_x=theme.whiskers(part[_COSINE], *across, colour),
-            marker_size=9,
-            mode="markers+text" if variant == labelled else "markers",
-            text=[label if row in beside else "" for row, label in part["label"].items()],
-            textposition=[beside.get(row, "top center") for row in part.index],
-            textfont=theme.ink(dark=options.dark),
-            hovertext=[*part["label"]],
-            hovertemplate="%{hovertext}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
-        )
-        traces.append(cloud)
-    baseline = words.literal(variants.title(options.baseline))
-    titles = {
-        "xaxis": f"gain in mean cosine over {baseline}",
-        "yaxis": f"gain in {what} over {baseline} (points)",
-    }
-    axes = {
-        name: {"title": {"text": title}, "tickformat": theme.TICK_NUMBER} for name, title in titles.items()
-    }
-    figure = theme.themed(*traces, height=460, dark=options.dark, **axes)
-    line = {"color": theme.palette(options.dark).quiet, "width": 1}
-    figure.add_hline(0, line=line, layer="below").add_vline(0, line=line, layer="below")
-    return Drawn(
-        figure,
-        alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
-        f"{what} in points: {_extremes_in_words(rows, _ACCURACY)}.",
-        data=rows.drop(columns="label").assign(metric=[metrics[task].name for task in rows["task"]]),
-        notes=(
-            f"{words.ranged(rows['n'], 'diagnosis sample')} "
-            f"and {words.ranged(rows['test n'], 'test sample')} per task.",
-            "Bars across: Student's 95 % interval of the mean gain in cosine.",
-            f"Bars up: {pairing(paired_by_task(scores))}",
-            *(
-                [f"The {_MOST_NAMES} points farthest from the middle are named."]
-                * (len(beside) < sum(rows["variant"] == labelled))
-            ),
-            *words.overlap_notes(run),
-        ),
-    )
-
-
-def _outermost(points: pd.DataFrame) -> pd.Index[Any]:
-    """The rows whose names are shown: those farthest from the middle, where names of all would hide one another."""
-    away = (points - points.mean()) / points.std().replace(0, 1)
-    return away.fillna(0).pow(2).sum(axis=1).nlargest(_MOST_NAMES).sort_index().index
-
-
 def _repairs(run: DriftRun) -> pd.DataFrame:
     """Base, merged model, calibrations that were scored, experts."""
     rows = pd.DataFrame(arena_rows(run))
@@ -242,16 +125,6 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
         return f"needs two calibrations of the run; `{command}` makes some."
     is_scored = _repairs(run)["method"].notna().sum() >= 2
     return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."
-
-
-def _beside(points: pd.DataFrame) -> list[str]:
-    """Where each point's name stands, as `places` says of a panel whose axes begin at the lowest ends."""
-    seconds = points["seconds"].clip(lower=1e-9).map(math.log)
-    ends = {"x": seconds, "x_low": seconds, "x_high": seconds}
-    ends |= {"y": points["score"], "y_low": points["low"], "y_high": points["high"]}
-    crosses = pd.DataFrame(ends, dtype=float)
-    crosses = crosses - crosses.min()[["x"] * 3 + ["y_low"] * 3].fillna(crosses["y"].min()).to_numpy()
-    return places([words.label(str(name)) for name in points["model"]], crosses)
 
 
 def _ticks(seconds: pd.Series[float]) -> list[float]:
@@ -291,7 +164,8 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
     is_made = rows["method"].notna()
     points = rows[is_made]
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
-    for (index, row), beside in zip(points.iterrows(), _beside(points), strict=True):
+    middle = math.sqrt(points["seconds"].min() * points["seconds"].max())
+    for index, row in points.iterrows():
         repair = points.loc[[index]]
         point = brush.line(
             variants.calibrated(str(row["model"])),
@@ -301,7 +175,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             marker_size=11,
             mode="markers+text",
             text=[words.label(str(row["model"]))],
-            textposition=beside,
+            textposition="top right" if row["seconds"] <= middle else "top left",
             textfont=theme.ink(dark=options.dark),
             showlegend=False,
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
@@ -337,84 +211,3 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
         data=rows,
         notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
     )
-
-
-_LETTERS = ((0.027, 0.06), (0.009, 0.04))
-"""Width of a letter and height of a name in parts of a panel: of half a page on paper, and of a screen."""
-_PLACES = {
-    "top right": (1, 1),
-    "top left": (0, 1),
-    "bottom right": (1, 0),
-    "bottom left": (0, 0),
-    "middle right": (1, 0.5),
-    "middle left": (0, 0.5),
-    "top center": (0.5, 1),
-    "bottom center": (0.5, 0),
-}
-"""As plotly calls them, with where the name lies: from left to right, and from below to above its point."""
-_GAP, _NEAR, _HAIR = 0.012, 0.04, 0.004
-"""From a point to its name; nearer than this to another point a name reads as that one's; a line's breadth."""
-_ROUNDS = 5
-
-Array = NDArray[np.float64]
-
-
-def places(names: Sequence[str], crosses: pd.DataFrame) -> list[str]:
-    """Where beside its point each name stands, as plotly calls it; `crosses` has x, y and their ends, names first."""
-    x, y = _scaled(crosses, "x"), _scaled(crosses, "y")
-    spots = np.stack([x[:, 0] - 0.012, x[:, 0] + 0.012, y[:, 0] - 0.018, y[:, 0] + 0.018], axis=1)
-    across = np.stack([x[:, 1], x[:, 2], y[:, 0], y[:, 0]], axis=1)
-    up = np.stack([x[:, 0], x[:, 0], y[:, 1], y[:, 2]], axis=1)
-    count, ways = len(names), len(_PLACES)
-    alone, mutual = np.zeros((count, ways)), np.zeros((count, ways, count, ways))
-    others = ~np.eye(count, len(x), dtype=bool)[:, None]
-    for letter, tall in _LETTERS:
-        boxes = _boxes(np.array([letter * len(name) for name in names]), tall, x[:count, 0], y[:count, 0])
-        beyond = np.maximum(np.maximum(-boxes, boxes - 1), 0).sum(-1)
-        reach = [
-            np.maximum(np.maximum(boxes[..., [side]] - to, to - boxes[..., [side + 1]]), 0)
-            for side, to in ((0, x[:, 0]), (2, y[:, 0]))
-        ]
-        astray = np.maximum(_NEAR - np.hypot(*reach), 0)
-        area = tall * letter * np.array([max(1, len(name)) for name in names])[:, None]
-        alone += (
-            40 * beyond + (60 * astray * others).sum(-1) + (_shared(boxes, spots) * others).sum(-1) * 4 / area
-        )
-        alone += 7 * (_shared(boxes, across) + _shared(boxes, up)).sum(-1) / area
-        mutual += 4 * _shared(boxes, boxes.reshape(-1, 4)).reshape(mutual.shape) / area[..., None, None]
-    mutual[np.arange(count), :, np.arange(count)] = 0
-    mutual += mutual.transpose(2, 3, 0, 1)
-    tries = []
-    for start in range(ways):
-        chosen = np.full(count, start)
-        for point in [*range(count)] * _ROUNDS:
-            chosen[point] = (alone[point] + mutual[point][:, np.arange(count), chosen].sum(-1)).argmin()
-        total = alone[np.arange(count), chosen].sum()
-        total += mutual[np.arange(count)[:, None], chosen[:, None], np.arange(count), chosen].sum() / 2
-        tries.append((total, [[*_PLACES][way] for way in chosen]))
-    return min(tries)[1]
-
-
-def _boxes(wide: Array, tall: float, x: Array, y: Array) -> Array:
-    """Left, right, low and high end of every name at each of the places."""
-    across, up = np.array([*_PLACES.values()]).T
-    left = x[:, None] + _GAP * (2 * across - 1) - wide[:, None] * (1 - across)
-    low = y[:, None] + _GAP * (2 * up - 1) - tall * (1 - up)
-    return np.stack([left, left + wide[:, None], low, low + tall], axis=-1)
-
-
-def _shared(boxes: Array, others: Array) -> Array:
-    """The area that each box shares with each of the others, lines being a hair broad."""
-    each, low, high = boxes[..., None, :], others[:, ::2] - _HAIR / 2, others[:, 1::2] + _HAIR / 2
-    common = np.minimum(each[..., 1::2], high) - np.maximum(each[..., ::2], low)
-    shared: Array = np.maximum(common, 0).prod(-1)
-    return shared
-
-
-def _scaled(crosses: pd.DataFrame, axis: str) -> Array:
-    """Value, low and high end on one axis, as they lie from 0 to 1 on a panel that has all of them and 0."""
-    values = crosses[[axis, f"{axis}_low", f"{axis}_high"]].to_numpy(dtype=float)
-    values = np.where(np.isnan(values), values[:, :1], values)
-    low, high = min(0.0, values.min()), max(0.0, values.max())
-    scaled: Array = 0.05 + 0.9 * (values - low) / ((high - low) or 1.0)
-    return scaled

@@ -27,7 +27,7 @@ _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
 _ONE_COLUMN: ContextVar[bool] = ContextVar("whether panels stand below one another", default=False)
-ByPanels = Literal["column", "row", "panel"]
+ByPanels = Literal["column", "row"]
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -214,22 +214,20 @@ def panel_grid(
     y_by: ByPanels = "column",
     legend: Sequence[str] = (),
     below: int = 0,
-    widths: Sequence[float] | None = None,
 ) -> Grid:
-    """Empty panels with escaped titles; y axes share a range by column, row or not; `below`: pixels for lines."""
+    """Empty panels with escaped titles; y axes share a range by column or row; `below`: pixels for lines."""
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = min(columns, len(titles))
     # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
     kinds = len(y_titles) if y_by != "row" and all(y_titles) else 0
     if is_narrow() and kinds:
-        columns, widths = 1, None
+        columns = 1
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
-    is_near = y_by == "row" or (is_common and y_by != "panel")
-    across = _parts(widths or [1] * columns, 0.05 if is_near else 0.09)
-    down = _parts([1] * rows, gap / inner)[::-1]
+    across = _parts(columns, 0.05 if y_by == "row" or is_common else 0.09)
+    down = _parts(rows, gap / inner)[::-1]
     axes = _grid_axes(len(titles), columns, x_titles, y_titles, y_by)
     for panel in range(rows * columns):
         row, column = divmod(panel, columns)
@@ -258,20 +256,18 @@ def panel_grid(
     return Grid(max(columns, kinds), len(titles), dark, settings)
 
 
-def _parts(sizes: Sequence[float], gap: float) -> list[tuple[float, float]]:
-    """Where parts of these sizes begin and end between 0 and 1, with a gap between any two."""
-    room, parts = (1 - gap * (len(sizes) - 1)) / sum(sizes), list[tuple[float, float]]()
-    for size in sizes:
-        start = parts[-1][1] + gap if parts else 0.0
-        parts.append((start, min(1.0, start + room * size)))
-    return parts
+def _parts(count: int, gap: float) -> list[tuple[float, float]]:
+    """Where parts of one size begin and end between 0 and 1, with a gap between any two."""
+    size = (1 - gap * (count - 1)) / count
+    starts = [part * (size + gap) for part in range(count)]
+    return [(start, min(1.0, start + size)) for start in starts]
 
 
 def _grid_axes(
     num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: ByPanels
 ) -> dict[str, Any]:
     """Settings of all axes of a grid: which share a range, which have numbers and titles."""
-    is_common, by_row, share_y = len(y_titles) == 1, y_by == "row", y_by != "panel"
+    is_common, by_row = len(y_titles) == 1, y_by == "row"
     axes, apart = {}, len(x_titles)
     for panel in range(-(-num_panels // columns) * columns):
         row, column = divmod(panel, columns)
@@ -289,8 +285,8 @@ def _grid_axes(
         group, first = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
         is_beside = column > 0 and (is_common or by_row)
         y_axis = {
-            "matches": _axis("y", first, "") if share_y and panel != first else None,
-            "showticklabels": not (is_beside and share_y),
+            "matches": _axis("y", first, "") if panel != first else None,
+            "showticklabels": not is_beside,
             "title": None if is_beside else {"text": y_titles[group]},
         }
         axes[_axis("y", panel)] = y_axis if is_panel else {"visible": False}

@@ -10,13 +10,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
+from driftlens.base.metrics import ACCURACY, metric_called, says_of, title_of
 from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import estimate, number, percent
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ANALYZE
 from driftlens_reports.charts import panels, picking, theme, words
-from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 AVERAGE = "mean of tasks"
 
@@ -95,14 +94,11 @@ def _named(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return rows[["task", "variant", "n", "seed", *names]].rename(columns=names)
 
 
-def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -> pd.DataFrame:
-    """What tasks are judged by, as far as it may stand on one axis, or else every metric that may not."""
-    rows, mains = run.accuracy(), main_metrics(run)
-    if is_averaged:
-        main = {task: metric.name for task, metric in mains.items() if metric.is_averaged}
-        rows = rows[rows["metric"] == rows["task"].map(main)]
-    else:
-        rows = rows[rows["metric"].isin([of.name for of in METRICS.values() if not of.is_averaged])]
+def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """What tasks are judged by, as far as it may stand on one axis."""
+    rows = run.accuracy()
+    main = {task: metric.name for task, metric in main_metrics(run).items() if metric.is_averaged}
+    rows = rows[rows["metric"] == rows["task"].map(main)]
     # Base first and expert last: the two ends between which merges lie.
     variants = [*picking.chosen_variants(run, options, base=True), "expert"]
     return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
@@ -156,38 +152,6 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
             *_unmeasured(run),
             *says_of(metric for metric in metrics.values() if metric != ACCURACY),
         ),
-    )
-
-
-_NO_PERPLEXITY = (
-    "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, "
-    f"`{ANALYZE}` adds it."
-)
-
-
-@chart(
-    "perplexity",
-    title="Perplexity by task",
-    section="accuracy",
-    rank=20,
-    needs=("accuracy", ("value",)),
-    lacks=lambda run, chosen: None if len(_scores(run, chosen, is_averaged=False)) else _NO_PERPLEXITY,
-    applies=is_of_language,
-    caption="Perplexity of the targets of every task's test samples with 95 % intervals, from base to expert.",
-    hint="Lower is better; 1 is certainty. Perplexities of different tasks have no common mean.",
-)
-def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Perplexity per task and variant with its interval."""
-    rows = _scores(run, options, is_averaged=False)
-    rows = _named(rows, "perplexity")
-    interval = "95 % interval by drawing samples again"
-    spans = words.spans(rows, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})")
-    title = "perplexity (at least 1, lower is better)"
-    return Drawn(
-        task_figure(run, rows, "perplexity", title, interval=interval, dark=options.dark),
-        alt=f"Perplexity, lowest to highest task: {spans}.",
-        data=rows,
-        notes=(f"{words.ranged(rows['n'], 'test sample')} per task.", f"Whiskers: {interval}."),
     )
 
 
@@ -247,45 +211,9 @@ def _cosines(rows: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
     return with_average(rows.assign(**ends), "cos_mean", tasks, has_intervals=True)
 
 
-_VECTORS = {
-    "cos": "cosine of task vectors",
-    "norm_ratio": "norm against the expert's",
-    "sign_agreement": "share of equal signs",
-}
-
-
-def _params(run: DriftRun, options: ChartOptions, *, scopes: Sequence[str]) -> pd.DataFrame:
+def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
-    return picking.chosen(run, options, rows[rows["scope"].isin(scopes)])
-
-
-@chart(
-    "backbone-alignment",
-    title="Task vectors of the whole backbone",
-    section="parameters",
-    rank=10,
-    presets=("standard", "calibration"),
-    needs=("params", ("cos",)),
-    rows=partial(_params, scopes=["backbone"]),
-    caption="Cosine of each variant's task vector to the same task's expert's over all parameters of the backbone at "
-    "once, one number per task and variant without samples, and the mean over tasks at the end.",
-    hint="A task vector is a model's weights minus the base's. Read it beside the feature cosine: features can come "
-    "closer to the expert while weights do not, because calibration repairs what the merged model computes, not how "
-    "its weights look.",
-)
-def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Whole-backbone cosine per task and variant, and the mean over tasks."""
-    tasks, column = picking.chosen_tasks(run, options), _VECTORS["cos"]
-    rows = _params(run, options, scopes=["backbone"])[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
-    rows = with_average(rows, column, tasks)
-    title = "cosine of task vectors"
-    return Drawn(
-        task_figure(run, rows, column, title, dark=options.dark),
-        alt=f"Cosine of task vectors to the expert's over the whole backbone and {words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(rows, column)}.",
-        data=rows,
-        notes=("One number per model and task; no samples are involved.",),
-    )
+    return picking.chosen(run, options, rows[rows["scope"].isin(_SCOPES)])
 
 
 OUTSIDE = "stem and head"
@@ -322,7 +250,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    rows=partial(_params, scopes=_SCOPES),
+    rows=_params,
     caption="Mean cosine of each variant's task vector to the same task's expert's, by layer and by "
     "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
@@ -331,7 +259,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
 )
 def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Two panels on one axis of cosines."""
-    params = _params(run, options, scopes=_SCOPES).dropna(subset="cos")
+    params = _params(run, options).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}
     by_layer, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
     by_layer = by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer")

@@ -32,14 +32,9 @@ class ChartOptions:
         log: a logarithmic value axis, where the chart has one.
         relative: drift against the expert's feature norm instead of in feature units.
         baseline: the variant that gains are counted from.
-        colour: what colours the points of the feature scatter; "flip" is whether the decision is unlike the expert's.
         method: projection of the feature scatter.
         seed: of that projection's random numbers.
-        classes: the feature scatter shows only samples of these classes; None is all.
-        arrows: so many samples, those that the baseline moves farthest, have their way from the expert in the feature
-            scatter.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
-        apart: the head has panels of its own in curves of norms, as its features are in another space.
         dark: the dark theme.
     """
 
@@ -51,13 +46,9 @@ class ChartOptions:
     log: bool = False
     relative: bool = False
     baseline: str = "merged"
-    colour: Literal["role", "flip", "class", "drift"] = "role"
     method: str = "pca"
     seed: int = 0
-    classes: Sequence[str] | None = None
-    arrows: int = 0
     max_points: int = 20_000
-    apart: bool = False
     dark: bool = False
 
 

@@ -105,11 +105,6 @@ def spans(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> s
     return by_variant((variant, span(part, column, tell, ends)) for variant, part in groups)
 
 
-def worst_tasks(rows: pd.DataFrame, column: str, write: Callable[[float], str]) -> str:
-    """The largest value of each variant, with its task."""
-    return spans(rows, column, lambda row: f"{write(row[column])} ({row['task']})", "high")
-
-
 def spaced(count: int) -> str:
     """A count with its thousands set apart: "8 041"."""
     return f"{count:,}".replace(",", "\u202f")
@@ -167,16 +162,13 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
     return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."
 
 
-def peak_sentence(
-    rows: pd.DataFrame, column: str, *, lowest: bool = False, write: Callable[[float], str] = number
-) -> str:
-    """The highest (or lowest) value of each variant in words, with the task and layer where it is."""
+def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = number) -> str:
+    """The highest value of each variant in words, with the task and layer where it is."""
 
     def tell(row: pd.Series[Any]) -> str:
         return f"{write(float(row[column]))} ({row['task']}, {row['where']})"
 
-    ends: Ends = "low" if lowest else "high"
-    return f"{'Lowest' if lowest else 'Highest'}: {spans(rows, column, tell, ends)}."
+    return f"Highest: {spans(rows, column, tell, 'high')}."
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
@@ -190,4 +182,4 @@ def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
 
 def peak_share(rows: pd.DataFrame, column: str) -> str:
     """`peak_sentence` for shares, as percentages."""
-    return peak_sentence(rows, column, write=percent)
+    return peak_sentence(rows, column, percent)

@@ -15,7 +15,6 @@ from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, draw_curves
 from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
 from driftlens_reports.charts.theme import Brush
@@ -25,17 +24,8 @@ BY_CURVE = {
     "layer-drift": ["drift_l2_mean", "drift_l2_q10+drift_l2_q90"],
     "decomposition": ["mismatch_l2_mean", "propagation_l2_mean", "cross_term"],
     "amplification": ["amplification", "random_gain_mean", "lower+upper"],
-    "spectral": ["spectral_norm_mean", "amplification"],
-    "splits": ["final_share", "prefix_share"],
-    "growth": ["gain_excess_mean", "mismatch_ratio_mean", "growth_holds"],
-    "base-distance": ["drift_vs_base"],
 }
-BY_PANEL = {
-    "heatmap": ("variant", ["drift_l2_mean"]),
-    "cka": ("variant", ["cka"]),
-    "contributions-heatmap": ("variant", ["final_share+remainder_share"]),
-    "contributions": ("task", ["final_share", "remainder_share"]),
-}
+BY_PANEL = {"contributions-heatmap": ("variant", ["final_share+remainder_share"])}
 every_chart = pytest.mark.parametrize("name", [*BY_CURVE, *BY_PANEL])
 
 
@@ -71,7 +61,7 @@ def test_the_notes_say_how_many_samples_of_which_split(name: str, full: DriftRun
     assert charts[name].draw(full, ChartOptions(controls=True)).notes[0] == "24 diagnosis samples per task."
 
 
-@pytest.mark.parametrize("name", ["layer-drift", "amplification", "growth", "base-distance"])
+@pytest.mark.parametrize("name", ["layer-drift", "amplification"])
 def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
     figure = charts[name].draw(full, ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])).figure
     column = BY_CURVE[name][0]
@@ -83,26 +73,31 @@ def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
 
 
 def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
-    figure = charts["heatmap"].draw(full, ChartOptions(controls=True, variants=["merged"])).figure
+    options = ChartOptions(controls=True, variants=["merged"])
+    figure = charts["contributions-heatmap"].draw(full, options).figure
     cells, axis = figure.data[0], figure.layout.yaxis
     for at, task in enumerate(axis.ticktext):
-        for layer, value in zip(cells.x, cells.z[at], strict=True):
-            assert value == full.value("drift_l2_mean", task=task, variant="merged", layer=int(layer))
+        *shares, rest = zip(cells.x, cells.z[at], strict=True)
+        for layer, value in shares:
+            assert value == full.value("final_share", task=task, variant="merged", layer=int(layer))
+        last = full.manifest.layers[-1].index
+        remainder = full.value("remainder_share", task=task, variant="merged", layer=last)
+        assert rest == (last + 1, remainder)
     assert list(axis.tickvals) == list(cells.y) == [0, 1, 2] and axis.range[0] > axis.range[1], (
         "first task on top"
     )
 
 
 def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
-    drawn = charts["heatmap"].draw(single, ChartOptions(controls=True, variants=["merged"]))
+    options = ChartOptions(controls=True, variants=["merged"])
+    drawn = charts["contributions-heatmap"].draw(single, options)
     cells = drawn.figure.data[0]
-    assert list(cells.x) == [1, 2, 3] and list(np.isnan(cells.z[0])) == [True, True, False]
+    assert list(cells.x) == [1, 2, 3, 4] and list(np.isnan(cells.z[0])) == [True, True, False, False]
     assert drawn.notes[-1].startswith("2 cells without a number")
 
 
-@pytest.mark.parametrize("name", ["heatmap", "cka", "contributions-heatmap"])
-def test_compared_panels_have_one_scale(name: str, full: DriftRun) -> None:
-    figure = charts[name].draw(full, ChartOptions(controls=True)).figure
+def test_compared_panels_have_one_scale(full: DriftRun) -> None:
+    figure = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure
     cells = [trace for trace in figure.data if isinstance(trace, go.Heatmap)]
     assert len(cells) == 3 and {trace.coloraxis for trace in cells} == {"coloraxis"}
     assert all(trace.zmin is None and trace.zmax is None for trace in cells)
@@ -151,29 +146,14 @@ def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> Non
 
 
 def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
-    assert "base" not in set(charts["base-distance"].draw(full, ChartOptions(controls=True)).data["variant"])
-    named = charts["base-distance"].draw(full, ChartOptions(controls=True, variants=["base"])).data
+    assert "base" not in set(charts["layer-drift"].draw(full, ChartOptions(controls=True)).data["variant"])
+    named = charts["layer-drift"].draw(full, ChartOptions(controls=True, variants=["base"])).data
     assert set(named["variant"]) == {"base"}
-    assert named["drift / base distance"].to_numpy() == pytest.approx(1, abs=0.2)
 
 
-ADD = "driftlens analyze RUN --add "
-
-
-@pytest.mark.parametrize(
-    ("name", "column", "command"),
-    [
-        ("spectral", "spectral_norm_mean", f"{ADD}jacobian.spectral"),
-        ("cka", "cka", f"{ADD}cka"),
-        ("contributions", "final_share", "driftlens analyze RUN"),
-        ("splits", "final_share, prefix_share", "driftlens analyze RUN"),
-    ],
-)
-def test_what_was_not_measured_is_named_with_the_command_that_adds_it(
-    name: str, column: str, command: str, unmeasured: DriftRun
-) -> None:
-    reason = charts[name].missing(unmeasured, ChartOptions(controls=True))
-    assert reason and f"{column} of table layers" in reason and f"`{command}`" in reason
+def test_what_was_not_measured_is_named_with_the_command_that_adds_it(unmeasured: DriftRun) -> None:
+    reason = charts["contributions-heatmap"].missing(unmeasured, ChartOptions(controls=True))
+    assert reason and "final_share of table layers" in reason and "`driftlens analyze RUN`" in reason
 
 
 def rows_of(**columns: list[float]) -> pd.DataFrame:
@@ -199,26 +179,6 @@ def test_a_band_stops_at_a_gap() -> None:
     assert min(trace["x"][5:]) < 4 < max(trace["x"][5:]), "a band of one layer has a width"
 
 
-def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:
-    rows = rows_of(**{CONTRIBUTED: [0.5, -0.2, 0.6, -0.1, 0.25]})
-    stack = stacked(rows.assign(remainder_share=[math.nan] * 4 + [-0.05]))
-    assert list(stack["role"]) == ["block"] * 5 + ["remainder"] and stack["layer"].isna().sum() == 1
-    values, starts = stack[CONTRIBUTED], stack["start"]
-    assert values.sum() == pytest.approx(1)
-    ends = starts + values
-    for side in (values > 0, values < 0):
-        assert starts[side].iloc[0] == 0
-        assert list(starts[side].iloc[1:]) == pytest.approx(list(ends[side].iloc[:-1]))
-    assert ends[values > 0].iloc[-1] + ends[values < 0].iloc[-1] == pytest.approx(1)
-
-
-@pytest.mark.slow
-def test_only_signed_projections_are_stacked(full: DriftRun) -> None:
-    for name in [*BY_CURVE, *BY_PANEL]:
-        layout = charts[name].draw(full, ChartOptions(controls=True)).figure.layout
-        assert layout.barmode in (None, "group") or name == "contributions"
-
-
 def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> None:
     """Their features are pooled from other tokens, so a line from one to the other would mean nothing."""
     rows = full.layers(variant="merged", task=full.tasks[0]).reset_index(drop=True)
@@ -236,7 +196,7 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
     layers = full.layers()
     streams = layers["layer"].le(3).map({True: "encoder", False: "hidden"})
     two = with_rows(full, "layers", layers.assign(stream=streams))
-    for name in ("heatmap", "splits", "layer-drift"):
+    for name in ("contributions-heatmap", "layer-drift"):
         figure = charts[name].draw(two, ChartOptions(controls=True)).figure
         assert 3.5 in [shape.x0 for shape in figure.layout.shapes], name
         assert "4 decoder's first" in str(figure.to_dict()), name
@@ -353,7 +313,6 @@ def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftR
     )
 
 
-SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
 ONE = ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])
 
 
@@ -361,39 +320,13 @@ ONE = ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])
 def sampled(full: DriftRun) -> DriftRun:
     """The full run with an interval around every share, wider above than below."""
     rows = full.layers()
-    for share in SHARES.values():
-        rows[f"{share}_low"] = rows[share] - 0.01 * rows["layer"]
-        rows[f"{share}_high"] = rows[share] + 0.02 * rows["layer"]
+    rows["final_share_low"] = rows["final_share"] - 0.01 * rows["layer"]
+    rows["final_share_high"] = rows["final_share"] + 0.02 * rows["layer"]
     return with_rows(full, "layers", rows)
 
 
 def written(low: float, high: float) -> str:
     return f"<br>95 % interval: {percent(low)} to {percent(high)}".replace("%", "&#37;")
-
-
-def test_splits_have_whiskers_at_the_ends_of_the_intervals(sampled: DriftRun) -> None:
-    drawn = charts["splits"].draw(sampled, ONE)
-    rows = sampled.layers("mnist", "merged")
-    for name, share in SHARES.items():
-        bars = next(trace for trace in drawn.figure.data if trace.name == name)
-        heights = np.array(bars.y, dtype=float)
-        assert heights + np.array(bars.error_y.array) == pytest.approx(rows[f"{share}_high"].to_numpy())
-        assert heights - np.array(bars.error_y.arrayminus) == pytest.approx(rows[f"{share}_low"].to_numpy())
-        ends = zip(rows[f"{share}_low"], rows[f"{share}_high"], strict=True)
-        assert list(bars.customdata) == [written(*pair) for pair in ends]
-        assert "%{customdata}" in bars.hovertemplate
-        assert drawn.data[f"{name} low"].tolist() == pytest.approx(rows[f"{share}_low"].tolist())
-    assert any("95 % intervals" in note for note in drawn.notes)
-
-
-def test_segments_have_whiskers_at_their_ends_and_the_remainder_has_none(sampled: DriftRun) -> None:
-    segments, remainder = charts["contributions"].draw(sampled, ONE).figure.data[:2]
-    rows = sampled.layers("mnist", "merged")
-    assert list(segments.error_x.array) == pytest.approx((0.02 * rows["layer"]).tolist())
-    assert list(segments.error_x.arrayminus) == pytest.approx((0.01 * rows["layer"]).tolist())
-    ends = zip(rows["final_share_low"], rows["final_share_high"], strict=True)
-    assert [told for _, told in segments.customdata] == [written(*pair) for pair in ends]
-    assert remainder.error_x.array is None and [told for _, told in remainder.customdata] == [""]
 
 
 def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:
@@ -404,19 +337,9 @@ def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:
     assert "%{hovertext}" in cells.hovertemplate
 
 
-@pytest.mark.parametrize("name", ["splits", "contributions", "contributions-heatmap"])
-def test_a_run_of_an_older_schema_is_drawn_without(name: str, full: DriftRun) -> None:
-    drawn = charts[name].draw(full, ChartOptions(controls=True))
+def test_a_run_of_an_older_schema_is_drawn_without(full: DriftRun) -> None:
+    drawn = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True))
     assert "interval" not in drawn.figure.to_json() and not any("interval" in note for note in drawn.notes)
     assert not [column for column in drawn.data if column.endswith((" low", " high"))]
     for trace in drawn.figure.data:
         assert trace.type != "bar" or (trace.error_x.array is None and trace.error_y.array is None)
-
-
-@pytest.mark.parametrize("name", ["splits", "contributions"])
-def test_a_share_without_an_interval_is_not_drawn_as_if_it_were_certain(name: str, sampled: DriftRun) -> None:
-    """plotly draws a whisker of no length where one of several is missing."""
-    rows = sampled.layers()
-    rows.loc[(rows["task"] == "mnist") & (rows["layer"] == 3), "final_share_high"] = np.nan
-    carried = charts[name].draw(with_rows(sampled, "layers", rows), ONE).figure.data[0]
-    assert carried.error_x.array is None and carried.error_y.array is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,15 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.base.intervals import Interval, mean_over_tasks, unpaired_difference
-from driftlens.findings.frame import paired_by_task, pairing
-from driftlens.findings.measures import SCORE, change
+from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.gains import NO_RIVAL, _ticks, places
+from driftlens_reports.charts.gains import NO_RIVAL, _ticks
 from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
-from tests.records.full_run import SITES, Size, write_full_run
+from tests.records.full_run import SITES, write_full_run
 from tests.reports.charts.recording import finite, with_rows
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
@@ -38,9 +35,9 @@ def by_legend(figure) -> dict[str, list[float]]:  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def gappy(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
-    """The merged model's cosine, backbone and accuracy on mnist were not measured."""
+    """The merged model's cosine and accuracy on mnist were not measured."""
     path = write_full_run(tmp_path_factory.mktemp("gappy") / "run")
-    for table, column in (("layers", "cos_mean"), ("params", "cos"), ("accuracy", "value")):
+    for table, column in (("layers", "cos_mean"), ("accuracy", "value")):
         file = path / "tables" / f"{table}.parquet"
         rows = pq.read_table(file)
         is_gap = (rows["task"].to_pandas() == "mnist") & (rows["variant"].to_pandas() == "merged")
@@ -54,7 +51,6 @@ def gappy(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     ("name", "table", "column"),
     [
         ("task-cosine", "layers", "cos_mean"),
-        ("backbone-alignment", "params", "cos"),
         ("accuracy", "accuracy", "value"),
     ],
 )
@@ -62,8 +58,6 @@ def test_marks_are_the_tables_values_and_their_means(
     name: str, table: str, column: str, full: DriftRun
 ) -> None:
     rows = full.layers(layer="final") if table == "layers" else getattr(full, table)()
-    if table == "params":
-        rows = rows[rows["scope"] == "backbone"]
     for variant, values in by_legend(charts[name].draw(full, ChartOptions(controls=True)).figure).items():
         wanted = rows.loc[rows["variant"] == variant, column].astype(float)
         assert finite(values) == finite([*wanted, wanted.mean()])
@@ -84,12 +78,10 @@ def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_interv
         )
 
 
-@pytest.mark.parametrize("name", ["task-cosine", "backbone-alignment", "accuracy"])
+@pytest.mark.parametrize("name", ["task-cosine", "accuracy"])
 def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> None:
     data = charts[name].draw(gappy, ChartOptions(controls=True)).data
-    column = next(
-        column for column in ("mean cosine", "cosine of task vectors", "accuracy") if column in data
-    )
+    column = "accuracy" if name == "accuracy" else "mean cosine"
     merged = data[data["variant"] == "merged"].set_index("task")[column]
     assert pd.isna(merged["mnist"]) and pd.isna(merged[AVERAGE]) and merged["cars"] > 0
     calibrated = data[data["variant"] == CALIBRATED].set_index("task")[column]
@@ -116,48 +108,6 @@ def test_one_task_has_no_mean_of_tasks(full: DriftRun) -> None:
     assert set(drawn.data["task"]) == {"cars"}
 
 
-def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
-    drawn = charts["gains"].draw(full, ChartOptions(controls=True))
-    assert set(drawn.data["variant"]) == {CONTROL, CALIBRATED}
-    for trace in drawn.figure.data:
-        variant = CALIBRATED if trace.name == "featcal" else CONTROL
-        for at, task in enumerate(full.tasks):
-            cosines = [full.value("cos_mean", task=task, variant=name) for name in (variant, "merged")]
-            scores = [full.accuracy(task, name).iloc[0] for name in (variant, "merged")]
-            assert trace.x[at] == pytest.approx(cosines[0] - cosines[1])
-            assert trace.y[at] == pytest.approx(100 * (scores[0]["value"] - scores[1]["value"]))
-            counts = [(round(score["value"] * score["n"]), int(score["n"])) for score in reversed(scores)]
-            low, high = unpaired_difference(*counts[0], *counts[1])
-            assert trace.y[at] + trace.error_y.array[at] == pytest.approx(100 * high)
-            assert trace.y[at] - trace.error_y.arrayminus[at] == pytest.approx(100 * low)
-
-
-def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun) -> None:
-    asked = with_rows(full, "accuracy", full.accuracy().assign(metric="exact_match"))
-    drawn = charts["gains"].draw(asked, ChartOptions(controls=True))
-    assert drawn.figure.layout.yaxis.title.text.startswith("gain in exact match over")
-    assert "accuracy" not in drawn.alt and set(drawn.data["metric"]) == {"exact_match"}
-
-
-def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
-    modes = {
-        trace.name: trace.mode
-        for trace in charts["gains"].draw(full, ChartOptions(controls=True)).figure.data
-    }
-    assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}
-
-
-def test_names_of_points_stand_apart_and_on_the_panel() -> None:
-    points = pd.DataFrame({"x": [0.0, 0.01, 0.1, 0.2], "y": [0.0, 1.0, 8.0, 10.0]})
-    for axis, half in (("x", 0.01), ("y", 1.5)):
-        points[f"{axis}_low"], points[f"{axis}_high"] = points[axis] - half, points[axis] + half
-    found = places(["lowest", "above it", "alone", "at the end"], points)
-    assert found[0].split()[0] == "bottom" or found[1].split()[0] == "top"
-    assert found[3].endswith("left"), "to the right there is no room"
-    assert places(["one"], points[:1].assign(x_low=np.nan, x_high=np.nan)) == ["top right"]
-    assert places([], points) == []
-
-
 def test_the_axis_of_seconds_writes_whole_numbers() -> None:
     ends = pd.Series([3.8, 19.5])
     assert [at for at in _ticks(ends) if 3 < at < 30] == [5, 10, 20]
@@ -167,43 +117,20 @@ def test_the_axis_of_seconds_writes_whole_numbers() -> None:
     assert _ticks(pd.Series([0.0])) == [] and 100_000 in _ticks(pd.Series([2.0, 150_000.0]))
 
 
-def test_gains_say_of_their_intervals_whether_they_are_paired(full: DriftRun, tmp_path: Path) -> None:
-    # As many test samples as diagnosis samples: then single answers of all of them are stored.
-    paired = open_run(write_full_run(tmp_path / "run", tasks=["cars"], size=Size(tests=24)))
-    for run in (paired, full):
-        drawn = charts["gains"].draw(run, ChartOptions(controls=True))
-        changes = [
-            change(run, SCORE, row["task"], ("merged", row["variant"]))
-            for row in drawn.data.to_dict("records")
-        ]
-        assert {gain.paired for gain in changes} == {run is paired}
-        assert any(pairing(paired_by_task(changes)) in note for note in drawn.notes)
-        assert drawn.data["accuracy gain (points) low"].tolist() == [100 * gain.low for gain in changes]
+def test_without_a_rival_there_is_no_gain(uncalibrated: DriftRun) -> None:
+    assert charts["sample-cosine"].missing(uncalibrated, ChartOptions(controls=True)) == NO_RIVAL
 
 
-@pytest.mark.parametrize("name", ["gains", "sample-cosine"])
-def test_without_a_rival_there_is_no_gain(name: str, uncalibrated: DriftRun) -> None:
-    assert charts[name].missing(uncalibrated, ChartOptions(controls=True)) == NO_RIVAL
-
-
-@pytest.mark.parametrize("name", ["gains", "sample-cosine"])
-def test_a_rival_that_is_not_chosen_is_not_made_again(name: str, full: DriftRun) -> None:
-    reason = charts[name].missing(full, ChartOptions(controls=True, variants=["base"], baseline="base"))
+def test_a_rival_that_is_not_chosen_is_not_made_again(full: DriftRun) -> None:
+    options = ChartOptions(controls=True, variants=["base"], baseline="base")
+    reason = charts["sample-cosine"].missing(full, options)
     assert reason == "needs a variant besides the baseline; choose another variant, or another baseline."
 
 
-def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
-    drawn = charts["gains"].draw(full, ChartOptions(controls=True, baseline=CONTROL, variants=[CALIBRATED]))
-    assert set(drawn.data["variant"]) == {CALIBRATED}
-    row = drawn.data[drawn.data["task"] == "dtd"].iloc[0]
-    cosines = [full.value("cos_mean", task="dtd", variant=name) for name in (CALIBRATED, CONTROL)]
-    assert row["cosine gain"] == pytest.approx(cosines[0] - cosines[1])
-
-
-def test_without_labels_accuracy_charts_name_the_command(tmp_path: Path) -> None:
+def test_without_labels_the_accuracy_chart_names_the_command(tmp_path: Path) -> None:
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
-    for name in ("accuracy", "gains"):
-        assert "`driftlens analyze RUN`" in str(charts[name].missing(bare, ChartOptions(controls=True)))
+    reason = charts["accuracy"].missing(bare, ChartOptions(controls=True))
+    assert "`driftlens analyze RUN`" in str(reason)
 
 
 DEFAULTS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 64}
@@ -276,75 +203,6 @@ def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
     run = cast(DriftRun, SimpleNamespace(manifest=SimpleNamespace(layers=layers)))
     assert group_of(run, "blocks.10.mlp.fc") == group_of(run, "blocks.1.mlp.fc") == "mlp.fc"
     assert group_of(run, "conv1") == group_of(run, "blocks.100.mlp.fc") == OUTSIDE
-
-
-def test_adjoint_bars_and_dots_are_means_over_samples(full: DriftRun) -> None:
-    drawn = charts["adjoint"].draw(full, ChartOptions(controls=True))
-    rows = full.adjoint(variant=CALIBRATED)
-    bars = [trace for trace in drawn.figure.data if trace.type == "bar"][-2:]
-    for target, bar in zip(("loss", "margin"), bars, strict=True):
-        own = rows[rows["target"] == target]
-        means = [
-            np.mean(
-                [own[(own["task"] == task) & (own["layer"] == layer)]["part"].mean() for task in full.tasks]
-            )
-            for layer in range(1, 7)
-        ]
-        rest = np.mean([own[own["task"] == task]["remainder"].mean() for task in full.tasks])
-        assert list(bar.y) == pytest.approx([*means, rest])
-        assert list(bar.x) == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun) -> None:
-    drawn = charts["group-contributions"].draw(full, ChartOptions(controls=True))
-    cells = drawn.data[drawn.data["variant"] == CALIBRATED].groupby("layer")["share of final drift"].sum()
-    layers = full.layers(variant=CALIBRATED).groupby("layer")["final_share"].mean()
-    assert cells.tolist() == pytest.approx(layers.tolist())
-    [cell] = drawn.data.query("variant == @CALIBRATED and `module group` == 'o' and layer == 3")[
-        "share of final drift"
-    ]
-    rows = full.group_contributions(variant=CALIBRATED).query("group == 'o' and layer == 3")
-    assert cell == pytest.approx(rows["final_share"].mean()) and cell < 0
-    assert drawn.figure.layout.yaxis.title.text == "module group"
-
-
-def test_adjoint_parts_and_remainder_add_up_to_the_change(full: DriftRun) -> None:
-    data = charts["adjoint"].draw(full, ChartOptions(controls=True)).data
-    sums = data[data["task"] == "cars"].groupby(["variant", "target"])["mean part"].sum()
-    for (variant, target), total in sums.items():
-        rows = full.adjoint("cars", variant)
-        assert total == pytest.approx(rows.loc[rows["target"] == target, "change"].mean())
-
-
-def test_without_a_loss_adjoint_shows_the_margin_alone(full: DriftRun) -> None:
-    rows = full.adjoint()
-    drawn = charts["adjoint"].draw(with_rows(full, "adjoint", rows[rows["target"] == "margin"]))
-    assert set(drawn.data["target"]) == {"margin"}
-    assert "score units of margin" in drawn.alt
-
-
-def test_the_calibration_log_has_each_sites_ratio_and_change_in_its_cell(full: DriftRun) -> None:
-    drawn = charts["calibration-log"].draw(full, ChartOptions(controls=True))
-    ratios, changes = (trace for trace in drawn.figure.data if trace.type == "heatmap")
-    log = full.calibration("featcal").set_index(["layer", "site"])
-    for down, site in enumerate(SITES):
-        for across, layer in enumerate(ratios.x):
-            path = next(info.path for info in full.manifest.layers if info.index == layer)
-            row = log.loc[(layer, f"{path}.{site}")]
-            assert ratios.z[down][across] == pytest.approx(row["objective_after"] / row["objective_before"])
-            assert changes.z[down][across] == pytest.approx(row["weight_change"])
-
-
-def test_an_objective_that_was_zero_has_no_ratio(full: DriftRun) -> None:
-    rows = full.calibration()
-    rows.loc[0, "objective_before"] = 0.0
-    drawn = charts["calibration-log"].draw(with_rows(full, "calibration", rows))
-    assert math.isnan(drawn.figure.data[0].z[0][0]) and drawn.data["objective ratio"].isna().sum() == 1
-
-
-def test_no_calibration_means_no_log(uncalibrated: DriftRun) -> None:
-    reason = charts["calibration-log"].missing(uncalibrated, ChartOptions(controls=True))
-    assert reason is not None and "`driftlens calibrate RUN --name featcal`" in reason
 
 
 def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
@@ -428,56 +286,3 @@ def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: Dr
     drift = data[data["measure"] == "drift_l2_mean"].set_index(["task", "alpha"])["mean"]
     assert math.isnan(drift[("mean of tasks", 1)]) and math.isnan(drift[("dtd", 1)])
     assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
-
-
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ({"judged_by": "hellinger"}, "Hellinger distance"),
-        ({"judged_by": "drift_rel"}, "relative drift"),
-        ({"what": "KL(expert || calibrated) of class probabilities, nat"}, "KL"),
-        ({"what": "relative final drift of all tasks, as there is no head for dtd"}, "relative drift"),
-    ],
-)
-def test_the_share_that_was_taken_is_ringed_on_its_curve(
-    full: DriftRun, what: dict[str, str], name: str
-) -> None:
-    """Drift stands once where it is what decided; older records say in words what that was."""
-    assert "--shrink auto" in str(charts["shares"].missing(full, ChartOptions()))
-    curve = [
-        {"share": share, "n": 48, **what}
-        | {f"{of}{end}": at + by for of in ("score", "drift") for end, by in ENDS.items()}
-        for share, at in ((0.0, 0.5), (0.4, 0.3), (1.0, 0.4))
-    ]
-    info = replace(full.calibration_info("featcal"), shrink={"share": 0.4, "curve": curve})
-    run = DriftRun(full.path, replace(full.manifest, calibrations={"featcal": info}))
-    drawn = charts["shares"].draw(run)
-    measures = list(dict.fromkeys([name, "relative drift"]))
-    assert list(drawn.data["measure"].unique()) == measures and "takes 0.400 with 0.300" in drawn.alt
-    for line, ring in zip(drawn.figure.data[::2], drawn.figure.data[1::2], strict=True):
-        assert (list(line.x), list(line.y)) == ([0, 0.4, 1], [0.5, 0.3, 0.4])
-        assert list(line.error_y.array) == pytest.approx([0.2] * 3)
-        assert list(line.error_y.arrayminus) == pytest.approx([0.1] * 3)
-        assert (list(ring.x), list(ring.y)) == ([0.4], [0.3])
-
-
-ENDS = {"": 0.0, "_low": -0.1, "_high": 0.2}
-
-
-def test_methods_stand_in_one_picture_beside_the_runs_own_models(full: DriftRun) -> None:
-    rows = sweep_rows("n", [8, 64], tasks=tuple(full.tasks))
-    other = rows.assign(sweep="residual:n", method="residual", accuracy=rows["accuracy"] + 0.05)
-    assert "--method featcal,residual" in str(
-        charts["samples"].missing(with_rows(full, "sweeps", rows), ChartOptions(controls=True))
-    )
-    drawn = charts["samples"].draw(with_rows(full, "sweeps", pd.concat([rows, other])))
-    data = drawn.data.set_index(["measure", "method", "n"]).sort_index()
-    for method, gain in (("featcal", 0.0), ("residual", 0.05)):
-        by_seed = rows[rows["n"] == 8].groupby("seed")["accuracy"].mean() + gain
-        found = data.loc[("accuracy", method, 8)]
-        assert (found["value"], found["draws"]) == (pytest.approx(by_seed.mean()), 3)
-        reach = 4.3026527 * by_seed.std() / 3**0.5  # Student's t with two degrees of freedom
-        assert found["high"] - found["value"] == pytest.approx(reach)
-    merged = next(trace for trace in drawn.figure.data if trace.name == "merged")
-    level = full.accuracy(variant="merged")["value"].mean()
-    assert list(merged.y) == pytest.approx([level, level])

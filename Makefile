@@ -62,10 +62,10 @@ docs:            ## the site, under build/site; its gallery is drawn from a demo
 notebooks:       ## execute the docs' notebooks and keep what comes out
 	$(PYTHON) -m tests.notebooks
 
-gallery:         ## demo run, then pictures and a light report under reports/gallery
+gallery:         ## demo runs, then the pictures of README and docs that are drawn from them
 	driftlens demo --force
 	driftlens demo --suite text --out build/text --force
-	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery --opening build/text --docs docs/assets
+	$(PYTHON) -m tests.reports.gallery driftlens-demo build/text
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots

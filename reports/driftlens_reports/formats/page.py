@@ -39,12 +39,12 @@ _BUDGETS = (16_000, 6_000, 0)
 """Cells of figures' data tables in one light page; the next budget is tried while the page is too large."""
 
 _EXHIBITS = {
-    "layer-drift": "intro",
-    "heatmap": "drift",
+    "accuracy": "intro",
+    "layer-drift": "drift",
     "decomposition": "decomposition",
-    "contributions": "contributions",
+    "contributions-heatmap": "contributions",
     "amplification": "amplification",
-    "margins": "output-drift",
+    "flips": "output-drift",
     "scatter": "scatter-grid",
 }
 """Charts, and the paper figures that a page without scripts shows in their place."""

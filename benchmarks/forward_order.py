@@ -68,8 +68,7 @@ def _measured(study: Study, model: str) -> str:
             for name in (model, expert_of(task))
         )
         drifts.append(final_drift(*features)["drift_rel"])
-        every = range(len(at.test) if at.test else 0)
-        hits = accuracies(study, task, [model], Reporter(), every).results
+        hits = accuracies(study, task, [model], Reporter()).results
         found += [sum(hit for (hit,) in of) / len(of) for of in hits.values()]
     mean = [sum(values) / len(values) for values in (drifts, found)]
     return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"

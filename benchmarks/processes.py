@@ -61,7 +61,7 @@ def main() -> None:
     pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
     samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
     with joined() as team:
-        team.meet()
+        team.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in FeatCal().calibrate(Ground(pool, samples, select_sites(chain), team=team)):
             pass

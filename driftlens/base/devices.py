@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from driftlens.base.errors import RunError, SpecError
-from driftlens.base.team import LESS_MEMORY
 
 HOST = torch.device("cpu")
+LESS_MEMORY = (
+    "Lower data.defaults.batch_size, or take `--device cpu`. Finished phases are kept: --resume goes on."
+)
 
 
 def accelerator() -> torch.device | None:
@@ -234,6 +236,11 @@ def current_stream(device: torch.device) -> Any:
 def use_stream(stream: Any) -> None:
     """Make a queue this thread's own."""
     torch.accelerator.set_stream(stream)
+
+
+def number_of(device: torch.device) -> int:
+    """Return how many devices of this kind there are; 1 for the host."""
+    return 1 if device.type == "cpu" else torch.accelerator.device_count()
 
 
 def use_device(number: int) -> torch.device | None:

@@ -29,8 +29,8 @@ from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
 
-DIVIDED = ("analyze", "calibrate", "sweep")
-"""Commands that divide their work among processes."""
+DISTRIBUTED = ("analyze", "calibrate", "sweep")
+"""Commands that distribute tasks over processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug", "--offline"}
 _GLOBAL_OPTIONS = ("--threads", "--progress")
 """Options of the whole program that take a value."""
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not {"-v", "--verbose"} & {*flags}:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
     if members() > 1:
-        # A store that is gone is told by us, without torch's stack.
+        # Broken connections are reported by us, without torch's stack.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
@@ -160,7 +160,7 @@ def run(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _teamed(arguments: Sequence[str]) -> Iterator[None]:
-    """A command in as many processes as the environment speaks of; all but the first are silent."""
+    """Run a command in as many processes as the environment states; all but the main one are silent."""
     if members() == 1:
         yield
         return
@@ -169,18 +169,27 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
         if manner.silent:
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        command = next((part for part in arguments if not part.startswith("-")), "this command")
-        if command not in DIVIDED:
+        names = {name for group in GROUPS.values() for name in group}
+        command = next((part for part in arguments if part in names), "this command")
+        if command not in DISTRIBUTED:
             raise SpecError(
                 f"{command} runs in one process, and this is one of {members()}",
-                hint=f"Start it without torchrun. Work is divided by {', '.join(DIVIDED)}.",
+                hint=f"Start it without torchrun, which {', '.join(DISTRIBUTED)} can be started with.",
             )
         with joined() as manner.team:
             try:
                 yield
             except BaseException as error:
-                manner.silent = not manner.team.fail(error)
-                raise
+                reported = error
+                if isinstance(error, Cancelled) and stopped.is_by_launcher:
+                    reported = RunError(
+                        "stopped by the launcher: another process was killed or failed, or the job was cancelled",
+                        hint=error.hint,
+                    )
+                manner.silent = not manner.team.fail(reported)
+                if reported is error:
+                    raise
+                raise reported from error
 
 
 def _misused(error: Any, arguments: Sequence[str]) -> int:
@@ -209,7 +218,6 @@ def _report(message: str, hint: str, code: int) -> int:
             typer.echo(f"hint: {hint}", err=True)
         if manner.debug:
             traceback.print_exc()
-    manner.team.told()
     return code
 
 

@@ -163,14 +163,14 @@ class Job:
         """Progress shown as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
         from driftlens.base.progress import sink_for
 
-        mode: Any = "none" if manner.quiet else manner.progress
+        mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
         if manner.log_json and mode == "auto":
             mode = "jsonl"
         if mode == "jsonl":  # whoever reads these lines can read no others
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(manner.threads), cancelling() as cancel, sink_for(mode) as sink:
-            yield Context(self.access, manner.team.progress(sink), cancel)
+            yield Context(self.access, sink, cancel)
 
 
 Maker = Callable[[Mapping[str, Any]], Any]
@@ -376,6 +376,8 @@ class Stopping:
     since: float | None = None
     failed: float | None = None
     is_over: bool = False
+    is_by_launcher: bool = False
+    """torchrun ends all processes once one is gone."""
 
     @property
     def is_on_its_way(self) -> bool:
@@ -396,7 +398,7 @@ def hearing(*, last: bool) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
-    stopped.since, stopped.failed, stopped.is_over = None, None, False
+    stopped.since, stopped.failed, stopped.is_over, stopped.is_by_launcher = None, None, False, False
     try:
         for number in usual:
             signal.signal(number, interrupt)
@@ -439,7 +441,7 @@ def _leave_lost_terminal() -> None:
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
     """A token that the first of `ENDING` sets; a second one, of any kind, stops at once. No third is heard."""
-    token = manner.team.token()
+    token = CancelToken()
 
     def ask(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()
@@ -449,6 +451,7 @@ def cancelling() -> Iterator[CancelToken]:
             interrupt(number, frame)
             return  # a library is being imported: the signal comes again
         token.cancel()
+        stopped.is_by_launcher = manner.team.size > 1 and number == signal.SIGTERM
         with suppress(OSError, RuntimeError):  # it may be said in the middle of what is being written there
             note("stopping at the next batch; once more stops at once")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from driftlens.base.errors import DataError
-from driftlens.base.team import ALONE, MemoryElsewhere, Team
 from driftlens.data.sources import Split, SplitView
 from driftlens.models.language.texts import Pictured, Text, TextReader
 
@@ -40,14 +39,13 @@ def fitting_batch(size: int) -> int:
 
 @contextmanager
 def halving_batches(
-    size: int, tell: Callable[[str], None], *, sums: bool = False, team: Team = ALONE
+    size: int, tell: Callable[[str], None], *, sums: bool = False
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
     """A function that does some work, again with less at once while memory is too little.
 
     Batches, the largest of which has `size` samples, are halved down to one sample. Where the work `sums` up moments
     these are kept on the host if it was they that had no room, or if nothing else helps. Work has to begin anew
-    whenever it is called, in all processes of a team alike; `tell` is told what it goes on with, which stays so until
-    this is closed.
+    whenever it is called; `tell` is told what it goes on with, which stays so until this is closed.
     """
 
     import torch
@@ -58,11 +56,10 @@ def halving_batches(
         while True:
             try:
                 work()
-                team.meet()  # whoever went on could not come back
                 return
-            except (torch.OutOfMemoryError, MemoryElsewhere) as error:
+            except torch.OutOfMemoryError as error:
                 is_least = fitting_batch(size) == 1
-                moves = any(team.begin_anew(error, is_least or isinstance(error, SumsTooLarge)))
+                moves = is_least or isinstance(error, SumsTooLarge)
                 if sums and moves and move():
                     goes_on_with = "moments and solves on the host"
                 elif is_least:
@@ -201,10 +198,6 @@ class SampleSet:
     def fitting(self, per_sample: int, budget: int) -> int:
         """How many samples of so many bytes fit into a budget, in whole batches; a batch at least."""
         return max(1, budget // max(1, per_sample) // self.at_once) * self.at_once
-
-    def positions(self, first: int, last: int) -> range:
-        """Of the samples in the batches from the first to the one behind the last."""
-        return range(first * self.at_once, min(last * self.at_once, len(self.ids)))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches of the samples [start, stop), each read when it is asked for."""

@@ -41,7 +41,7 @@ from driftlens.engine.problems import (
     StepProblem,
 )
 from driftlens.engine.sites import site_path
-from driftlens.engine.walk import FeatureStore, Given, Part, Parts, Passage, forward_order
+from driftlens.engine.walk import FeatureStore, Parts, Passage, forward_order
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site
 
@@ -77,8 +77,7 @@ class Ground:
     Attributes:
         pool: base, merged model and one expert per task.
         parts: calibration samples by task, to which their views are added. Tasks are taken in the order of their
-            names. Where there is one part of each, of known ids and batch size, processes may share the batches of a
-            task.
+            names.
         sites: layer index -> names of its sites, see `select_sites`; none for what is trained.
         base: the pool's name of the base, or None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
@@ -87,7 +86,7 @@ class Ground:
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
         on_step: told of every step; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.
-        team: processes that do the same at the same time, each with samples of its own; all get all layers.
+        team: processes that do the same at the same time, each with tasks of its own; all get all layers.
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
         seed: every task that is trained draws from a generator of its own.
         like: in whose dtypes the calibrated model is saved; None for the base, or without one the merged model.
@@ -149,40 +148,6 @@ class Ground:
                 hint=f"The models are {', '.join(self.pool.names)}.",
             )
 
-    def shares(self) -> tuple[dict[str, Sequence[Part]], dict[str, list[int]]]:
-        """This process's samples by task, and the ranks of those that share a task, where several do."""
-        sizes = {task: _batch_size(self.parts[task][0]) for task in self.tasks}
-        counts = {task: len(self.parts[task][0].ids) for task, size in sizes.items() if size}
-        is_whole = all(len(parts) == 1 for parts in self.parts.values())
-        if self.team.size == 1 or not is_whole or len(counts) < len(sizes) or not all(counts.values()):
-            weights = {
-                task: float(sum(len(part.ids) for part in parts)) for task, parts in self.parts.items()
-            }
-            owners = self.team.owners(self.tasks, weights if all(weights.values()) else None)
-            return {task: self.parts[task] for task in self.tasks if owners[task] == self.team.rank}, {}
-        here: dict[str, Sequence[Part]] = {}
-        ranks: dict[str, list[int]] = {}
-        for task, runs in self.team.shares(
-            {task: -(-counts[task] // sizes[task]) for task in self.tasks}
-        ).items():
-            for rank, first, behind in runs:
-                if rank == self.team.rank:
-                    here[task] = [_batches_of(self.parts[task][0], first, behind)]
-            if len(runs) > 1:
-                ranks[task] = [rank for rank, *_ in runs]
-        return here, ranks
-
-
-def _batch_size(part: Part) -> int:
-    """Of all batches but the last, as memory bears it; 0 where nobody knows."""
-    size: int = getattr(part, "at_once", 0) or getattr(part, "batch_size", 0)
-    return size
-
-
-def _batches_of(part: Part, first: int, behind: int) -> Part:
-    """Some batches of a part; those before them are read, too, for a part may be able to do no other."""
-    return Given(lambda: itertools.islice(part.batches(), first, behind), part.ids)
-
 
 class Method:
     """What every way to calibrate says of itself.
@@ -229,15 +194,16 @@ class ClosedForm(Method, ABC):
 class CalibrationWalk(ABC):
     """Calibrates every layer that has chosen sites, in forward order, and takes the features through the others.
 
-    A subclass adds `calibrate`. `parts` holds the samples of this process, and `divided` the ranks of those that share
-    a task, of which the first holds its sums in the end.
+    A subclass adds `calibrate`. `parts` holds the samples of this process's tasks. Each task's sums go to the main
+    process, which adds them in the order of the tasks and solves.
     """
 
     def __init__(self, ground: Ground) -> None:
         ground.require_tasks()
         self.ground, self.grams = ground, GramPool()
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
-        self.parts, self.divided = self.ground.shares()
+        self.owners = self.team.owners(self.tasks)
+        self.parts = {task: self.ground.parts[task] for task in self.team.mine(self.tasks)}
         self.sites = {
             index: names
             for index, names in self.ground.sites.items()
@@ -267,8 +233,7 @@ class CalibrationWalk(ABC):
             done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
             self.ground.on_step(Step(layer.index, "", done, self.steps.total, label))
         else:
-            passed = partial(self.pass_through, layer, self.ground.done.get(layer.index, {}))
-            self.team.together(passed)
+            self.pass_through(layer, self.ground.done.get(layer.index, {}))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
@@ -310,12 +275,15 @@ class CalibrationWalk(ABC):
     def advance(self, layer: Layer, merged: Parameters, updates: Mapping[str, Tensor]) -> dict[str, float]:
         """Take the features through the calibrated layer; the mean drift behind it, by task."""
         through = LayerMap(layer, replaced(layer, merged, updates))
-        by_rank = self.team.together(partial(self._advanced, layer, through))
-        sizes = {task: [size for drift in by_rank for size in drift.get(task, [])] for task in self.tasks}
+        sizes = {
+            task: drift
+            for by_task in self.team.gather(self._advanced(layer, through))
+            for task, drift in by_task.items()
+        }
         return {
-            task: float(torch.tensor(drift, dtype=torch.float64).mean())
-            for task, drift in sizes.items()
-            if drift
+            task: float(torch.tensor(sizes[task], dtype=torch.float64).mean())
+            for task in self.tasks
+            if sizes.get(task)
         }
 
     def _advanced(self, layer: Layer, through: LayerMap) -> dict[str, list[float]]:
@@ -335,37 +303,17 @@ class CalibrationWalk(ABC):
         read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
         return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}
 
-    def solved_apart(
+    def solved(
         self,
         layer: Layer,
-        merged: Parameters,
         problems: Iterable[_P],
         solve: Callable[[_P], Sequence[SiteUpdate]],
         least_rows: Callable[[int], int],
-        sites: Sequence[Site],
     ) -> Solved:
-        """What comes of the problems of all processes, each of which has some; reports as `sites` are.
-
-        An error in one process is raised by all. `merged` are the layer's parameters, whose shapes solutions have.
-        """
+        """Solve problems in the main process, and return the solutions in all."""
         stored_in = self.ground.stored_in
-        solved_here: dict[str, Tensor] = {}
-
-        def names_and_reports() -> tuple[list[str], list[SiteReport]]:
-            updates, reports = solve_layer(self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
-            solved_here.update(updates)
-            return [*updates], reports
-
-        order = [site_path(layer, site) for site in sites]
-        by_rank = self.team.together(names_and_reports)
-        updates: dict[str, Tensor] = {}
-        for rank, (names, _) in enumerate(by_rank):
-            is_here = rank == self.team.rank
-            more = solved_here if is_here else {name: torch.empty_like(merged[name]) for name in names}
-            self.team.share([*more.values()], of=rank)
-            updates |= more
-        reports = [report for _, of_rank in by_rank for report in of_rank]
-        return updates, sorted(reports, key=lambda report: order.index(report.site))
+        work = partial(solve_layer, self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
+        return self.team.once(work)
 
 
 @summing()

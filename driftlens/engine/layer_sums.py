@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.base.devices import place_of_sums
-from driftlens.base.errors import SpecError
-from driftlens.base.team import Team
 from driftlens.engine.problems import (
     InputSums,
     LinearProblem,
     NormProblem,
     TaskMoments,
+    TaskSums,
     Wanted,
     WeightedFold,
 )
-from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked, stacked_shape
-from driftlens.linalg.gram import GramPool, GramSum, solve_operations
+from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
+from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
@@ -127,23 +126,6 @@ class LayerSums:
             rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, weights_of(norm.site, norm.rule))
 
-    def bring(self, team: Team, ranks: Sequence[int]) -> None:
-        """Bring what some processes have summed up of the task at hand to the first of them, where it is whole then."""
-        for rank in ranks[1:]:
-            if team.rank in (ranks[0], rank):
-                for part in self.parts:
-                    team.add(part.task_tensors(), of=rank, to=ranks[0])
-        if team.rank != ranks[0]:
-            for part in self.parts:
-                part.drop_task()
-
-    def end_task(self, expert: Parameters) -> None:
-        """Fold the task at hand into the sums over tasks."""
-        for group in self._groups:
-            group.end_task(expert)
-        for norm in self._norms:
-            norm.end_task(expert)
-
     @property
     def parts(self) -> list[LinearSums | NormSums]:
         """What is solved for one by one, all from the same snapshot of the layer's features."""
@@ -203,7 +185,7 @@ class LinearSums:
             inputs = shared or self._inputs(rows)
             if self.kept is not None:
                 self.kept[key] = inputs
-            self._task = TaskMoments(inputs, cross, weight.shape, is_known=shared is not None)
+            self._task = TaskMoments(inputs, cross, is_known=shared is not None)
         self._task.add(rows, expert_rows, expert_outputs, weights)
 
     def _inputs(self, rows: Tensor) -> InputSums:
@@ -217,41 +199,17 @@ class LinearSums:
         zeros = torch.zeros(k, dtype=self.dtype, device=device)
         return InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
 
-    def end_task(self, expert: Parameters) -> None:
-        """Fold the task at hand into the sums over tasks."""
-        assert self._task is not None
+    def end_task(self, expert: Parameters) -> TaskSums | None:
+        """Return the sums of the task at hand, and begin with the next; None if the layer saw nothing of it."""
+        task, self._task = self._task, None
+        if task is None:
+            return None
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
-        self._task.biases = {name: bias for name, bias in biases.items() if bias is not None}
-        self.fold.add(self._task)
-        self._task = None
+        return task.sums({name: bias for name, bias in biases.items() if bias is not None})
 
-    def task_tensors(self) -> list[Tensor]:
-        """The sums of the task at hand, to be added to."""
-        assert self._task is not None
-        return self._task.tensors()
-
-    def drop_task(self) -> None:
-        """The task at hand is another process's."""
-        self._task = None
-
-    def cost(self, merged: Parameters) -> float:
-        """About how many operations the solve takes."""
-        return solve_operations(*stacked_shape(merged, self.sites))
-
-    def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
-        """Add up the sums of all processes for one of them; `places` are those of this one's tasks among all."""
-        if team.size == 1:
-            return
-        if not hasattr(self.fold, "join"):
-            raise SpecError(
-                f"{type(self.fold).__name__} can't add up what several processes have summed up: it has no `join`",
-                hint="Calibrate in one process.",
-            )
-        place = place_of_sums(self.dtype, merged[f"{self.sites[0].name}.weight"].device)
-        like = torch.zeros((), dtype=self.dtype, device=place)
-        widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
-        biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
-        self.fold.join(team, to, stacked_shape(merged, self.sites), like, biases, self.objectives)
+    def fold_task(self, task: TaskSums) -> None:
+        """Fold a task into the sums over tasks."""
+        self.fold.add(task)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
@@ -285,7 +243,7 @@ class NormSums:
     fold: Callable[[NormMoments | None, NormMoments], NormMoments]
     dtype: torch.dtype
     _task: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
-    _tasks: list[NormMoments] = field(default_factory=list, init=False)
+    _total: NormMoments | None = field(default=None, init=False)
 
     @property
     def sites(self) -> Sequence[Site]:
@@ -307,55 +265,28 @@ class NormSums:
             first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
         self._task = first, second, count
 
-    def end_task(self, expert: Parameters) -> None:
-        """The task at hand is over; its moments are means, of weight 1."""
-        assert self._task is not None
-        first, second, count = self._task
+    def end_task(self, expert: Parameters) -> NormMoments | None:
+        """Return the moments of the task at hand, means of weight 1; None if the layer saw nothing of it."""
+        task, self._task = self._task, None
+        if task is None:
+            return None
+        first, second, count = task
         shift = expert.get(f"{self.site.name}.bias")
-        moments = NormMoments.of_affine(
+        return NormMoments.of_affine(
             mean=first / count,
             second=second / count,
             scale=expert[f"{self.site.name}.weight"].to(first),
             shift=None if shift is None else shift.to(first),
             weight_sum=torch.ones((), dtype=self.dtype, device=first.device),
         )
-        self._tasks.append(moments)
-        self._task = None
 
-    def task_tensors(self) -> list[Tensor]:
-        """The sums of the task at hand, to be added to."""
-        assert self._task is not None
-        return [*self._task]
-
-    def drop_task(self) -> None:
-        """The task at hand is another process's."""
-        self._task = None
-
-    def cost(self, merged: Parameters) -> float:
-        """About how many operations the solve takes."""
-        return float(len(merged[f"{self.site.name}.weight"]))
-
-    def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
-        """Bring the moments of all tasks to one process; arguments as for linear sites."""
-        if team.size == 1:
-            return
-        # Moments of a task below each other: averages by coordinate, and the weight.
-        weight, names = merged[f"{self.site.name}.weight"], [entry.name for entry in fields(NormMoments)]
-        shape, device = (num_tasks, len(names), len(weight)), place_of_sums(self.dtype, weight.device)
-        table = torch.zeros(shape, dtype=self.dtype, device=device)
-        for place, moments in zip(places, self._tasks, strict=True):
-            table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
-        team.sum([table], to=to)
-        values = (
-            [*rows[:-1], rows[-1, 0]] for rows in table if rows[-1, 0] > 0
-        )  # what sees nothing has none
-        self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]
+    def fold_task(self, task: NormMoments) -> None:
+        """Fold a task into the moments over tasks."""
+        self._total = self.fold(self._total, task)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        total: NormMoments | None = None
-        for moments in self._tasks:
-            total = self.fold(total, moments)
+        total = self._total
         assert total is not None
         place = total.mean.device
         pulls = None if base is None else _of_sites(base, self.sites, place)

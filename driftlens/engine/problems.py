@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from driftlens.base.devices import summing
-from driftlens.base.team import Team
 from driftlens.engine.attached import Attachment
 from driftlens.linalg.gram import GramPool, GramSum, JointMoments, add_scaled, single
-from driftlens.linalg.output_cross import OutputCross
+from driftlens.linalg.output_cross import OutputCross, OutputSums
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind
 
@@ -160,26 +159,22 @@ class InputSums(NamedTuple):
 
 
 class TaskMoments:
-    """Sums over the rows of one task: the unit that calibrators fold.
+    """Growing sums over the rows of one task.
 
     `gram` [k, k] and `rows` [k] are of what the merged model feeds the sites, `cross` of the wanted outputs with that,
-    `weight_sum` says how much all rows count together; `shape` is [O, k] of the stacked weights, and `biases` are the
-    expert's, by site.
+    `weight_sum` says how much all rows count together.
     """
 
-    def __init__(
-        self, inputs: InputSums, cross: OutputCross, shape: Sequence[int], *, is_known: bool = False
-    ) -> None:
+    def __init__(self, inputs: InputSums, cross: OutputCross, *, is_known: bool = False) -> None:
         self.gram, self.rows, self.weight_sum, self.num_rows = inputs
         self.cross = cross
-        self.shape = shape
-        self.biases: dict[str, Tensor] = {}
         self._is_known = is_known
 
-    def tensors(self) -> list[Tensor]:
-        """All sums of these rows, in their own memory, to be added to; those that layers share, once."""
-        inputs = [] if self._is_known else [*self.gram.tiles(), self.rows, self.weight_sum, self.num_rows]
-        return [*inputs, *self.cross.tensors()]
+    @summing()
+    def sums(self, biases: Mapping[str, Tensor]) -> TaskSums:
+        """Return the sums of all rows, with the expert's biases by site."""
+        inputs = InputSums(self.gram, self.rows, self.weight_sum, self.num_rows)
+        return TaskSums(inputs, self.cross.sums(self.gram), biases)
 
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
@@ -202,6 +197,18 @@ class TaskMoments:
         self.gram.add_rows(rows)
 
 
+@dataclass(frozen=True)
+class TaskSums:
+    """Sums over the rows of one task: the unit that calibrators fold, and that processes send.
+
+    `outputs` are of the wanted outputs with the inputs, `biases` the expert's, by site.
+    """
+
+    inputs: InputSums
+    outputs: OutputSums
+    biases: Mapping[str, Tensor]
+
+
 class WeightedFold:
     """Moments of linear sites: sums over tasks, each divided by its rows' weight and multiplied by its task weight.
 
@@ -215,53 +222,30 @@ class WeightedFold:
         self._energy: Tensor | None = None
         self._bias: dict[str, Tensor] = {}
 
-    def _begun(self, shape: Sequence[int], like: Tensor) -> GramSum:
+    def _begun(self, num_outputs: int, like: Tensor) -> GramSum:
         if self._gram is None:
-            outputs, k = shape
-            self._gram = self._grams.lend(k, like.dtype, like.device)
-            self._cross = like.new_zeros(outputs, k)
-            self._rows, self._targets = like.new_zeros(k), like.new_zeros(outputs)
+            self._gram = self._grams.lend(len(like), like.dtype, like.device)
+            self._cross = like.new_zeros(num_outputs, len(like))
+            self._rows, self._targets = torch.zeros_like(like), like.new_zeros(num_outputs)
             self._weight, self._count = like.new_zeros(()), like.new_zeros(())
         return self._gram
 
-    def join(
-        self,
-        team: Team,
-        to: int,
-        shape: Sequence[int],
-        like: Tensor,
-        biases: Mapping[str, int],
-        energies: bool,
-    ) -> None:
-        """Add up what several processes have taken in, for `to` alone; half a Gram matrix goes over the wire.
-
-        This process may have taken in nothing: `shape` is [O, k] of the stacked weights, `like` of the sums' dtype and
-        device, and `biases` has the outputs of every site that has a bias.
-        """
-        gram = self._begun(shape, like)
-        sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight, self._count]
-        if energies:
-            self._energy = like.new_zeros(shape[0]) if self._energy is None else self._energy
-            sums.append(self._energy)
-        self._bias = {name: self._bias.get(name, like.new_zeros(width)) for name, width in biases.items()}
-        team.sum([*sums, *self._bias.values()], to=to)
-
     @summing()
-    def add(self, task: TaskMoments) -> None:
+    def add(self, task: TaskSums) -> None:
         """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
-        gram = self._begun(task.shape, task.rows)
-        self._count += task.num_rows
-        weight = self._task_weight(task.gram.norm() / task.weight_sum)
+        inputs, sums = task.inputs, task.outputs
+        gram = self._begun(len(sums.target), inputs.rows)
+        self._count += inputs.num_rows
+        weight = self._task_weight(inputs.gram.norm() / inputs.weight_sum)
         # Not asked in Python, which would have to wait for every task and group: a task without rows adds zeros.
-        omega = torch.where(task.num_rows > 0, weight, 0.0)
-        scale = torch.where(task.num_rows > 0, weight / task.weight_sum, 0.0)
-        sums = task.cross.sums(task.gram)
-        gram.add(task.gram, scale)
+        omega = torch.where(inputs.num_rows > 0, weight, 0.0)
+        scale = torch.where(inputs.num_rows > 0, weight / inputs.weight_sum, 0.0)
+        gram.add(inputs.gram, scale)
         add_scaled(self._cross, sums.cross, scale)
         if sums.energy is not None:
             energy = scale * sums.energy.to(self._rows)
             self._energy = energy if self._energy is None else self._energy + energy
-        self._rows += scale * task.rows
+        self._rows += scale * inputs.rows
         self._targets += (scale * sums.target).to(self._rows.device)
         self._weight += omega
         for name, bias in task.biases.items():

@@ -12,12 +12,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlens.base.devices import room_for_sums
-from driftlens.base.division import in_runs
 from driftlens.base.threads import exact_products
 from driftlens.engine.calibrating import (
     EXPERT,
@@ -44,9 +44,6 @@ from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool, solve_bytes
 from driftlens.linalg.ridge import NormMoments
 from driftlens.models.chain import Layer, Parameters, Site, State
-
-_MANY = 1 << 40
-"""Batches of a task: so many that their number makes no difference."""
 
 
 class Layerwise(ClosedForm):
@@ -99,7 +96,6 @@ class SnapshotWalk(CalibrationWalk):
     Attributes:
         sums: moments of the layer at hand.
         kept: by number of earlier layers of other streams, sums of features that later layers read, too.
-        seen: tasks of this process of which the layer at hand sees anything.
     """
 
     def __init__(self, ground: Ground, calibrator: Layerwise) -> None:
@@ -107,8 +103,7 @@ class SnapshotWalk(CalibrationWalk):
         self.calibrator = calibrator
         self.sums: LayerSums
         self.kept: dict[int, dict[Hashable, InputSums]] = {}
-        self.seen: list[str] = []
-        # Before features wait there, of half of what is free; processes sum up the same sites at the same time.
+        # Before features are cached there, half of what is free; processes sum up the same sites at the same time.
         self.room = min(self.team.gather(room_for_sums(self.pool.device, self.ground.feature_budget)))
 
     @torch.no_grad()
@@ -122,8 +117,7 @@ class SnapshotWalk(CalibrationWalk):
         for number, run in enumerate(runs, start=1):
             self._begin(layer, run)
             is_final = number == len(runs)
-            summed = partial(self._sum_up, layer, merged, is_final=is_final, moves=is_final and not is_last)
-            self.team.together(partial(self.team.final, summed) if self.divided else summed)
+            self._sum_up(layer, merged, is_final=is_final, moves=is_final and not is_last)
             of_run, reports_of_run = self._solve(layer, merged)
             updates |= of_run
             reports += reports_of_run
@@ -138,7 +132,15 @@ class SnapshotWalk(CalibrationWalk):
         sizes = (
             0 if site.expert is None else solve_bytes(*merged[f"{site.name}.weight"].shape) for site in sites
         )
-        return in_runs([site.name for site in sites], sizes, self.room)
+        runs: list[list[str]] = [[]]
+        total = 0
+        for site, size in zip(sites, sizes, strict=True):
+            if size and total and total + size > self.room:
+                runs.append([])
+                total = 0
+            runs[-1].append(site.name)
+            total += size
+        return runs
 
     def _begin(self, layer: Layer, names: Collection[str]) -> None:
         """Empty sums of some sites."""
@@ -169,26 +171,32 @@ class SnapshotWalk(CalibrationWalk):
     def _sum_up(self, layer: Layer, merged: Parameters, *, is_final: bool, moves: bool) -> None:
         """Add what sites see to the sums, and if it `moves`, take the experts through the layer.
 
-        Of several passes through a layer the final one alone lets anything wait.
+        Of several passes through a layer the final one alone lets anything wait. Sums of every task are folded in the
+        main process, task after task, whichever process they are from.
         """
-        self.seen = []
-        for task in self.parts:
-            self._sum_up_task(layer, merged, task, is_final=is_final, moves=moves)
+        parts: list[Any] = self.sums.parts
+        for task, owner in self.owners.items():
+            expert: Parameters = {}
+            if owner == self.team.rank:
+                expert = self._sum_up_task(layer, merged, task, is_final=is_final, moves=moves)
+            for part in parts:
+                of_task = self.team.at(owner, partial(part.end_task, expert))
+                if of_task is not None:
+                    part.fold_task(of_task)
         self.passage.check()
 
     def _sum_up_task(
         self, layer: Layer, merged: Parameters, task: str, *, is_final: bool, moves: bool
-    ) -> None:
+    ) -> Parameters:
+        """Sum up one task; return the parameters of its expert."""
         expert = self.expert(layer, task, stays=not is_final)
         inputs, outputs = self.sums.expert_inputs, self.sums.expert_outputs
-        sees = False
         crossing = self.passage.crossing(layer, task, waits=True)
         for batch in crossing:
             if not layer.sees(batch.side):
                 if is_final:
                     crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
                 continue
-            sees = True
             entered = batch.get(EXPERT)
             seen, left = self.ground.expert_features.rows_and_output(
                 task, batch, layer, expert, entered, inputs, outputs, stops=not moves
@@ -196,13 +204,7 @@ class SnapshotWalk(CalibrationWalk):
             if moves:
                 crossing.keep(batch, EXPERT, left, named=in_words(EXPERT))
             self._add(layer, batch, merged, expert, entered, seen, task)
-        if not sees:
-            return
-        self.seen.append(task)
-        ranks = self.divided.get(task, [self.team.rank])
-        self.sums.bring(self.team, ranks)
-        if self.team.rank == ranks[0]:
-            self.sums.end_task(expert)
+        return expert
 
     def _add(
         self,
@@ -214,8 +216,7 @@ class SnapshotWalk(CalibrationWalk):
         seen: SiteRows,
         task: str,
     ) -> None:
-        # What depends on it, processes that share a task must decide alike.
-        num_batches = _MANY if task in self.divided else len(self.passage.waiting.get((task, 0), ()))
+        num_batches = len(self.passage.waiting.get((task, 0), ()))
         routes = seen.side.routes
         side = batch.side if routes is None else batch.side.along(routes.given())
         state = expert_state if self.calibrator.inputs == "expert" else batch.get(MERGED)
@@ -224,22 +225,10 @@ class SnapshotWalk(CalibrationWalk):
         self.sums.add(rows, seen, state, side, expert, num_batches, task)
 
     def _solve(self, layer: Layer, merged: Parameters) -> Solved:
-        """New parameters and reports of the layer; every problem is solved by one process."""
-        rank, parts = self.team.rank, self.sums.parts
-        owners = self.team.balanced([part.cost(merged) for part in parts])
-        held = [task for task in self.seen if self.divided.get(task, [rank])[0] == rank]
-        places = [list(self.tasks).index(task) for task in held]
-        problems: list[Problem] = []
-        for part, owner in zip(parts, owners, strict=True):
-            part.join(self.team, owner, merged, places, len(self.tasks))
-            if owner == rank:
-                problems.append(part.problem(merged, self._base(layer, part.sites)))
+        """New parameters and reports of the layer."""
         # What a solved problem holds makes room for the next one.
-        left = (problems.pop(0) for _ in range(len(problems)))
-        sites = [site for part in parts for site in part.sites]
-        return self.solved_apart(
-            layer, merged, left, self.calibrator.solve, self.calibrator.least_rows, sites
-        )
+        problems = (part.problem(merged, self._base(layer, part.sites)) for part in self.sums.parts)
+        return self.solved(layer, problems, self.calibrator.solve, self.calibrator.least_rows)
 
     def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
         """The base's parameters of some sites, where there is a base."""

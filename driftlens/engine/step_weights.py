@@ -77,7 +77,7 @@ class Weighable:
     traces: list[Tensor] = field(default_factory=list)
 
     def totals(self) -> tuple[list[Tensor], ...]:
-        """Sum of what rows count, the same of their energies, and the trace: they add up over processes."""
+        """Sum of what rows count, the same of their energies, and the trace."""
         counted = [count.sum() for count in self.counts]
         if self.energies is None:
             return counted, [], []
@@ -102,13 +102,8 @@ Key = tuple[int, int]
 def weighed(
     team: Team, seen: Mapping[str, Mapping[Key, Weighable]]
 ) -> tuple[dict[str, dict[Key, Weighted]], dict[str, dict[Key, float]]]:
-    """Token weights of what this process has seen of some tasks, and how much every task counts, by task and key.
-
-    Other processes may have seen the rest of a task; all call this at the same time.
-    """
-    totals = _added_up(
-        team, _read({task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()})
-    )
+    """Token weights of what this process has seen of its tasks, and how much every task counts, by task and key."""
+    totals = _read({task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()})
     energies = {
         task: {key: energy / max(counted, 1e-300) for key, (counted, energy, _) in groups.items()}
         for task, groups in totals.items()
@@ -117,30 +112,15 @@ def weighed(
         task: {key: of.raw(energies[task][key]) for key, of in groups.items()}
         for task, groups in seen.items()
     }
-    sizes = _added_up(
-        team,
-        _read({task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()}),
-    )
+    sizes = _read({task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()})
     weights: dict[str, dict[Key, Weighted]] = {task: {} for task in seen}
     for task, groups in raw.items():
         for key, (rows, _) in groups.items():
             [size], (_, _, trace) = sizes[task][key], totals[task][key]
             rows = [row / max(size, 1e-300) for row in rows]
             weights[task][key] = Weighted(rows, trace, energies[task][key])
-    return weights, energies
-
-
-def _added_up(
-    team: Team, numbers_here: Mapping[str, Mapping[Key, tuple[float, ...]]]
-) -> dict[str, dict[Key, tuple[float, ...]]]:
-    """Sums over the processes that have seen something of a task."""
-    sums: dict[str, dict[Key, tuple[float, ...]]] = {}
-    for by_task in team.gather(numbers_here):
-        for task, numbers in by_task.items():
-            kept = sums.setdefault(task, {})
-            for key, values in numbers.items():
-                kept[key] = tuple(map(sum, zip(kept.get(key, (0.0,) * len(values)), values, strict=True)))
-    return sums
+    every = {task: by_key for by_task in team.gather(energies) for task, by_key in by_task.items()}
+    return weights, every
 
 
 def _read(

@@ -18,8 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import moved, place_of_sums
-from driftlens.base.division import in_runs
+from driftlens.base.devices import moved
 from driftlens.base.errors import DataError
 from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
@@ -58,7 +57,7 @@ from driftlens.engine.step_weights import (
     weighed,
 )
 from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.gram import JointSums, solve_bytes, solve_operations
+from driftlens.linalg.gram import GramSum, JointSums
 from driftlens.linalg.joint_ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
 
@@ -81,6 +80,15 @@ class _Sums:
     norms: dict[str, Tensor]
     factors: dict[str, float]
     num_rows: list[int]
+
+    def add(self, other: _Sums) -> None:
+        """Add those of one more task."""
+        for fold, more in zip(self.folds, other.folds, strict=True):
+            fold.join(more)
+        self.tasks |= other.tasks
+        self.norms |= other.norms
+        self.factors |= other.factors
+        self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
 
     def problem(self, group: Group, merged: Parameters, *, has_views: bool) -> StepProblem:
         """What is to be solved; Gram matrices are brought to mean norm 1."""
@@ -187,7 +195,7 @@ class StepWalk(CalibrationWalk):
     def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
         """Numbered groups, step by step: beside each other those that can't change what the others read.
 
-        Such are groups of one input, and of several experts of a mixture; as many at once as processes, for memory.
+        Such are groups of one input, and of several experts of a mixture; one at a time, for memory.
         """
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
@@ -198,8 +206,7 @@ class StepWalk(CalibrationWalk):
             key = site.input if site.expert is None else done[site.expert]
             done.update([] if site.expert is None else [site.expert])
             beside.setdefault(key, []).append((at, group))
-        size = self.team.size
-        return [step[at : at + size] for step in beside.values() for at in range(0, len(step), size)]
+        return [[group] for step in beside.values() for group in step]
 
     def _solve_step(
         self,
@@ -211,44 +218,14 @@ class StepWalk(CalibrationWalk):
     ) -> Solved:
         """New parameters of some groups, solved from one snapshot of what the student feeds them."""
         solved: Solved = {}, []
-        # Every group is summed up in a pass of its own: alone, a process solves it before the next.
-        most = self.ground.feature_budget if self.team.size > 1 else 0
-        sizes = (self._num_sums * solve_bytes(*_shape(merged, group)) for _, group in step)
-        for run in in_runs(step, sizes, most):
-            updates, reports = self._solve_run(layer, student, merged, run, streams)
+        for at, group in step:
+            # Every group is summed up in a pass of its own, and solved before the next.
+            sums = self._sums(layer, student, merged, at, group, streams)
+            problems = (sums.problem(group, merged, has_views=self.ground.has_views) for _ in range(1))
+            updates, reports = self.solved(layer, problems, self.calibrator.solve, self.calibrator.least_rows)
             solved[0].update(updates)
             solved[1].extend(reports)
-        return solved
-
-    @property
-    def _num_sums(self) -> int:
-        """Of a group, about: those of every fold and, where there is an output metric, of every task."""
-        return self.calibrator.num_folds + bool(self.calibrator.mu) * len(self.tasks)
-
-    def _solve_run(
-        self,
-        layer: Layer,
-        student: Parameters,
-        merged: Parameters,
-        step: Sequence[tuple[int, Group]],
-        streams: Mapping[str, str],
-    ) -> Solved:
-        """The same of those of the groups whose sums are held at once."""
-        if not step:
-            return {}, []
-        owners = self.team.balanced([solve_operations(*_shape(merged, group)) for _, group in step])
-        problems: list[StepProblem] = []
-        for (at, group), owner in zip(step, owners, strict=True):
-            sum_up = partial(self._sums, layer, student, merged, at, group, streams)
-            sums = self.team.final(sum_up) if self.divided else sum_up()
-            self._join(sums, owner, merged, group)
-            if owner == self.team.rank:
-                problems.append(sums.problem(group, merged, has_views=self.ground.has_views))
-        sites = [site for _, group in step for site in group.sites]
-        solved = self.solved_apart(
-            layer, merged, problems, self.calibrator.solve, self.calibrator.least_rows, sites
-        )
-        self.grams.take_back()
+            self.grams.take_back()
         return solved
 
     def _begin(self, first: Layer) -> None:
@@ -259,10 +236,9 @@ class StepWalk(CalibrationWalk):
                 self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
-        digests = self.team.together(partial(self._read_all, first))
-        self.folds = self.team.together(partial(self._all_folds, digests))[self.team.rank]
+        self.folds = self._all_folds(self._read_all(first))
         if self.calibrator.weights == "gradient":
-            self.team.together(partial(self._weigh, first))
+            self._weigh(first)
             self._know_weights()
 
     def _know(self, batch: Batch, waiting: WaitingBatch) -> None:
@@ -288,11 +264,11 @@ class StepWalk(CalibrationWalk):
             for (task, _), batches in self.passage.waiting.items()
         }
 
-    def _all_folds(self, digests: Sequence[Mapping[str, set[str]]]) -> dict[str, dict[str, int]]:
-        """By task the fold of every original, by what processes have: equal samples in one, whatever their order."""
+    def _all_folds(self, digests: Mapping[str, set[str]]) -> dict[str, dict[str, int]]:
+        """By task the fold of every original: equal samples in one, whatever their order."""
         folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
-        for task in self.tasks:
-            different = sorted(set[str]().union(*(by_task.get(task, set()) for by_task in digests)))
+        for task in self.parts:
+            different = sorted(digests.get(task, set()))
             if len(different) < num_folds:
                 raise DataError(
                     f"task {task!r} has {len(different)} different calibration samples, which {num_folds} folds can't "
@@ -339,8 +315,8 @@ class StepWalk(CalibrationWalk):
         return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
     def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
-        """What `_run_experts` does, by all processes; to what sites add their outputs where the first task is."""
-        ran = self.team.together(partial(self._run_experts, layer, student, needs_output=needs_output))
+        """Run the experts; return to what sites add their outputs in the first task that the layer sees."""
+        ran = self.team.gather(self._run_experts(layer, student, needs_output=needs_output))
         if self.calibrator.weights == "uniform":
             self._know_weights()
         _, streams = min((first for first in ran if first is not None), key=lambda first: first[0])
@@ -440,83 +416,73 @@ class StepWalk(CalibrationWalk):
         group: Group,
         streams: Mapping[str, str],
     ) -> _Sums:
-        """Moments of one group of all that this process has of tasks; sizes of those of which it is the first."""
+        """Return moments of one group in the main process, where those of the tasks are added in their order."""
         merged_map = _affine(merged, group)
         outputs, inputs = merged_map.shape
         # Products of float32 rows are no better than float32, and few of them are summed up.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
         lend = partial(self.grams.lend, inputs, dtype, self.pool.device)
-        folds = [JointSums(lend(), outputs) for _ in range(self.calibrator.num_folds)]
-        product, task_gram = lend(), lend()
-        key = layer.index, at
-        weights = {task: by_key[key] for task, by_key in self.weighted.items() if key in by_key}
-        energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
-        energy = sum(energies) / max(1, len(energies))
-        sums = _Sums(folds, {}, {}, {}, [0] * len(folds))
-        pending: list[_Rows] = [[] for _ in folds]
-        for task, weighted in weights.items():
-            names = [name for name in merged if name.rpartition(".")[0] in group.names]
-            expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
-            maps = torch.cat([expert_map - merged_map, expert_map])
-            factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
-            ranks = self.divided.get(task, [self.team.rank])
-            is_first = self.team.rank == ranks[0]
-            task_gram.clear()
-            task_sums: list[JointSums] = []
-            if self.calibrator.mu:
-                place = merged_map.to(place_of_sums(dtype, merged_map.device), dtype)
-                metric = self._metric(task, key, place, is_first=is_first)
-                task_sums = [JointSums(lend(), outputs)]
-                sums.tasks[task] = metric, task_sums[0]
-            rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
-            for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
-                if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
-                    _take_in(pending, folds, *task_sums)
-                sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
-                parts = (part.split_with_sizes(sizes) for part in (x, targets))
-                for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
-                    kept.append((rows, wished))
-                    product.clear()
-                    product.add_rows(rows)
-                    for part in (fold, *task_sums):
-                        part.add_gram(product)
-                    task_gram.add(product, 1.0)
-            if task_sums:
-                _take_in(pending, folds, *task_sums)
-            if not is_first:
-                self.team.add(task_gram.tiles(), of=self.team.rank, to=ranks[0])
-                continue
-            for rank in ranks[1:]:
-                self.team.add(task_gram.tiles(), of=rank, to=self.team.rank)
-            width = inputs - group.has_bias
-            sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
-            sums.factors[task] = factor
-        _take_in(pending, folds)
+        num_folds = self.calibrator.num_folds
+        sums = _Sums([JointSums(lend(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
+        memory = [lend() for _ in range(2 + num_folds)]
+        for task, owner in self.owners.items():
+            summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, memory)
+            of_task = self.team.at(owner, summed)
+            if of_task is not None:
+                sums.add(of_task)
         return sums
 
-    def _join(self, sums: _Sums, to: int, merged: Parameters, group: Group) -> None:
-        """Bring the moments of all processes to one of them."""
-        if self.team.size == 1:
-            return
-        by_rank = self.team.gather(
-            {task: (float(sums.norms[task]), sums.factors[task]) for task in sums.norms}
-        )
-        sizes = {task: pair for by_task in by_rank for task, pair in by_task.items()}
-        sums.num_rows = [sum(rows) for rows in zip(*self.team.gather(sums.num_rows), strict=True)]
-        like = merged[f"{group.sites[0].name}.weight"]
-        sums.norms = {task: like.new_tensor(size) for task, (size, _) in sizes.items()}
-        sums.factors = {task: factor for task, (_, factor) in sizes.items()}
-        for fold in sums.folds:
-            self.team.sum(fold.tensors, to=to)
-        outputs, inputs = _shape(merged, group)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        for task in sorted(sizes) if self.calibrator.mu else ():
-            metric, task_sums = sums.tasks.get(task) or (
-                torch.zeros(outputs, outputs, dtype=dtype, device=place_of_sums(dtype, like.device)),
-                JointSums(self.grams.lend(inputs, dtype, like.device), outputs),
-            )
-            self.team.sum([metric, *task_sums.tensors], to=to)
-            sums.tasks[task] = metric, task_sums
+    def _task_sums(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged_map: Tensor,
+        at: int,
+        group: Group,
+        streams: Mapping[str, str],
+        task: str,
+        memory: Sequence[GramSum],
+    ) -> _Sums | None:
+        """Return moments of one group and task; None if the layer sees nothing of the task."""
+        key = layer.index, at
+        weighted = self.weighted.get(task, {}).get(key)
+        if weighted is None:
+            return None
+        outputs, inputs = merged_map.shape
+        product, task_gram, *fold_grams = memory
+        for gram in memory:
+            gram.clear()
+        folds = [JointSums(gram, outputs) for gram in fold_grams]
+        energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
+        energy = sum(energies) / max(1, len(energies))
+        factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
+        names = [name for name in layer.parameters if name.rpartition(".")[0] in group.names]
+        expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
+        maps = torch.cat([expert_map - merged_map, expert_map])
+        sums = _Sums(folds, {}, {}, {task: factor}, [0] * len(folds))
+        task_sums: list[JointSums] = []
+        if self.calibrator.mu:
+            metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
+            task_sums = [JointSums(self.grams.lend(inputs, product.dtype, self.pool.device), outputs)]
+            sums.tasks[task] = metric, task_sums[0]
+        pending: list[_Rows] = [[] for _ in folds]
+        rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
+        for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
+            if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
+                _take_in(pending, folds, *task_sums)
+            sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
+            parts = (part.split_with_sizes(sizes) for part in (x, targets))
+            for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
+                kept.append((rows, wished))
+                product.clear()
+                product.add_rows(rows)
+                for part in (fold, *task_sums):
+                    part.add_gram(product)
+                task_gram.add(product, 1.0)
+        _take_in(pending, folds, *task_sums)
+        width = inputs - group.has_bias
+        sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
+        return sums
 
     def _by_fold(
         self,
@@ -575,12 +541,12 @@ class StepWalk(CalibrationWalk):
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in wanted], dim=1), tokens
 
-    def _metric(self, task: str, key: Key, like: Tensor, *, is_first: bool) -> Tensor:
-        """What this process has of a task's output metric: the first of those that share it has the identity's part."""
+    def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
+        """Return a task's output metric."""
         first, name = self.passage.waiting[task, 0][0], moment_of(key)
         moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
         first.drop(name)
-        eye = torch.eye(len(moment), dtype=like.dtype, device=like.device) * is_first
+        eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
         trace = self.weighted[task][key].trace
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
 

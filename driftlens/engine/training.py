@@ -147,21 +147,20 @@ class AttachmentTrainer(Method, ABC):
             NumericsError: weights or features are NaN or infinite.
         """
         team, last = ground.team, len(ground.pool.chain.layers)
-        owners = team.owners(ground.tasks)
-        tasks = [task for task in ground.tasks if owners[task] == team.rank]
+        tasks = team.mine(ground.tasks)
 
         def trained() -> Iterator[tuple[str, Attachment]]:
             for done, task in enumerate(tasks):
                 yield task, self._of_task(ground, task, done, len(tasks))
 
         def tensors() -> dict[str, Tensor]:
-            return attachment_tensors(dict(trained()), last)
+            return {name: each.cpu() for name, each in attachment_tensors(dict(trained()), last).items()}
 
         if team.size == 1:
             for task, attachment in trained():
                 yield CalibratedLayer(last, attachments={task: attachment})
         else:
-            for of_rank in team.together(tensors):
+            for of_rank in team.gather(tensors()):
                 for task, attachment in attachments_from(of_rank.items(), self.attachment).items():
                     yield CalibratedLayer(last, attachments={task: attachment})
         ground.on_step(Step(0, "", len(tasks), len(tasks), ""))

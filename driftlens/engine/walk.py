@@ -52,11 +52,10 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Samples that lie ready, as a `Part`; `batch_size` is of all batches but the last, 0 where nobody knows."""
+    """Samples that lie ready, as a `Part`."""
 
     read: Callable[[], Iterable[Batch]]
     ids: Sequence[str] = ()
-    batch_size: int = 0
 
     def batches(self) -> Iterable[Batch]:
         """The samples."""

@@ -84,6 +84,8 @@ class GramSum:
 
     def add(self, other: GramSum, scale: float | Tensor) -> None:
         """Add another sum, multiplied by `scale`, a number or a tensor []."""
+        if other._is_empty:
+            return
         for tile in self._tiles:
             self._put(tile, other._lower[tile], scale)
         self._is_empty = False
@@ -113,13 +115,6 @@ class GramSum:
             count = 1 if rows == columns else 2
             forms += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
         return forms
-
-    def tiles(self) -> list[Tensor]:
-        """The half that is held, as views: sums of several processes are added up tile by tile."""
-        if self._is_empty:
-            self._lower.zero_()
-            self._is_empty = False
-        return [self._lower[tile] for tile in self._tiles]
 
     def clear(self) -> None:
         """Start again at zero, in the same memory."""
@@ -241,10 +236,11 @@ class JointSums:
             add_scaled(sums._cross, product)
             sums._energy += energy.to(sums._energy.device)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Of what it consists, in its own memory."""
-        return [*self._gram.tiles(), self._cross, self._energy]
+    def join(self, other: JointSums) -> None:
+        """Add other sums."""
+        self._gram.add(other._gram, 1.0)
+        add_scaled(self._cross, other._cross)
+        self._energy += other._energy.to(self._energy.device)
 
     def moments(self, scale: float) -> JointMoments:
         """The sums, multiplied by a number, in their own memory."""
@@ -255,8 +251,3 @@ class JointSums:
 def solve_bytes(outputs: int, inputs: int) -> int:
     """About what sums and solve hold in float64: Gram matrices of a task and of all, a factor; cross moments twice."""
     return 8 * (3 * inputs**2 + 2 * outputs * inputs)
-
-
-def solve_operations(outputs: int, inputs: int) -> float:
-    """Roughly what a factor of the inputs takes, and a solve for every output."""
-    return inputs**3 / 3 + outputs * inputs**2

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import place_of_sums
 from driftlens.base.errors import ShapeError
 from driftlens.linalg.gram import GramSum, grown, single
 
@@ -126,18 +125,6 @@ class OutputCross:
             parts = zip(expert_outputs, _split(self._bias, expert_outputs), strict=True)
             energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
         return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
-
-    def tensors(self) -> list[Tensor]:
-        """What is summed up so far, in the dtype of the sums and in its own memory, to be added to."""
-        assert self._sums is not None
-        place = place_of_sums(self._dtype, self._weight.device)
-        cross, target, energy = (
-            None if value is None else value.to(place, self._dtype) for value in self._sums
-        )
-        assert cross is not None and target is not None
-        of = OutputSums(cross, target, energy)
-        self._sums = of
-        return [of.cross, of.target, *([] if of.energy is None else [of.energy])]
 
     def sums(self, gram: GramSum) -> OutputSums:
         """What the rows add up to; `gram` is the sum of x x' over the same rows."""

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.division import in_runs
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.engine import steps
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
@@ -179,7 +177,6 @@ def test_an_expert_that_no_token_is_sent_to_stays_as_merged_and_is_named(method:
 IN_RUNS: dict[str, Any] = {
     "featcal": FeatCal(**SETTINGS),
     "fed by the expert": FeatCal(**SETTINGS, inputs="expert"),
-    "residual": ResidualCal(folds=2, order="block", mu=0.5),
 }
 
 
@@ -201,7 +198,6 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
     def walked(budget: int) -> tuple[list[CalibratedLayer], int]:
         nonlocal most
         most = 0
-        monkeypatch.setattr(steps, "in_runs", in_runs if budget == 1 else lambda items, *_: [list(items)])
         sites = select_sites(models.pool.chain, update=calibrator.update)
         parts = {task: given(models.batches) for task in TASKS}
         ground = Ground(models.pool, parts, sites, feature_budget=budget)
@@ -210,7 +206,7 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
     monkeypatch.setattr(GramPool, "lend", counted)
     (whole, many), (parted, few) = walked(1 << 31), walked(1)
     # Of ten groups of sites eight are experts', which have two matrices each.
-    assert few * 10 == many * (3 if method != "residual" else 1)
+    assert few * 10 == many * 3
     for layer, other in zip(whole, parted, strict=True):
         assert layer.updates.keys() == other.updates.keys() and layer.drift_l2_mean == other.drift_l2_mean
         assert all(torch.equal(value, other.updates[name]) for name, value in layer.updates.items())

@@ -72,8 +72,7 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     study = dataclasses.replace(study, tasks=tasks)
 
     def look() -> None:
-        whole = walked(study, task, Reporter(), 0, in_memory.num_batches)
-        diagnosis_of(study, task, [whole])
+        diagnosis_of(study, task, walked(study, task, Reporter()))
 
     look()  # finds the diagnostics and whatever else is found once
     with entering() as files:

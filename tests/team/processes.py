@@ -7,9 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
-
-from safetensors.torch import load_file
 
 from tests.forked import Forked
 
@@ -60,10 +57,3 @@ def said(job: subprocess.CompletedProcess[str]) -> str:
 def exit_codes(job: subprocess.CompletedProcess[str]) -> set[int]:
     """Those that torchrun tells of the processes which ended by themselves."""
     return {int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", job.stderr)}
-
-
-def same_weights(found: Path, wanted: Path, tolerance: float = 1e-6) -> None:
-    ours, theirs = load_file(found), load_file(wanted)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert (ours[name].double() - value).norm() <= tolerance * value.double().norm(), name

@@ -16,7 +16,7 @@ from driftlens.base.diagnostic import Diagnostic, chosen, diagnostics
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.progress import Reporter
 from driftlens.jobs.analyze.causes import adjoint_columns, group_rows, together
-from driftlens.jobs.analyze.diagnosis import diagnosis_of, stacked, walked
+from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, stacked, walked
 from driftlens.jobs.study.reopening import Phase
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import open_run
@@ -123,20 +123,19 @@ class Additions:
             "explain",
             lambda chunk: f"{option} of task {task}, {', '.join(chunk)}",
         ):
-            rows = study.team.at(study.owner(task), partial(rows_of, chunk))
+            rows = study.of_task(task, partial(rows_of, chunk))
             if rows:
                 frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
                 self.writer.append(_FOLLOWED[option], frame, replace=True)
 
     def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
         study = dataclasses.replace(self.study, variants=tuple(variants))
-        batches = {name: data.diagnosis.num_batches for name, data in study.tasks.items()}
 
-        def joined(parts: list[Any]) -> Any:
+        def measured() -> TaskDiagnosis:
             base = None if "base" in variants else measured_drifts(self.writer, study, task)
-            return diagnosis_of(study, task, parts, base)
+            return diagnosis_of(study, task, walked(study, task, self.reporter), base)
 
-        tables = study.divided(task, batches, partial(walked, study, task, self.reporter), joined)
+        tables = study.of_task(task, measured)
         if tables is None:
             return
         frames = {"layers": pd.DataFrame(tables.layers)}

@@ -51,22 +51,16 @@ class Explanation:
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], reporter: Reporter
 ) -> Explanation | None:
-    """The attribution of these variants' drift to layers, as the study's settings ask for it.
-
-    Processes may share the samples, except for what is taken back; None in all but the first.
-    """
-    work = partial(_followed, study, task, variants, reporter)
-    batches = {name: _first_samples(study, name).num_batches for name in study.tasks}
-    return study.divided(task, batches, work, partial(_explained, study, task, variants))
+    """Attribute these variants' drift to layers, as the settings ask for it; None except in the main process."""
+    return study.of_task(task, partial(_explained, study, task, variants, reporter))
 
 
-def _explained(
-    study: Study, task: str, variants: Sequence[str], pieces: Sequence[Mapping[str, _Followed]]
-) -> Explanation:
+def _explained(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation:
+    followed = _followed(study, task, variants, reporter)
     explanation, ids = Explanation(), study.tasks[task].diagnosis.ids
     nodes: dict[str, dict[int, int]] = {}
     for variant in variants:
-        rows, final_shares = _columns(study, _Followed.joined([piece[variant] for piece in pieces]))
+        rows, final_shares = _columns(study, followed[variant])
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             explanation.layers.append(key | rows[layer])
@@ -112,15 +106,6 @@ class _Followed:
     numbers: dict[tuple[str, int], NDArray[np.float64]]
     nodes: dict[int, int]
 
-    @classmethod
-    def joined(cls, parts: Sequence[_Followed]) -> _Followed:
-        """The same of all samples."""
-        names, nodes = parts[0].numbers, parts[0].nodes
-        return cls(
-            {name: np.concatenate([part.numbers[name] for part in parts], axis=-1) for name in names},
-            {layer: max(part.nodes[layer] for part in parts) for layer in nodes},
-        )
-
 
 def together(study: Study, variants: Sequence[str]) -> Iterator[Sequence[str]]:
     """Variants that are followed side by side, so that a device is waited for once for all of them.
@@ -132,23 +117,22 @@ def together(study: Study, variants: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 @torch.no_grad()
-def _followed(
-    study: Study, task: str, variants: Sequence[str], reporter: Reporter, first: int, last: int
-) -> dict[str, _Followed]:
-    """Why each variant's features drift on some batches of the first samples of one task."""
+def _followed(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> dict[str, _Followed]:
+    """Why each variant's features drift on the first samples of one task."""
     settings = study.settings.jacobian
     assert settings is not None
     samples = _first_samples(study, task)
     num_layers = len(study.pool.chain.layers)
     units = dict.fromkeys(study.tasks, num_layers * len(variants))
-    meter, part = TaskMeter(reporter, "explain", units, task), samples.positions(first, last)
+    meter = TaskMeter(reporter, "explain", units, task)
     done, results = 0, dict[str, _Followed]()
     for chunk in together(study, variants):
         # By batch and variant, as the walk sees them.
-        followed = [(name, attribution.Contributions(settings)) for _ in range(first, last) for name in chunk]
+        followed = [
+            (name, attribution.Contributions(settings)) for _ in range(samples.num_batches) for name in chunk
+        ]
         swapped = [attribution.PrefixSwaps() for _ in followed]
-        batches = samples.batches(part.start, part.stop)
-        visits = walk(study.pool, task, chunk, batches, ids=samples.ids)
+        visits = walk(study.pool, task, chunk, samples.batches(), ids=samples.ids)
         # The host decides for every batch by itself, as nobody waits there, and holds one batch's products at a time.
         at_once = 1 if study.pool.device.type == "cpu" else len(followed)
         places = itertools.cycle(range(0, len(followed), at_once) if followed else ())

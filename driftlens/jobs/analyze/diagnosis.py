@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 K = TypeVar("K")
-N = TypeVar("N", bound=np.generic)
 Row = dict[str, object]
 Features = Mapping[tuple[str, int], NDArray[np.float32]]
 """Pooled features [n, d] by (variant, layer)."""
@@ -66,7 +65,7 @@ class TaskDiagnosis:
 
 @dataclass
 class Walked:
-    """What the walk saw of some batches of a task: numbers of every sample and features by (variant, layer).
+    """What the walk saw of a task: numbers of every sample and features by (variant, layer).
 
     Of mixtures of experts also `routing`, tokens and sums of gates by expert, [2, experts].
     Of the first batch alone `closure`, |e - e_library| / |e|; of the first task's `precision_error`, against float64.
@@ -82,49 +81,47 @@ class Walked:
 
 
 @torch.no_grad()
-def walked(study: Study, task: str, reporter: Reporter, first: int, last: int) -> Walked:
-    """What every diagnostic sees of every variant on some batches of one task's diagnosis samples."""
+def walked(study: Study, task: str, reporter: Reporter) -> Walked:
+    """Return what every diagnostic sees of every variant on one task's diagnosis samples."""
     samples = study.tasks[task].diagnosis
     num_layers = len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
-    library = LibraryDrift(study, task) if first == 0 else None
-    for chunk in _chunks(study, task, samples, samples.positions(first, last)):
+    library = LibraryDrift(study, task)
+    for chunk in _chunks(study, task, samples):
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             if view.variant == study.variants[0]:
                 index = view.layer.index
                 meter.step(index - 1, f"drift, layer {index} of {num_layers}")
             recorder.add(view)
-            if library is not None and view.start == 0:
+            if view.start == 0:
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
-    if library is not None:
-        library.settle()
+    library.settle()
     result = Walked(recorder.columns(), recorder.features(), recorder.routing())
-    if library is not None:
-        result.closure = library.error
-        result.notices += filter(None, [library.unheld])
-        if task == next(iter(study.tasks)):
-            try:
-                result.precision_error = precision_error(study, task, result.features)
-            except RuntimeError as error:  # a model's own code may insist on float32
-                reason = str(error).splitlines()[0]
-                result.warnings.append(f"the drift could not be checked against float64: {reason}")
-            except NumericsError as error:
-                if not any(layer.num_experts for layer in study.pool.chain.layers):
-                    raise
-                tie = "a token whose router is near a tie goes to other experts there"
-                result.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
+    result.closure = library.error
+    result.notices += filter(None, [library.unheld])
+    if task == next(iter(study.tasks)):
+        try:
+            result.precision_error = precision_error(study, task, result.features)
+        except RuntimeError as error:  # a model's own code may insist on float32
+            reason = str(error).splitlines()[0]
+            result.warnings.append(f"the drift could not be checked against float64: {reason}")
+        except NumericsError as error:
+            if not any(layer.num_experts for layer in study.pool.chain.layers):
+                raise
+            tie = "a token whose router is near a tie goes to other experts there"
+            result.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
     meter.finish()
     return result
 
 
-def _chunks(study: Study, task: str, samples: SampleSet, part: range) -> Iterator[Iterator[Batch]]:
+def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
     length = samples.fitting(per_sample, study.settings.feature_budget)
-    for first in part[::length]:
-        yield samples.batches(first, min(first + length, part.stop))
+    for first in range(0, len(samples), length):
+        yield samples.batches(first, min(first + length, len(samples)))
 
 
 class _Recorder:
@@ -215,25 +212,19 @@ def fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
     }
 
 
-def _end_to_end(parts: Sequence[Mapping[K, NDArray[N]]]) -> dict[K, NDArray[N]]:
-    """Arrays of the same names, those of later parts behind those of earlier ones."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
 def diagnosis_of(
-    study: Study, task: str, parts: Sequence[Walked], base: Mapping[int, Array] | None = None
+    study: Study, task: str, seen_by_walk: Walked, base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
-    """The tables of one task."""
-    data, first, measured = study.tasks[task], parts[0], study.settings.measured
+    """Return the tables of one task."""
+    data, measured = study.tasks[task], study.settings.measured
     diagnosis = TaskDiagnosis(
-        features=_end_to_end([part.features for part in parts]),
-        warnings=first.warnings,
-        notices=first.notices,
-        precision_error=first.precision_error,
+        features=dict(seen_by_walk.features),
+        warnings=seen_by_walk.warnings,
+        notices=seen_by_walk.notices,
+        precision_error=seen_by_walk.precision_error,
     )
-    all_columns = {key: _end_to_end([part.columns[key] for part in parts]) for key in first.columns}
-    for variant, index in first.routing:
-        tokens, gates = np.sum([part.routing[variant, index] for part in parts], axis=0)
+    all_columns = seen_by_walk.columns
+    for (variant, index), (tokens, gates) in seen_by_walk.routing.items():
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
@@ -258,7 +249,7 @@ def diagnosis_of(
             key = of_task | {"layer": layer.index}
             is_of: Row = {"role": layer.role, "stream": layer.stream}
             is_of |= {"path": layer.path, "n": len(data.diagnosis), "reference": "expert"}
-            row = key | is_of | {"closure_error": first.closure[variant, layer.index]}
+            row = key | is_of | {"closure_error": seen_by_walk.closure[variant, layer.index]}
             diagnosis.layers.append(row | _measured(measured, "layers", seen))
             diagnosis.samples.append(key | identified | _measured(measured, "samples", seen))
             if layer is layers[-1] and data.head is not None:

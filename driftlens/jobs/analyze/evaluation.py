@@ -56,25 +56,19 @@ class Scores:
 
 def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
     """What variants score on a task's test samples by all its metrics; None in all but the first process."""
-    batches = {name: data.test.num_batches if data.test else 0 for name, data in study.tasks.items()}
 
-    def measured(first: int, last: int) -> Answers:
-        test = study.tasks[task].test
-        if test is None:
-            return Answers()
-        part = test.positions(first, last)
-        by_class, by_text = (
-            measure(study, task, variants, reporter, part) for measure in (accuracies, answers)
-        )
-        return Answers(by_class.results | by_text.results, by_text.notices)
+    def measured() -> Scores:
+        if study.tasks[task].test is None:
+            return Scores()
+        by_class, by_text = (measure(study, task, variants, reporter) for measure in (accuracies, answers))
+        return _scores(study, task, Answers(by_class.results | by_text.results, by_text.notices))
 
-    return study.divided(task, batches, measured, partial(_scores, study, task))
+    return study.of_task(task, measured)
 
 
-def _scores(study: Study, task: str, parts: Sequence[Answers]) -> Scores:
-    scores, samples = Scores(notices=parts[0].notices), study.tasks[task].test
-    for (variant, name), first in parts[0].results.items():
-        rows = [row for part in parts for row in part.results[variant, name]]
+def _scores(study: Study, task: str, answered: Answers) -> Scores:
+    scores, samples = Scores(notices=answered.notices), study.tasks[task].test
+    for (variant, name), rows in answered.results.items():
         values, references = (
             np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
             for column in (0, 1)
@@ -83,7 +77,7 @@ def _scores(study: Study, task: str, parts: Sequence[Answers]) -> Scores:
         key = {"task": task, "variant": variant, "metric": name}
         ends = {"ci_low": score.low, "ci_high": score.high}
         scores.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
-        columns = ("value", "reference", "answer", "target")[: len(first[0])]
+        columns = ("value", "reference", "answer", "target")[: len(rows[0])]
         assert samples is not None
         scores.results += [
             {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
@@ -93,10 +87,10 @@ def _scores(study: Study, task: str, parts: Sequence[Answers]) -> Scores:
 
 
 @torch.no_grad()
-def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
-    """Whether variants are right about some test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
+    """Whether variants are right about the test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
     result, samples = Answers(), study.tasks[task].test
-    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task) or not part:
+    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
         return result
     modality = study.pool.chain.modality
     maps = {variant: study.head(task, variant) for variant in variants}
@@ -110,8 +104,8 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
         for name, data in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
-    for first in part[::length]:
-        chunk = list(samples.batches(first, min(first + length, part.stop)))
+    for first in range(0, len(samples), length):
+        chunk = list(samples.batches(first, min(first + length, len(samples))))
         # Looked at and fetched together: a device is asked to wait twice per chunk, whatever the variants.
         hits, watches = dict[str, list[Tensor]](), list[FiniteWatch]()
         for variant in variants:
@@ -211,7 +205,7 @@ def _first_scores(
         return "", {}
     metric, few = metrics[0], few_of(data.test, count)
     part = dataclasses.replace(study, tasks={task: dataclasses.replace(data, test=few, metrics=metrics[:1])})
-    answered = answers(part, task, [variant], Reporter(), range(len(few))).results.get((variant, metric), [])
+    answered = answers(part, task, [variant], Reporter()).results.get((variant, metric), [])
     rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
     rows = {name: frame[frame.index.isin(few.ids)] for name, frame in rows.items()}
     rows[variant] = pd.DataFrame([row[:2] for row in answered], columns=["value", "reference"])
@@ -224,18 +218,13 @@ SPARE_TOKENS = 8
 
 @dataclass
 class Answers:
-    """What was said to some test samples, by variant and metric: of every sample value, reference, answer, target."""
+    """What was said to the test samples, by variant and metric: of every sample value, reference, answer, target."""
 
     results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
-    def add(self, other: Answers) -> None:
-        """Take in what was said of other variants."""
-        self.results |= other.results
-        self.notices += other.notices
 
-
-def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
+def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
     """What variants answer to test samples of a task, by the metrics that ask for that; `expert` is the task's own.
 
     A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
@@ -245,9 +234,9 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
     if samples is None or not metrics:
         return result
     if samples.texts is not None and samples.texts.compared is not None:
-        return _compared(study, task, variants, reporter, part)
+        return _compared(study, task, variants, reporter)
     test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
-    total, at_once = len(variants) * len(part), samples.at_once
+    total, at_once = len(variants) * len(samples), samples.at_once
     scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant
@@ -261,32 +250,29 @@ def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
         one_score = partial(_one_score, study, task, variant, samples, test.reader)
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
-            for first in part[::at_once]:
-                done = place * len(part) + first - part.start
+            for first in range(0, len(samples), at_once):
+                done = place * len(samples) + first
                 reporter.step("answer", done, total, f"task {task}: {variant}")
                 for name in metrics:
-                    batch = range(first, min(first + at_once, part.stop))
+                    batch = range(first, min(first + at_once, len(samples)))
                     rows[name] += _MEASURES[name](test, module, batch)
         result.results |= {(variant, name): results for name, results in rows.items()}
     reporter.step("answer", total, total, f"task {task}")
     return result
 
 
-def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter, part: range) -> Answers:
+def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
     """How alike test samples and what they are compared with are, by each metric; as `answers`."""
     result, samples = Answers(), study.tasks[task].test
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
     beside, metrics = samples.texts.compared, metrics_of(study, task)
-    related = [beside.of(position) for position in part]
-    total = len(variants) * len(part)
+    related = [beside.of(position) for position in range(len(samples))]
+    total = len(variants) * len(samples)
     for place, variant in enumerate(variants):
-        if not related:
-            result.results |= {(variant, name): [] for name in metrics}
-            continue
-        reporter.step("answer", place * len(part), total, f"task {task}: {variant}")
-        rows = _likeness(study, task, variant, samples, part)
+        reporter.step("answer", place * len(samples), total, f"task {task}: {variant}")
+        rows = _likeness(study, task, variant, samples)
         if beside.passages is None:
-            targets = [samples.text(position).target.strip() for position in part]
+            targets = [samples.text(position).target.strip() for position in range(len(samples))]
             pairs = zip(rows, targets, strict=True)
             result.results[variant, "spearman"] = [
                 (float(similarity), float(target), None, target) for similarity, target in pairs
@@ -306,10 +292,11 @@ _SHOWN = 300
 """Characters of a passage that are kept beside a score."""
 
 
-def _likeness(study: Study, task: str, variant: str, samples: SampleSet, part: range) -> list[Tensor]:
+def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list[Tensor]:
     """Return similarities of embeddings: of each test sample and its pair, [1], or its candidates, [c]."""
     assert samples.texts is not None and samples.texts.compared is not None
     beside, reader = samples.texts.compared, samples.texts.reader
+    part = range(len(samples))
     passages, texts = beside.passages, [samples.text(position).input for position in part]
     places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
     model = expert_of(task) if variant == "expert" else variant

@@ -27,7 +27,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import DRAWN_BY
 from driftlens.jobs.analyze.adding import Additions, asking, columns_of_attribution, measured_drifts
 from driftlens.jobs.analyze.causes import attribution_of
-from driftlens.jobs.analyze.diagnosis import diagnosis_of, stacked, walked
+from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, stacked, walked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.merging import merge_of, save_merge
@@ -260,7 +260,7 @@ class Phases:
 
         pairs = [(task, variant) for task in study.tasks for variant in variants]
         for task, variant in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-            rows += study.team.at(study.owner(task), partial(compared, task, variant)) or []
+            rows += study.of_task(task, partial(compared, task, variant)) or []
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
@@ -281,12 +281,11 @@ class Phases:
 
         study, writer = self.study, self.writer
 
-        def base() -> Mapping[int, NDArray[np.float64]] | None:
-            return None if "base" in variants else measured_drifts(writer, study, task)
+        def measured() -> TaskDiagnosis:
+            base = None if "base" in variants else measured_drifts(writer, study, task)
+            return diagnosis_of(study, task, walked(study, task, self.reporter), base)
 
-        batches = {name: data.diagnosis.num_batches for name, data in study.tasks.items()}
-        work = partial(walked, study, task, self.reporter)
-        diagnosis = study.divided(task, batches, work, lambda parts: diagnosis_of(study, task, parts, base()))
+        diagnosis = study.of_task(task, measured)
         if diagnosis is None:
             return
         tables = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}

@@ -107,7 +107,7 @@ def calibrate(
                 lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
             ):
                 work.first_numbers(choose, resume=request.resume, on_first=on_first)
-            if on_measured is not None and study.team.leads:
+            if on_measured is not None and study.team.is_main:
                 on_measured(open_run(folder))
         is_live = context.live is not None
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
@@ -365,7 +365,7 @@ class _Work:
         try:
             run_phases(self.writer, [Phase(f"{plan.phase}:solve", work, self.study, again=True, sums=True)])
         except DriftLensError as error:
-            if self.team.leads and not isinstance(error, Cancelled | RunError):
+            if self.team.is_main and not isinstance(error, Cancelled | RunError):
                 self.scratch.remove()  # what has the name stays, and going on would fail once more
             raise
 
@@ -582,7 +582,7 @@ def solve(
     )
     for layer in plan.calibrator.calibrate(ground):
         solution.attachments |= layer.attachments
-        if study.team.leads and (layer.updates or layer.reports):
+        if study.team.is_main and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, elapsed())
         if layer.reports:
             drifts = layer.drift_l2_mean.values()

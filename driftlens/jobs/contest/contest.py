@@ -129,7 +129,7 @@ class KeptScores(Generic[C]):
     def write(self, candidate: C, outcome: Outcome[Scored]) -> None:
         """Write the file of a candidate."""
         assert outcome.value is not None
-        if self._team.leads:
+        if self._team.is_main:
             tensors = {
                 json.dumps([outer, inner]): torch.from_numpy(numbers)
                 for outer, by_name in outcome.value.items()

@@ -401,6 +401,7 @@ def study_of(
     access: Access = Access(),
 ) -> Study:
     """The study of a spec, of what was opened for it; errors as for `open_study`."""
+    access.team.tell_idle([*data])
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:

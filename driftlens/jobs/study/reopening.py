@@ -172,7 +172,7 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
 @contextmanager
 def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
     """The writer of a run, open for the length of the block; all processes enter it and leave it together."""
-    team.meet()  # what others still read before they come here must not change
+    team.barrier()  # what others still read before they come here must not change
     with ExitStack() as stack:
         writers: list[RunWriter] = []
 
@@ -182,7 +182,7 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
 
         folder, manifest = team.once(begun)
         yield writers[0] if writers else Follower(folder, manifest)
-    team.meet()  # the run is finished now
+    team.barrier()  # the run is finished now
 
 
 @contextmanager
@@ -283,9 +283,11 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
             else:
                 of_tasks = phase.study.tasks.values()
                 size = max((data.diagnosis.batch_size for data in of_tasks), default=1)
-                tell, team = partial(_tell_less, writer, phase, device), phase.study.team
-                with halving_batches(size, tell, sums=phase.sums, team=team) as done:
-                    done(partial(_from_its_first_layer, phase.study, phase.work))
+                work = partial(_from_its_first_layer, phase.study, phase.work)
+                tell = partial(_tell_less, writer, phase, device)
+                with halving_batches(size, tell, sums=phase.sums) as done:
+                    # Several processes would have to begin anew together: there, too little memory ends the job.
+                    done(work) if phase.study.team.size == 1 else work()
             if (peak := peak_memory(device)) is not None:
                 usage["peak_gpu_bytes"] = peak
 

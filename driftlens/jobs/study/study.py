@@ -103,24 +103,9 @@ class Study:
     out_dtype: torch.dtype | None = None
     adapters: Mapping[str, LoraSource] = field(default_factory=dict)
 
-    def owner(self, task: str) -> int:
-        """The process that measures a task."""
-        return self.team.owners(list(self.tasks))[task]
-
-    def divided(
-        self,
-        task: str,
-        batches: Mapping[str, int],
-        work: Callable[[int, int], T],
-        join: Callable[[list[T]], U],
-    ) -> U | None:
-        """What is made of all batches of a task, which processes may share; None in all but the first.
-
-        `batches` are counts of every task; `work` takes the first and the one behind the last, `join` all of it.
-        """
-        runs = self.team.shares(batches)[task]
-        pieces = self.team.pieces(runs, work)
-        return self.team.at(runs[0][0], lambda: join(pieces or []))
+    def of_task(self, task: str, work: Callable[[], T]) -> T | None:
+        """Do work in the process that the task belongs to; return the result in the main process, None elsewhere."""
+        return self.team.at(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """The score map of a variant for a task; the expert's own for any other name."""

@@ -169,7 +169,9 @@ def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun
     """The run with what a calibration reaches pulled towards the merged model, unless it is there; else as `sweep`."""
     run = open_run(path)
     info = run.manifest.calibrations[name]
-    if calibrators[info.method](**info.settings).anchor_reach == 1 or rho_control(run, name):
+    kind = calibrators[info.method]
+    calibrator = kind(**resolve(kind, info.settings, info.method))
+    if calibrator.anchor_reach == 1 or rho_control(run, name):
         return run
     return sweep(path, SweepRequest(control=name), context)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from driftlens.base.errors import SpecError
-from driftlens.base.files import entries, plain_file
+from driftlens.base.files import entries, from_json, plain_file
 from driftlens.data.images import SUFFIXES
+from driftlens.data.library import column_names
 from driftlens.spec.drafted import ROWS, split_entry
 
 _TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "query", "content")
 _ANSWERS = ("target", "label", "answer", "output", "response", "completion")
-_LONGEST_LINE = 1 << 20
-"""Bytes of a file's first line that are looked at."""
 
 
 def data_entry(place: Path, *, reads: str) -> dict[str, str]:
@@ -65,18 +63,10 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
 
 def columns_of(file: Path) -> Sequence[str]:
     """Names of columns, or keys of the first row; none where the file can't be read, which is told when it is."""
-    with suppress(OSError, ValueError, AttributeError, StopIteration):
-        if file.suffix.lower() == ".parquet":
-            from pyarrow.parquet import read_schema
-
-            return list(read_schema(plain_file(file)).names)
-        with plain_file(file).open("rb") as opened:
-            if file.name == "dataset_info.json":
-                return [*json.loads(opened.read(_LONGEST_LINE))["features"]]
-            first = opened.readline(_LONGEST_LINE).decode("utf-8-sig")
-        if file.suffix.lower() == ".jsonl":
-            return [*json.loads(first)]
-        return next(csv.reader([first], delimiter="\t" if file.suffix.lower() == ".tsv" else ","))
+    with suppress(OSError, ValueError, AttributeError, csv.Error):
+        if file.name == "dataset_info.json":
+            return [*from_json(plain_file(file).read_bytes())["features"]]
+        return column_names(file)
     return []
 
 

@@ -1,4 +1,4 @@
-"""Data sets in the Hugging Face `datasets` format, from disk or from the Hub."""
+"""Data sets in the Hugging Face `datasets` format, from disk or from the Hub, and WebDataset tar files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from typing import TYPE_CHECKING, Any
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.files import plain_file
-from driftlens.data.images import read_image
+from driftlens.data.images import check_names, read_image
+from driftlens.data.library import read_shards
 from driftlens.data.related import related_columns
 from driftlens.data.rows import columns_asked, text_view
-from driftlens.data.sources import Picture, Split, SplitView, data_sources, named, refused, require_column
+from driftlens.data.sources import (
+    PATHS_HINT,
+    Picture,
+    Split,
+    SplitView,
+    data_sources,
+    listed_classes,
+    named,
+    refused,
+    require_column,
+)
 
 if TYPE_CHECKING:
-    from driftlens.spec.data import HfData
+    from driftlens.spec.data import HfData, WebdatasetData
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +113,86 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
     )
 
 
-def _load(entry: HfData, access: Access) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
+@data_sources.register("webdataset")
+def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> SplitView:
+    """The samples of a split's tar files, in their order; ids are a file's name and the sample's key in it."""
+    from datasets import Image
+
+    place = getattr(entry, split)
+    shards = _shards(Path(place))
+    origin = _origin(entry, place, shards)
+    rows = read_shards(shards)
+    endings = [name for name in rows.column_names if not name.startswith("__")]
+    by_ending = {name.lower(): name for name in endings}
+    label = by_ending.get((entry.label or "").lower())
+    images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
+    image = by_ending.get(entry.image.lower()) if entry.image else images[0] if len(images) == 1 else None
+    if image is None or (split == "test" and entry.label and label is None):
         raise DataError(
-            "data sets of kind hf need the package `datasets`", hint="pip install 'driftlens-merge[data]'"
-        ) from error
+            f"{place}: members end in {', '.join(endings)}; expected one image"
+            f"{f' and .{entry.label}' if entry.label else ''}",
+            hint="Name the members as `image: ENDING` and `label: ENDING`; `label: null` is for data without labels.",
+        )
+    keys = zip(rows["__url__"], rows["__key__"], strict=True)
+    ids = tuple(f"{Path(url).name}/{key}" for url, key in keys)
+    check_names(ids)
+    if len({*ids}) < len(ids):
+        raise DataError(
+            f"{place}: members of one sample don't follow each other", hint="Write it anew, sorted by name."
+        )
+    values = [None] * len(rows) if label is None else [_label_in(cell, entry) for cell in rows[label]]
+    names, class_names = named(values, listed_classes(entry.classes), place)
+    encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
+
+    def read(position: int) -> Picture:
+        content = (encoded[position][image] or {}).get("bytes")
+        if content is None:
+            raise DataError(f"{ids[position]}: it has no .{image}", hint="Each sample has one image.")
+        return read_image(io.BytesIO(content), ids[position])
+
+    return SplitView(origin, ids, class_names, names.__getitem__, read)
+
+
+def _label_in(cell: Any, entry: WebdatasetData) -> Any:
+    """A label as text or number; of a JSON object what is under `key`."""
+    if isinstance(cell, dict):
+        return cell.get(entry.key)
+    return cell.strip() or None if isinstance(cell, str) else cell
+
+
+def _shards(place: Path) -> list[Path]:
+    """The tar file itself, those of a folder, or those that a pattern matches."""
+    if place.is_file():
+        return [place]
+    files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
+    if not files:
+        raise DataError(
+            f"{place}: no tar files",
+            hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
+        )
+    return files
+
+
+def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
+    """The place of a split's tar files: that of the calibration samples, where they are the same ones by name."""
+    if place != entry.calibration:
+        of_split, other = (
+            {file.name: file.resolve() for file in shards_of}
+            for shards_of in (shards, _shards(Path(entry.calibration)))
+        )
+        shared = sorted(set(of_split.values()) & set(other.values()))
+        if shared and of_split != other:
+            raise DataError(
+                f"{place}: {len(shared)} of its files hold calibration samples too, the first is {shared[0]}",
+                hint="Name each file for one of both, or the same for both: then other samples are drawn of them.",
+            )
+        place = entry.calibration if shared else place
+    return str(Path(place).resolve())
+
+
+def _load(entry: HfData, access: Access) -> Any:
+    import datasets
+
     if Path(entry.path).is_dir():
         hint = "Write it with DatasetDict.save_to_disk."
         with refused(f"{entry.path}: not a folder written by save_to_disk", hint):
@@ -183,14 +267,12 @@ def _folders(entry: HfData) -> list[Path]:
 
 
 def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) -> Picture:
-    """The image that a row holds or names, turned as its camera says and in its own mode, as `datasets` gives it."""
-    from PIL.ImageOps import exif_transpose
-
+    """The image that a row holds or names; in grey where the data set says so, as `datasets` gives it."""
     content, path = (row["bytes"], row["path"]) if row else (None, None)
     with refused(f"{where}: the image can't be read", _ANEW):
-        if content is not None:
-            return exif_transpose(read_image(io.BytesIO(content), where, mode))
-        return exif_transpose(read_image(_inside(path, folders, where), mode=mode))
+        source = io.BytesIO(content) if content is not None else _inside(path, folders, where)
+        picture = read_image(source, where)
+        return picture.convert(mode) if mode else picture
 
 
 _ANEW = "Write the data set anew with save_to_disk, which puts local files into it."

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError, did_you_mean
-from driftlens.base.files import from_json, plain_file
+from driftlens.base.files import from_json
 from driftlens.data.images import read_image
+from driftlens.data.library import UTF8, read_rows, read_table
 from driftlens.data.related import Comparison, related_columns, related_in
 from driftlens.data.samples import SampleSet, Shown, Texts
 from driftlens.data.sources import (
-    PATHS_HINT,
     Split,
     SplitView,
     data_sources,
@@ -29,7 +26,6 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
-from driftlens.data.text_files import encoding_of, require_text, separated_text
 from driftlens.models.language.pictures import PictureReader
 from driftlens.models.language.texts import Form, Pictured, Text, TextReader
 
@@ -262,11 +258,16 @@ def _target(
 
 @data_sources.register("jsonl")
 def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
-    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped."""
+    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped.
+
+    The library reads the lines, and each is parsed alone: its own reader of JSON makes dates of some texts, and 1.0 of
+    a 1 that shares its column with 2.5.
+    """
     file = Path(getattr(entry, split))
+    lines = read_rows("text", file, encoding=UTF8)[:].get("text", [])
     rows = {
         str(number): _row(line, f"{file}, line {number}")
-        for number, line in enumerate(_lines(file), start=1)
+        for number, line in enumerate(lines, start=1)
         if line.strip()
     }
     if not rows:
@@ -282,32 +283,13 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     return text_view(entry, split, ids, keys, values.__getitem__, **named, beside=beside)
 
 
-def _lines(file: Path) -> list[str]:
-    with refused(f"{file}: can't be read", PATHS_HINT, OSError):
-        content = plain_file(file).read_bytes()
-    require_text(file, content)
-    likely = encoding_of(content, "utf-8")
-    if likely != "utf-8":
-        looks = f"; it looks like {likely}" if likely else ""
-        raise DataError(f"{file}: not UTF-8 text{looks}", hint="Save the file as UTF-8.")
-    text = content.decode("utf-8-sig")
-    if text.lstrip().startswith("["):
-        load = f"import json; [print(json.dumps(row)) for row in json.load(open({file.name!r}))]"
-        raise DataError(
-            f"{file} is one JSON list; expected an object on every line",
-            hint=f'Write it so, in its folder:\npython -c "{load}" > {shlex.quote(f"{file.stem}-rows.jsonl")}',
-        )
-    # Only \n ends a line: other separators may stand unescaped inside a JSON string.
-    return text.split("\n")
-
-
 def _row(line: str, where: str) -> dict[str, Any]:
-    with refused(f"{where}: not JSON", "Write one JSON object per line.", ValueError):
+    with refused(f"{where}: not JSON", "Write one JSON object per line; a JSON list is none.", ValueError):
         row = from_json(line)
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: a {type(row).__name__}, expected an object",
-            hint='Write {"input": ..., "target": ...}.',
+            hint='Write {"input": ..., "target": ...}',
         )
     return row
 
@@ -361,7 +343,7 @@ def _rows(
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
     wanted = {**wanted, "split": entry.split if entry.file else None}
-    columns = _columns(file, wanted.values(), entry)
+    columns = read_table(file, wanted.values(), entry.encoding, entry.separator)
     optional = {"target"} if entry.target is None else set()
     optional |= {"label", "target", *related_columns(entry)} if split != "test" else set()
     wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
@@ -396,40 +378,6 @@ def _places(paths: Iterable[str], folder: Path) -> list[str]:
     """Paths written in one way, so that they can be compared; links behind the folder are not followed."""
     folder = folder.resolve()
     return [os.path.normpath(folder / path) for path in paths]
-
-
-def _columns(file: Path, wanted: Collection[str | None], entry: TableData) -> dict[str, list[Any]]:
-    """Columns of a file by name, of Parquet only those wanted (the others are empty)."""
-    unreadable = refused(f"{file}: can't be read", PATHS_HINT, OSError)
-    kinds = (csv.Error, ValueError, NotImplementedError)  # the last of Parquet that this pyarrow can't unpack
-    damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", *kinds)
-    with unreadable, damaged:
-        plain_file(file)
-        if file.suffix.lower() in (".parquet", ".pq"):
-            from pyarrow.parquet import ParquetFile
-
-            with ParquetFile(file) as table:
-                names = table.schema_arrow.names
-                read = table.read(columns=[name for name in names if name in wanted])
-            return {name: [] for name in names} | read.to_pydict()
-        separator = entry.separator or ("\t" if file.suffix.lower() == ".tsv" else ",")
-        text = separated_text(file, entry.encoding or "utf-8", separator, wanted)
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        rows, names = list(reader), list(reader.fieldnames or ())
-    if not names:
-        raise DataError(f"{file}: no rows", hint="Every task needs samples in each split.")
-    twice = next((name for name in wanted if names.count(str(name)) > 1), None)
-    if twice is not None:
-        raise DataError(
-            f"{file}: {names.count(twice)} columns are called {twice!r}", hint="Rename all but one."
-        )
-    for row in rows:
-        if None in row:
-            raise DataError(
-                f"{file}: the row {list(row.values())} is longer than the header",
-                hint="Put text with commas in quotes.",
-            )
-    return {name: [row[name] for row in rows] for name in names}
 
 
 def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:

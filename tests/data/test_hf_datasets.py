@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +159,6 @@ def test_a_hub_id_is_loaded_with_its_configuration(saved: Path, monkeypatch: pyt
     assert asked == [("org/cars", "cropped_digits")]
 
 
-def test_without_the_library_the_remedy_is_its_extra(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with refusing(DataError, match="need the package `datasets`", hint="driftlens-merge"):
-        opened(**entry(saved))
-
-
 def test_images_are_opened_without_programs_addresses_and_files_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +198,7 @@ def test_images_are_opened_without_programs_addresses_and_files_from_elsewhere(
     view = opened(offline=True, **entry(folder, label=None, calibration="test"))
     first, second = view.read(0), view.read(1)
     assert (first.size, second.size) == ((4, 6), (6, 4)), "turned as the camera says"
-    assert first.mode == second.mode == "L", "as the data set holds them"
+    assert first.mode == second.mode == "RGB"
     for position, message in enumerate(["PostScript", *["holds no image, and the path"] * 2], 2):
         with pytest.raises(DataError, match=message):
             view.read(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,20 @@ def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, 
     view = images(**source(tmp_path, deep(kind, form)))
     with refusing(DataError, f"pixels are {np.dtype(kind).name} ", "expected 8 bits", hint="one rule"):
         view.read(0)
+
+
+@pytest.mark.parametrize(
+    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
+)
+def test_pictures_are_upright_and_without_alpha_wherever_they_come_from(tmp_path: Path, source: Any) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 4), dtype=np.uint8)
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # the camera was turned: the picture's top is the right of what it stored
+    Image.fromarray(pixels).save(stream, "PNG", exif=exif)
+    read = images(**source(tmp_path, stream.getvalue())).read(0)
+    assert np.array_equal(np.asarray(read), np.rot90(pixels[..., :3], -1))
 
 
 def test_what_holds_a_byte_a_channel_is_read_whatever_its_mode(tmp_path: Path) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
-import re
-import shlex
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError
@@ -148,13 +143,13 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
             "path,label\nimages 花/1.png,a\nimages 花/1.png,b\n", "1.png occurs more than once", id="twice"
         ),
         pytest.param(
-            "path,label\nimages 花/1.png,a, b\n", "is longer than the header", id="comma in a label"
+            "path,label\nimages 花/1.png,a, b\n", "does not match length of data", id="comma in a label"
         ),
         pytest.param("path,label\n", "no rows", id="only a header"),
         pytest.param("path,label\n,a\n", "a path is str ''", id="no path"),
         pytest.param("Path,label\nx,a\n", "no column 'path'; there are Path, label", id="another column"),
         pytest.param("", "no rows", id="empty"),
-        pytest.param('path,label\n"x,a\n', "no table", id="open quote"),
+        pytest.param('path,label\n"x,a\n', "EOF inside string", id="open quote"),
     ],
 )
 def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, message: str) -> None:
@@ -166,75 +161,45 @@ def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, m
 
 
 @pytest.mark.parametrize(
-    ("encoding", "separator", "named"),
-    [
-        pytest.param("cp1252", ";", ("cp1252", "'naïve'", "semicolons"), id="Excel in Europe"),
-        pytest.param("utf-8-sig", ";", ("semicolons",), id="with a mark"),
-        pytest.param("utf-16", "\t", ("utf-16", "'naïve'", "tabs"), id="Excel's Unicode text"),
-        pytest.param("utf-16-le", ",", ("utf-16-le", "'naïve'"), id="without a mark"),
-        pytest.param("utf-8", "|", ("bars",), id="bars"),
-        pytest.param("cp1252", ";", ("cp1252", "semicolons"), id="a separator's line"),
-        pytest.param("utf-32", ",", ("utf-32", "'naïve'"), id="wide"),
-        pytest.param("utf-8-sig", ",", (), id="as expected"),
-    ],
+    ("encoding", "separator"),
+    [("cp1252", ";"), ("utf-16", "tab"), ("utf-8", "|"), ("utf-8-sig", ",")],
 )
-def test_another_encoding_and_separator_are_named_with_both_remedies(
-    tmp_path: Path,
-    encoding: str,
-    separator: str,
-    named: tuple[str, ...],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+def test_encodings_and_separators_are_those_that_the_entry_names(
+    tmp_path: Path, encoding: str, separator: str
 ) -> None:
-    file, rows = tmp_path / "rows.csv", [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""]]
-    lines = [f"sep={separator}"] * ("separator's line" in request.node.name)
-    lines += [separator.join(f'"{cell}"' if separator in cell else cell for cell in row) for row in rows]
+    file, between = tmp_path / "rows.csv", "\t" if separator == "tab" else separator
+    rows = [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""], ["NA", "1.0"]]
+    lines = [between.join(f'"{cell}"' if between in cell else cell for cell in row) for row in rows]
     file.write_bytes("\r\n".join(lines).encode(encoding))
     entry = {"kind": "table", "calibration": str(file), "test": str(file), "input": "q", "target": "a"}
-    if named:
-        with pytest.raises(DataError) as refusal:
+    view = opened("calibration", **entry, encoding=encoding, separator=separator)
+    assert [view.read(row) for row in range(3)] == [Text(*row) for row in rows[1:]]
+    if encoding in ("cp1252", "utf-16"):
+        with refusing(DataError, "rows.csv", "UnicodeDecodeError", hint="encoding: cp1252"):
             opened("calibration", **entry)
-        assert all(word in refusal.value.message for word in named)
-        settings, command = refusal.value.hint.removeprefix("Add to its entry `").split("`; ")
-        view = opened("calibration", **entry, **yaml.safe_load(f"{{{settings}}}"))
-        # The other remedy, as a shell hands it on; importing pandas anew would take longer than all else.
-        *python, program = shlex.split(command.rpartition("\n")[2])
-        assert python == ["python", "-c"]
-        monkeypatch.chdir(tmp_path)
-        exec(program, {})
-        converted = str(tmp_path / "rows-utf8.csv")
-        same = opened("calibration", **entry | {"calibration": converted, "test": converted})
-        assert [same.read(row) for row in range(2)] == [view.read(row) for row in range(2)]
-    else:
-        view = opened("calibration", **entry)
-    assert [view.read(row) for row in range(2)] == [Text("naïve, \tor; not|", "007"), Text("b", "")]
 
 
-PACKED: dict[str, tuple[bytes, str]] = {
-    "gzip": (gzip.compress(b"q,a\nb,c\n"), "packed by gzip"),
-    "bzip2": (bz2.compress(b"q,a\nb,c\n"), "packed by bzip2"),
-    "xz": (lzma.compress(b"q,a\nb,c\n"), "packed by xz"),
-    "workbook": (b"PK\x03\x04\x14\0", "a workbook"),
-    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
-    "page": (b"<!DOCTYPE html><html></html>", "a web page"),
-    "Parquet": (b"PAR1\x15", "a Parquet file"),
+PACKED: dict[str, bytes] = {
+    "gzip": gzip.compress(b"q,a\nb,c\n"),
+    "workbook": b"PK\x03\x04\x14\0",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "page": b"<!DOCTYPE html><html></html>",
+    "Parquet": b"PAR1\x15",
 }
 
 
 @pytest.mark.parametrize("kind", ["table", "jsonl"])
 @pytest.mark.parametrize("packing", PACKED)
-def test_what_is_packed_is_named_with_the_way_to_unpack_it(kind: str, packing: str, tmp_path: Path) -> None:
-    content, what = PACKED[packing]
-    (tmp_path / "rows.csv").write_bytes(content)
+def test_what_is_no_text_is_refused_by_file(kind: str, packing: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(PACKED[packing])
     entry = {"kind": kind, "calibration": str(tmp_path / "rows.csv"), "test": str(tmp_path / "rows.csv")}
-    with pytest.raises(DataError, match=rf"rows\.csv is .*{what}") as refusal:
+    with refusing(DataError, "rows.csv", hint=""):
         opened("calibration", **entry, input="q", target="a")
-    assert re.search("npack|save|kind: table|lfs pull|Download", refusal.value.hint)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("q,q,a\nb,b,c\n", "2 columns are called 'q'"), ("", "no rows"), ("q^a\nb^c\n", "no column 'q'")],
+    [("q,q,a\nb,b,c\n", "several columns are called 'q'"), ("", "no rows"), ("q^a\nb^c\n", "no column 'q'")],
 )
 def test_a_header_that_does_not_tell_columns_apart_is_refused(
     text: str, message: str, tmp_path: Path
@@ -257,8 +222,8 @@ def test_files_of_another_kind_are_refused(folder: Path) -> None:
     (folder / "book.csv").write_bytes(b"PK\x03\x04\x14\0\x81\x8d\0")
     for name, message in {
         "x.parquet": "a path is bytes",
-        "damaged.pq": "no table",
-        "book.csv": "is a zip archive or a workbook",
+        "damaged.pq": "can't be read",
+        "book.csv": "can't be read",
         "none.csv": "can't be read",
         "none.parquet": "can't be read",
     }.items():
@@ -295,5 +260,5 @@ def test_paths_and_columns_that_nothing_can_read_are_refused(folder: Path) -> No
     stored = schema.serialize().to_pybytes()
     wide = stored.replace(b"\x40\0\0\0", b"\x80\0\0\0")  # labels of 128 bits
     file.write_bytes(file.read_bytes().replace(b64encode(stored), b64encode(wide)))
-    with pytest.raises(DataError, match=r"wide\.parquet: no table: Integers with more than 64 bits"):
+    with pytest.raises(DataError, match=r"wide\.parquet: can't be read: .*Integers with more than 64 bits"):
         opened(kind="table", calibration=str(file), test=str(file))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from driftlens.base.errors import DataError
@@ -27,15 +27,19 @@ def read(view: SplitView) -> list[int]:
     return shades([view.read(position) for position in range(len(view))])
 
 
-def test_members_with_one_key_are_one_sample_wherever_they_stand(tmp_path: Path) -> None:
-    first = {"d/a.b/0.PNG": encoded(1), "1.jpeg.png": b"no image", "1.cls": b"1\n", "dataset.json": b"{}"}
-    first |= {"1.webp": encoded(2, "WEBP"), "d/a.b/0.cls": b" 0 ", "._1.png": b"a Mac's", "d/x": b"no ending"}
-    shard(tmp_path / "花-0.tar", first)
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("prepared"))
+
+
+def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
+    first = {"d/a.b/0.png": encoded(1), "d/a.b/0.cls": b" 0 ", "._1.png": b"a Mac's", "d/x": b"no ending"}
+    shard(tmp_path / "花-0.tar", first | {"1.png": encoded(2), "1.cls": b"1\n"})
     shard(tmp_path / "花-1.tar", sample("1", 3, b"2"))
     (tmp_path / "notes.txt").write_text("no shard")
     view = images(**entry(tmp_path, classes=["a", "b", "花"]))
     assert view.ids == ("花-0.tar/d/a.b/0", "花-0.tar/1", "花-1.tar/1")
-    assert read(view)[::2] == [1, 3]
+    assert read(view) == [1, 2, 3]
     assert (labels_of(view), view.class_names) == (["a", "b", "花"], ("a", "b", "花"))
     for place, ids in (("花-1.tar", view.ids[2:]), ("花-*.tar", view.ids)):
         assert images(**entry(tmp_path / place)).ids == ids
@@ -74,7 +78,7 @@ def test_calibration_needs_no_labels(tmp_path: Path) -> None:
     bare = shard(tmp_path / "0.tar", {"0.png": encoded(1)})
     assert labels_of(images("calibration", **entry(bare))) == [None]
     assert labels_of(images(**entry(bare, label=None))) == [None]
-    with pytest.raises(DataError, match=r"no sample with a member \.cls"):
+    with pytest.raises(DataError, match=r"members end in png; expected one image and \.cls"):
         opened(**entry(bare))
 
 
@@ -99,7 +103,7 @@ def test_hostile_members_are_neither_followed_nor_written(tmp_path: Path) -> Non
     assert read(view) == [5, 6]
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "shards", Path(file)])
     assert not Path("/etc/evil.png").exists()
-    with refusing(DataError, match=r"x\.tar/0: its images are none, among cls", hint="not followed"):
+    with refusing(DataError, "members end in cls; expected one image", hint="image: ENDING"):
         opened(**entry(shard(tmp_path / "x.tar", {"0.cls": b"1"}, *hostile)))
 
 
@@ -119,7 +123,7 @@ def negative() -> bytes:
     return first + info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
 
 
-@pytest.mark.parametrize("damage", ["cut in a member", "a damaged header", "compressed", "negative", "text"])
+@pytest.mark.parametrize("damage", ["cut in a member", "a damaged header", "negative", "text"])
 def test_a_damaged_file_is_refused_whole(tmp_path: Path, damage: str) -> None:
     file = Path(shard(tmp_path / "0.tar", sample("0", 1) | sample("1", 2)))
     whole = file.read_bytes()
@@ -128,7 +132,6 @@ def test_a_damaged_file_is_refused_whole(tmp_path: Path, damage: str) -> None:
     damaged = {
         "cut in a member": whole[: second.offset_data + 10],
         "a damaged header": whole[: second.offset] + b"\xff" * 300 + whole[second.offset + 300 :],
-        "compressed": gzip.compress(whole),
         "negative": negative(),
         "text": b"images\n" * 100,
     }
@@ -143,31 +146,36 @@ def test_an_image_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0\.tar/0: the image can't be read"):
         view.read(0)
     assert read(SplitView("", ("1",), None, view.label, lambda _: view.read(1))) == [2]
-    file.unlink()
-    with pytest.raises(DataError, match="can't be read"):
-        view.read(1)
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        pytest.param({"0.txt": b"x"}, "no sample with an image", id="no image"),
-        pytest.param(sample("0", 1) | {"0.jpg": b""}, "its images are png, jpg", id="two images"),
-        pytest.param(sample("0", 1) | {"0.PNG": b""}, "0.PNG occurs twice", id="one member twice"),
-        pytest.param(sample("0", 1, b"\xff"), "the label 0.cls can't be read", id="no UTF-8"),
-        pytest.param(sample("0", 1, b"0" * 2**21), "has 2097152 bytes", id="a long label"),
+        pytest.param({"0.txt": b"x"}, "members end in txt; expected one image", id="no image"),
+        pytest.param(sample("0", 1) | {"0.jpg": b""}, "members end in png, cls, jpg", id="two images"),
+        pytest.param(sample("0", 1) | {"0.PNG": b""}, "members end in png, cls, PNG", id="one member twice"),
+        pytest.param(sample("0", 1, b"\xff"), "invalid literal for int()", id="no number"),
+        pytest.param(
+            {"0.png": encoded(1), "1.png": encoded(2), "0.cls": b"0", "1.cls": b"1"},
+            "don't share the same prefix",
+            id="unsorted",
+        ),
+        pytest.param(
+            {key: content for at in range(5) for key, content in sample(f"{at}", at).items()}
+            | {"a.png": encoded(1), "b.png": encoded(2), "a.cls": b"0", "b.cls": b"1"},
+            "don't follow each other",
+            id="unsorted at the end",
+        ),
     ],
 )
 def test_what_is_no_data_set_is_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with refusing(DataError, message, "0.tar"):
         opened(**entry(shard(tmp_path / "0.tar", members)))
-    assert message in caught.value.message
-    assert caught.value.hint
 
 
 @pytest.mark.parametrize("content", [b"[" * 10**5, b"{", b"1.5", b'{"label": [1]}'])
 def test_json_that_is_no_label_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(DataError, match=r"0\.tar: the label|the label .* is neither"):
+    with pytest.raises(DataError, match=r"0\.tar: (can't be read|the label .* is neither)"):
         opened(**entry(shard(tmp_path / "0.tar", sample("0", 1, content, "json")), label="json"))
 
 

@@ -17,7 +17,6 @@ from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import LONGEST_FILE_NAME
 from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
-from driftlens.data import images
 from driftlens.data.images import read_image
 from driftlens.findings.projection.layouts import MOST_POINTS
 from driftlens.jobs.analyze.modules import Modules
@@ -31,7 +30,6 @@ from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
 from driftlens_app import drafts
 from driftlens_app.jobs import requests
-from tests.data.sources import encoded, opened, shard
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
 from tests.refusing import refusing
@@ -94,7 +92,6 @@ LIMITS: dict[str, tuple[str, str]] = {
         f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels, Pillow's bound of a decompression bomb; no PostScript",
         "reads/test_limits.py::test_images",
     ),
-    "label in a tar file": (f"{images.LONGEST_LABEL:,} bytes", "reads/test_limits.py::test_labels"),
     "message on the terminal": (
         f"{cli.MOST_LINES} lines of {cli.WIDEST:,} characters",
         "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
@@ -204,17 +201,6 @@ def test_images(tmp_path: Path) -> None:
     file.write_bytes(b"\x89PNG\r\n\x1a\n" + made)
     with pytest.raises(DataError, match=r"bomb\.png: the image can't be read"):
         read_image(file)
-
-
-@pytest.mark.parametrize("size", [images.LONGEST_LABEL, images.LONGEST_LABEL + 1])
-def test_labels(tmp_path: Path, size: int) -> None:
-    members = {"a.png": encoded(1), "a.cls": b"0" + b" " * (size - 1)}
-    entry = dict.fromkeys(("calibration", "test"), shard(tmp_path / "a.tar", members))
-    if size > images.LONGEST_LABEL:
-        with pytest.raises(DataError, match=r"a\.cls"):
-            opened(kind="webdataset", **entry)
-    else:
-        assert len(opened(kind="webdataset", **entry)) == 1
 
 
 def test_places(tmp_path: Path) -> None:

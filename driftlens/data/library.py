@@ -1,0 +1,174 @@
+"""Reading of files by the library `datasets`: tables and lines in memory, tar files through its cache.
+
+Entry points: `read_rows` for one file, `read_shards` for tar files, `column_names` for the header alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import logging
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.files import plain_file
+from driftlens.data.sources import PATHS_HINT
+
+PARQUET = (".parquet", ".pq")
+UTF8 = "utf-8-sig"
+"""UTF-8, with or without a byte order mark."""
+_LONGEST_LINE = 1 << 20
+"""Bytes of a file's first line that are read for its column names."""
+_NO_ROWS = "Every task needs samples in each split."
+_NO_TEXT = (
+    "Save it as UTF-8; of CSV files of Excel set `encoding: cp1252` or `encoding: utf-16` in the entry."
+)
+_DAMAGED = (
+    "Check that it is whole, and of the kind that its ending says; text with separators in it needs quotes."
+)
+
+
+def separator_of(file: Path) -> str:
+    """Return a tab for a name that ends in `.tsv`, else a comma."""
+    return "\t" if file.suffix.lower() == ".tsv" else ","
+
+
+def column_names(file: Path, encoding: str = UTF8, separator: str | None = None) -> list[str]:
+    """Return the column names of a CSV, TSV or Parquet file, or the keys of the first of JSON lines.
+
+    Raises:
+        OSError, ValueError: if the file can't be read, or has no such header.
+    """
+    if file.suffix.lower() in PARQUET:
+        from pyarrow.parquet import read_schema
+
+        return list(read_schema(plain_file(file)).names)
+    with plain_file(file).open(encoding=encoding, newline="") as opened:
+        if file.suffix.lower() == ".jsonl":
+            return [*json.loads(opened.readline(_LONGEST_LINE))]
+        return next(csv.reader(opened, delimiter=separator or separator_of(file)), [])
+
+
+def read_table(
+    file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
+) -> dict[str, list[Any]]:
+    """Return the columns of a CSV, TSV or Parquet file by name; of Parquet those not wanted are empty.
+
+    Cells of CSV files are text as it is in the file: `datasets` would make numbers and gaps of some.
+
+    Args:
+        file: its ending says what it is.
+        wanted: names of columns; others may be left out.
+        encoding: of CSV files; None for UTF-8.
+        separator: of CSV files; None for what the ending says.
+
+    Raises:
+        DataError: if the file can't be read, or two columns have one name.
+    """
+    encoding, separator = encoding or UTF8, separator or separator_of(file)
+    with _refused(file):
+        names = column_names(file, encoding, separator)
+    if file.suffix.lower() in PARQUET:
+        columns = [name for name in names if name in wanted]
+        read = read_rows("parquet", file, columns=columns)[:] if columns else {}
+        return {name: [] for name in names} | dict(read)
+    names = [name or f"column {place}" for place, name in enumerate(names)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{file}: several columns are called {twice[0]!r}", hint="Rename all but one.")
+    if not names:
+        raise DataError(f"{file}: no rows", hint=_NO_ROWS)
+    from datasets import Features, Value
+
+    settings = {"column_names": names, "header": 0, "index_col": False, "na_filter": False}
+    text = Features({name: Value("string") for name in names})
+    return dict(read_rows("csv", file, features=text, encoding=encoding, sep=separator, **settings)[:])
+
+
+def read_rows(builder: str, file: Path, **options: Any) -> Any:
+    """Return a `datasets.Dataset` of one file, in memory; nothing of it is left on disk.
+
+    Args:
+        builder: the library's name of the format: csv, parquet, text.
+        file: a local file.
+        options: settings of the builder.
+
+    Raises:
+        DataError: if the file can't be read.
+    """
+    with _refused(file), tempfile.TemporaryDirectory() as cache:
+        return _load(builder, [file], cache_dir=cache, keep_in_memory=True, **options)
+
+
+def read_shards(shards: Sequence[Path]) -> Any:
+    """Return a `datasets.Dataset` of WebDataset tar files, whose content the library keeps in its cache.
+
+    Raises:
+        DataError: if one can't be read.
+    """
+    for shard in shards:
+        with _refused(shard):
+            _require_whole(shard)
+    with _refused(shards[0] if len(shards) == 1 else shards[0].parent):
+        return _load("webdataset", shards)
+
+
+def _require_whole(shard: Path) -> None:
+    """Raise if a tar file is damaged: the library takes what it can't read for the end of the file."""
+    with tarfile.open(plain_file(shard)) as tar:
+        for member in tar:
+            if member.size < 0:  # which would lead tarfile round in circles
+                raise ValueError(f"{member.name} has {member.size} bytes")
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
+            raise ValueError(f"damaged after byte {tar.offset}")
+
+
+def _load(builder: str, files: Sequence[Path], **options: Any) -> Any:
+    import datasets
+
+    paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
+    with quiet(), warnings.catch_warnings():
+        # pandas cuts rows that are longer than the header, and warns.
+        warnings.filterwarnings("error", message="Length of header or names")
+        return datasets.load_dataset(builder, data_files={"train": paths}, split="train", **options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `datasets` from showing bars and logging errors that are raised anyway."""
+    import datasets
+
+    level, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def _refused(place: Path) -> Iterator[None]:
+    """Raise errors of the library as a `DataError` with their cause, which the library puts behind its own."""
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        if "no data" in str(cause) or type(cause).__name__ == "SchemaInferenceError":
+            raise DataError(f"{place}: no rows", hint=_NO_ROWS) from error
+        words = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+        hint = PATHS_HINT if isinstance(cause, OSError) else _DAMAGED
+        hint = _NO_TEXT if isinstance(cause, UnicodeError) else hint
+        raise DataError(f"{place}: can't be read: {words}", hint=hint) from error

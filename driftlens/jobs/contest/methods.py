@@ -79,7 +79,7 @@ def compare_methods(
         ):
             preset = None
         request = request_of(candidate, preset=preset, samples=samples, resume=True, attribution=False)
-        calibrate(run, request, context, choose=choice_of(request), is_compared=True)
+        calibrate(run, request, context, choose=choice_of(request))
         return Outcome()
 
     try:

@@ -73,8 +73,8 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
     """What the choice of the best compares from each preset on; how many views depends on the samples."""
     presets = kind.presets if kind.candidates else {}
-    outlooks = {name: BEST.outlook(kind(**values), {}, has_base=True) for name, values in presets.items()}
-    return {name: [_VIEWS.sub("views", title) for title in titles] for name, (titles, _) in outlooks.items()}
+    titles = {name: BEST.outlook(kind(**values), {}, has_base=True) for name, values in presets.items()}
+    return {name: [_VIEWS.sub("views", title) for title in listed] for name, listed in titles.items()}
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

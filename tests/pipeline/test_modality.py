@@ -233,7 +233,7 @@ def test_towers_of_images_pool_their_class_token(world: World) -> None:
     assert (study.settings.pool, study.pool.chain.modality.name) == ("cls", "image")
 
 
-def test_a_rehearsal_finds_nothing_wrong_with_texts(spec: dict[str, Any]) -> None:
+def test_a_preflight_finds_nothing_wrong_with_texts(spec: dict[str, Any]) -> None:
     assert [finding.text for finding in preflight(load_spec(spec), access=CPU).problems] == []
 
 

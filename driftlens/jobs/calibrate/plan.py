@@ -52,8 +52,7 @@ class Choice:
             hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where it says
             `kept`, the calibration's variant is that model, `merged` or `base`, as it is.
         outlook: (calibrator to start from, samples by task, whether there is a base, and whether views were asked for)
-            -> titles of candidates, and the most that choosing and calibrating take, in calibrations by FeatCal;
-            refuses what nothing can be chosen for.
+            -> titles of candidates; refuses what nothing can be chosen for.
         shares: (study, what to calibrate with; a model's name where it stays as it is, sites, reporter, where to keep
             what is tried) -> by share of the way from the base, held-out scores; see `CalibrationInfo.shrink`.
     """
@@ -65,7 +64,7 @@ class Choice:
         ]
         | None
     ) = None
-    outlook: Callable[..., tuple[Sequence[str], float]] = lambda *_, **__: ((), 1.0)
+    outlook: Callable[..., Sequence[str]] = lambda *_, **__: ()
     shares: (
         Callable[
             [Study, Calibrator | str, Mapping[int, Sequence[str]], Reporter, Kept],

@@ -28,7 +28,7 @@ from torch import Tensor
 from driftlens.base.errors import SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import Reporter
-from driftlens.calibration.automatic import LEVEL, NUM_FOLDS, Decision, Scores, decide, folds_of
+from driftlens.calibration.automatic import LEVEL, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.sources import Between, StateSource, TensorsSource
 from driftlens.data.samples import part_of
@@ -356,14 +356,12 @@ def outlook(
     has_base: bool,
     has_views: bool = False,
     others: bool = False,
-) -> tuple[list[str], float]:
+) -> list[str]:
     """See `Choice.outlook`; raises at once what `choose_settings` would."""
     entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
     for task, count in counts.items():
         folds_of(count, task, parts=NUM_PARTS)
-    titles = [*(_PLAIN[name] for name in _as_they_are(has_base)), *(entrant.title for entrant in entrants)]
-    tried = sum(NUM_PARTS * entrant.cost_of_part for entrant in entrants)
-    return titles, tried + max(entrant.cost for entrant in entrants)
+    return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(entrant.title for entrant in entrants)]
 
 
 HELD_OUT = Chooser(choose_settings, outlook)
@@ -386,12 +384,11 @@ def choice_of(request: CalibrationRequest) -> Chooser | None:
     return Chooser(outlook=_with_shares, shares=shares_of_the_way)
 
 
-def _with_shares(start: Calibrator, counts: Mapping[str, int], **_: bool) -> tuple[list[str], float]:
-    """An outlook of a choice of the share alone, which calibrates once more without a fold."""
+def _with_shares(start: Calibrator, counts: Mapping[str, int], **_: bool) -> list[str]:
+    """An outlook of a choice of the share alone."""
     for task, count in counts.items():
         folds_of(count, task, SHRINKING)
-    title = f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"
-    return [title], start.effort * (2 * NUM_FOLDS - 1) / NUM_FOLDS
+    return [f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"]
 
 
 def _entrants(

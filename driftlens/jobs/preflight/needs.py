@@ -27,7 +27,7 @@ from driftlens.linalg.gram import solve_bytes
 from driftlens.merging.method import MergeMethod
 from driftlens.models.chain import Layer, LayerChain
 
-_FLOAT32, _FLOAT64 = 4, 8
+_FLOAT16, _FLOAT32, _FLOAT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,10 @@ class _Counts:
         }
 
     def stored_features(self, num_models: int) -> int:
-        """Return the bytes of the pooled features that a run stores of so many models."""
+        """Return the bytes of the pooled features that a run stores of so many models, in float16."""
         samples = sum(len(data.diagnosis) for data in self.study.tasks.values())
         stored = len(self.study.settings.stored_layers | {1, len(self.pool.chain.layers)})
-        return num_models * stored * samples * self.width * _FLOAT32
+        return num_models * stored * samples * self.width * _FLOAT16
 
 
 def _feature_width(pool: ModelPool, model: str, sample: object, study: Study) -> int:
@@ -257,4 +257,4 @@ def _merge_bytes(study: Study, counts: _Counts, method: MergeMethod) -> int:
 
 def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
     """Return the phase that holds more, as phases follow one another."""
-    return dict(max(first, second, key=lambda parts: sum(parts.values())))
+    return dict(first if sum(first.values()) > sum(second.values()) else second)

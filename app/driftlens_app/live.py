@@ -10,12 +10,10 @@ import streamlit as st
 from driftlens.base.errors import RunError
 from driftlens.base.progress import duration
 from driftlens.base.variants import is_explained, title
-from driftlens.runs.layout import SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ANALYZE, ATTRIBUTED, CALIBRATE
+from driftlens.runs.schema import ATTRIBUTED, CALIBRATE
 from driftlens.runs.standing import is_analyzed, is_live
-from driftlens_app.drafts import begin_with
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
@@ -130,12 +128,7 @@ def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
         link_to_repair()
         return True
     if names is None:
-        if ANALYZE in lacking and not settings.is_one_run:
-            note(coded(lacking.replace(f"`{ANALYZE}`", "a new run")))
-            if st.button("Edit its spec for a new run", icon=":material/edit_note:", key=f"spec-{chart}"):
-                begin_with((run.path / SPEC).read_text("utf-8"))
-                lead("new_run")
-        return ANALYZE in lacking and not settings.is_one_run
+        return False
     is_walked = bool(names) and not {*names} & {*_TRACED}
     took = sum(
         phase.seconds
@@ -293,7 +286,6 @@ def _key(job: Job) -> str:
 def _what(job: Job) -> str:
     words = {
         "analyze": "Analysis",
-        "compare": "Comparison of merges",
         "calibrate": "Calibration",
         "sweep": "Sweep of",
         "explain": "Attribution of",

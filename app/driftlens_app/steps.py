@@ -9,22 +9,21 @@ import streamlit as st
 
 from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
-from driftlens_app.drafts import begin_merge
 from driftlens_app.jobs.processes import is_at_work
+from driftlens_app.jobs.requests import resume_request
+from driftlens_app.live import begin
 from driftlens_app.selection import lead
 
 GO_ON = "Go on with the analysis"
 _STEPS = {
     " --resume": GO_ON,
-    " merge=": "Analyze the nearer merge",
-    " merge ": "Compare merges",
     " calibrate ": "Repair",
     " sweep ": "Repair",
     " report ": "Write a report",
 }
-"""The button that stands for a command, by what the command has in it."""
+"""The button that stands for a command, by what the command has in it; others are read and copied."""
 _PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
-"""Icon and page of a button; of any other, those of new runs."""
+"""Icon and page of a button."""
 
 
 def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
@@ -38,10 +37,10 @@ def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
 def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
     """Buttons to press: first those that do what `command` does, then `others`."""
     for label in dict.fromkeys([*steps, *others]):
-        icon, page = _PAGES.get(label, ("call_merge", "new_run"))
+        icon, page = _PAGES.get(label, ("play_arrow", ""))
         kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"
         about = shareable(run, command) if label in steps else None
-        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page}", help=about):
-            if page == "new_run":
-                begin_merge(run, command)
-            lead(page, run=run.id)
+        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or 'resume'}", help=about):
+            if page:
+                lead(page, run=run.id)
+            begin(resume_request(run))

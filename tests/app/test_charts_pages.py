@@ -52,7 +52,7 @@ def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tm
     manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "params" not in name}
     (path / "manifest.json").write_text(json.dumps(manifest))
     app = opened_at(open_app(tmp_path, "layers"), "layers", "Theory")
-    assert not app.error and "a new run adds it" in said(app)
+    assert not app.error and "driftlens analyze" in said(app)
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ STEPS = 3
 def main(arguments: list[str]) -> int:
     """Play the command line `arguments`; returns its exit code."""
     command = arguments[0]
-    if command == "validate":
-        return validate(Path(arguments[1]))
     if command == "init":
         return init(arguments[1:])
     print("called with", *arguments, flush=True)
@@ -35,33 +33,10 @@ def main(arguments: list[str]) -> int:
     return work(run, name)
 
 
-NEEDS = {"analyze": {"memory_bytes": 500_000_000, "disk_bytes": 2_000_000}}
-FINDING = {
-    "level": "problem",
-    "subject": "base",
-    "text": "no such file: base.safetensors",
-    "hint": "Check it.",
-}
-
-
 def answer(document: object) -> int:
     """Print a document, as `--json` does."""
     print(json.dumps(document))
     return 0
-
-
-def validate(spec: Path) -> int:
-    """A spec is refused at a key `nmae`, lacks its base where it says so, and is ready else."""
-    text = spec.read_text()
-    if "nmae" in text:
-        print(
-            f"error: {spec}: nmae: unknown key; allowed here: name\nhint: Did you mean name?", file=sys.stderr
-        )
-        return 2
-    well = {"level": "ok", "subject": "device", "text": "cpu, float32", "hint": ""}
-    is_ready = "base" not in text or "nothing" not in text
-    findings = [well] if is_ready else [well, FINDING]
-    return answer({"ready": is_ready, "findings": findings, "needs": NEEDS if is_ready else {}})
 
 
 def init(arguments: list[str]) -> int:

@@ -105,9 +105,3 @@ def open_drawer(page: Any, title: str) -> None:
 
 PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine, most of them to import torch."""
-
-
-def check(page: Any) -> None:
-    """Have the spec checked, which lets the work be started."""
-    page.get_by_role("button", name="Check the spec").click()
-    expect(page.get_by_test_id("stAlertContentSuccess")).to_contain_text("Ready", timeout=PATIENCE)

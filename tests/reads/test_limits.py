@@ -28,7 +28,6 @@ from driftlens.runs.verify import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
-from driftlens_app import drafts
 from driftlens_app.jobs import requests
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
@@ -98,9 +97,8 @@ LIMITS: dict[str, tuple[str, str]] = {
     ),
     "spec in the dashboard": (
         f"{requests.MOST_BYTES:,} bytes",
-        "app/test_new_runs.py::test_a_pasted_text_is_no_larger_than_a_spec_may_be",
+        "app/test_new_runs.py::test_a_file_that_is_larger_than_a_spec_may_be_is_not_offered",
     ),
-    "places offered for picking": (f"{drafts.MOST_PLACES} of a kind", "reads/test_limits.py::test_places"),
     "reading any one of these": (
         f"{SECONDS:g} seconds of the processor, {MOST_GROWTH >> 20} GiB",
         "reads/test_reads.py::test_command_lines",
@@ -201,9 +199,3 @@ def test_images(tmp_path: Path) -> None:
     file.write_bytes(b"\x89PNG\r\n\x1a\n" + made)
     with pytest.raises(DataError, match=r"bomb\.png: the image can't be read"):
         read_image(file)
-
-
-def test_places(tmp_path: Path) -> None:
-    for number in range(drafts.MOST_PLACES + 5):
-        (tmp_path / f"{number:04d}.safetensors").write_bytes(b"x")
-    assert len(drafts.checkpoints(tmp_path)) == drafts.MOST_PLACES

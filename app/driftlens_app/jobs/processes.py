@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, SpecError
 from driftlens.base.files import Guard, from_json
 from driftlens.base.progress import ProgressEvent
-from driftlens.runs.layout import CANDIDATE, COMPARISON, EVENTS, STATUS
+from driftlens.runs.layout import CANDIDATE, EVENTS, STATUS
 from driftlens.runs.status import Failure, Status, living_owner_of, process_started, read_status, utc_now
 from driftlens_app.jobs.record import Job, Kind, Request, job_of, note_cancelled, write_job
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
@@ -278,9 +278,7 @@ def is_at_work(run: Path) -> bool:
 
 
 def is_finished_since(job: Job) -> bool:
-    """Whether the job's run was finished after the job began, for example in a terminal, or its comparison."""
-    if is_file_inside(job.run / COMPARISON):  # only the job that made the folder wrote to it
-        return True
+    """Whether the job's run was finished after the job began, for example in a terminal."""
     status = _status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
 

@@ -18,8 +18,8 @@ from driftlens.base.files import from_json, write_json_atomic
 from driftlens.runs.status import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
-Kind = Literal["demo", "analyze", "compare", "calibrate", "sweep", "explain"]
-MAKING: tuple[Kind, ...] = ("demo", "analyze", "compare")
+Kind = Literal["demo", "analyze", "calibrate", "sweep", "explain"]
+MAKING: tuple[Kind, ...] = ("demo", "analyze")
 """Kinds of jobs that make the folder that they write to."""
 
 _SIDE = ".driftlens"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from driftlens.base.errors import SpecError
@@ -20,7 +17,6 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import (
     DEFAULT_METHOD,
     CalibrationRequest,
-    ComparisonRequest,
     SweepRequest,
 )
 from driftlens_app.calibration import checked, methods, require_free_name
@@ -55,35 +51,6 @@ def demo_request(settings: Settings, suite: str = "image") -> Request:
     return Request("demo", "Demo run", run, arguments, {"suite": suite})
 
 
-Merges = Mapping[str, Mapping[str, Any]]
-"""Merge methods by name, each with the settings that are not left at their defaults."""
-
-
-def merged_by(merges: Merges) -> tuple[str, ...]:
-    """Options that put one merge in the place of a spec's."""
-    return tuple(
-        option
-        for method, settings in merges.items()
-        for option in ("--set=merged=null", f"--set=merge={json.dumps({'method': method, **settings})}")
-    )
-
-
-def in_terminal(request: Request, root: Path) -> str:
-    """The command line that does what the job does, in the folder `root`."""
-    arguments = [part.replace(f"{root}/", "") for part in request.arguments if part not in _PROGRESS]
-    return shlex.join(["driftlens", *arguments])
-
-
-def compare_request(settings: Settings, spec: str, name: str, merges: Merges) -> Request:
-    """Several merges of a spec's experts side by side, into a new folder."""
-    file, run = spec_file(settings.root, spec), _new_folder(settings, name)
-    if run.exists():
-        raise SpecError(f"{name} exists already", hint="Choose another name.")
-    asked = ComparisonRequest(merges=[(method, dict(given)) for method, given in merges.items()])
-    arguments = ("merge", str(file), *asked.words(), "--out", str(run), *_PROGRESS)
-    return Request("compare", name, run, arguments, {"spec": spec, "name": name, "merges": dict(merges)})
-
-
 def comparisons(root: Path) -> list[str]:
     """Folders with comparisons of merges in the root, the newest first."""
     files = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
@@ -102,19 +69,31 @@ def _new_folder(settings: Settings, name: str) -> Path:
     return run
 
 
-def analyze_request(
-    settings: Settings, spec: str, name: str, merge: Merges = MappingProxyType({})
-) -> Request:
-    """The analysis of a spec into a new folder, or into one that a job left unfinished; `merge` replaces the spec's."""
+def new_spec(settings: Settings, name: str) -> Path:
+    """The file of a new spec called `name`; refused where a file or a run of that name is there."""
+    run, file = _new_folder(settings, name), settings.root / f"{name}.yaml"
+    for place in (run, file):
+        if place.exists() or place.is_symlink():
+            raise SpecError(f"{place.name} exists already", hint="Choose another name.")
+    return file
+
+
+def analyze_request(settings: Settings, spec: str, name: str) -> Request:
+    """The analysis of a spec into a new folder, or into one that a job left unfinished."""
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
-    named = (*merged_by(merge), f"--set=name={json.dumps(name)}") if merge else ()
     resume: tuple[str, ...] = ()
     if run.is_dir() and any(run.iterdir()):
         if not _is_run(run) or (job_of(run) is None and read_manifest(run).finished):
             raise SpecError(f"the folder {name} is not empty", hint="Choose another name.")
         resume = ("--resume",)
-    arguments = ("analyze", str(file), "--out", str(run), *named, *resume, *_PROGRESS)
-    return Request("analyze", name, run, arguments, {"spec": spec, "name": name, "merge": dict(merge)})
+    arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
+    return Request("analyze", name, run, arguments, {"spec": spec, "name": name})
+
+
+def resume_request(run: DriftRun) -> Request:
+    """The rest of an analysis that was stopped."""
+    arguments = ("analyze", str(run.path / SPEC), "--out", str(run.path), "--resume", *_PROGRESS)
+    return Request("analyze", run.name, run.path, arguments)
 
 
 def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> Request:

@@ -1,25 +1,25 @@
-"""New run: choose or paste a spec, and other merges of its experts, see what the check finds, start, watch."""
+"""New run: write a spec from base, experts and data, or choose one that is there, and start its analysis."""
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
-from collections.abc import Mapping
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 import streamlit as st
 
 from driftlens.base.errors import SpecError
-from driftlens.findings.reading import printable, size
+from driftlens.base.files import entries, write_text_atomic
 from driftlens.runs.layout import SPEC
-from driftlens_app.calibration import Method, fields, methods
-from driftlens_app.drafts import GIVEN, PASTED, PASTED_AS, checked, draft, keep, kept_as
-from driftlens_app.jobs import requests, start
+from driftlens_app.calibration import methods
+from driftlens_app.jobs import Request, requests, start
+from driftlens_app.jobs.processes import ask
 from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.pages import Page
-from driftlens_app.settings import Settings
-from driftlens_app.show import caption, note, plain, shown_errors
+from driftlens_app.settings import Settings, is_inside
+from driftlens_app.show import note, plain, shown_errors
 from driftlens_app.views.compare import show_merges
 
 PAGE = Page(
@@ -28,13 +28,10 @@ PAGE = Page(
     order=15,
     is_listed=False,
     needs_run=False,
-    says="Measure the drift of your own models: a spec says which, and where their data is.",
+    says="Measure the drift of your own models: base, experts and data, or a spec that says which.",
 )
 
-_FOUND = "_preflight"
-_LEVELS = ("problem", "notice", "ok")
-_SPEC, _MERGES, _DRAWER = "spec", "merges", "new-merge"
-"""Keys that `drafts.begin_merge` fills, too."""
+_USUAL = "task_arithmetic"
 
 
 def show() -> None:
@@ -46,161 +43,108 @@ def show() -> None:
         )
         return
     show_new_runs(settings)
-    files = requests.spec_files(settings.root)
-    specs = [*files, *requests.own_specs(settings.root)]
     if settings.read_only:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     else:
-        specs.append(PASTED)
-    if not specs:
-        note(
-            f"There is no spec in {plain(settings.root)}. `driftlens init` writes one of models, or a commented one."
-        )
-        return
-    if st.session_state.get(_SPEC) not in specs:  # who comes without a spec of their own has models
-        st.session_state[_SPEC] = PASTED if not files and PASTED in specs else specs[0]
-    spec = st.selectbox(
-        "Spec from",
-        specs,
-        key=_SPEC,
-        help="YAML files in this folder and one level below, those of runs, or a text of your own.",
-    )
-    with shown_errors():
-        text = draft(settings.root) if spec == PASTED else None
-        _form(settings, spec, text, _chosen())
+        with shown_errors():
+            _from_models(settings)
+        with shown_errors():
+            _from_spec(settings)
     with shown_errors():
         show_merges(settings)
 
 
-def _chosen() -> dict[str, Method]:
-    """The merge methods that were chosen in place of the spec's, by name."""
-    drawer = st.expander("New merge", icon=":material/merge:", key=_DRAWER, on_change="rerun")
-    if not drawer.open:
-        return {}
-    with drawer:
-        mergers = methods("merge_methods")
-        names = st.multiselect(
-            "Merge the experts by",
-            [*mergers],
-            format_func=lambda name: mergers[name].title,
-            placeholder="what the spec says",
-            key=_MERGES,
-            help="One is analyzed in place of the spec's merge; several are ranked without labels.",
+def _from_models(settings: Settings) -> None:
+    """A form that writes a spec of models and data, and starts its analysis."""
+    mergers = methods("merge_methods")
+    names = sorted(mergers, key=lambda name: name != _USUAL)
+    st.header("From models", anchor=False)
+    with st.form("new-run", enter_to_submit=False):
+        name = st.text_input("Name", key="new-name", help="The run's folder and its spec are called so.")
+        base = st.text_input("Base", key="base", placeholder="a path in this folder, or a Hub id")
+        experts = st.text_area(
+            "Experts",
+            key="experts",
+            placeholder="one per line: MODEL or TASK=MODEL",
+            help="Paths in this folder or Hub ids. Without TASK= a task is called as its expert's file.",
         )
-    return {name: mergers[name] for name in names}
+        data = st.text_input(
+            "Data folder",
+            key="data",
+            placeholder="built-in samples",
+            help="A folder with an entry for each task, called as the task; or the data of all tasks.",
+        )
+        merged = st.text_input(
+            "Merged model",
+            key="merged",
+            placeholder="merged here by the method below",
+            help="A path in this folder or a Hub id.",
+        )
+        method = st.selectbox(
+            "Merge method", names, format_func=lambda of: mergers[of].title, key="merge-method"
+        )
+        pressed = st.form_submit_button(
+            "Start the analysis", type="primary", icon=":material/play_arrow:", key="start-new"
+        )
+    if not pressed:
+        return
+    models = [line.strip() for line in experts.splitlines() if line.strip()]
+    if not base.strip() or not models:
+        raise SpecError("a base and at least one expert are needed", hint="Fill in both fields.")
+    options = [f"--data={entry}" for entry in data_options(settings.root, data.strip(), models)]
+    if merged.strip():
+        options += ["--set=merge=null", f"--set=merged.weights={json.dumps(merged.strip())}"]
+    else:
+        options.append(f"--set=merge={json.dumps({'method': method})}")
+    file = requests.new_spec(settings, name.strip())
+    with st.spinner("Reading configurations and data"):
+        answer = ask(("init", *options, "--json", "--", base.strip(), *models), settings.root)
+    write_text_atomic(file, str(answer["spec"]))
+    _begin(requests.analyze_request(settings, file.name, name.strip()))
 
 
-def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, Method]) -> None:
-    is_comparison, merges = len(chosen) > 1, _settings_of(chosen)
-    instead = {} if is_comparison else merges  # of the spec's own
-    file = spec if text is None else kept_as(text)
-    name = st.text_input(
-        "Name of the folder",
-        "-".join([proposed_name(file or PASTED_AS), *(["merges"] if is_comparison else chosen)])[:80],
-        key="-".join(["name-of", file, *chosen]),
-        help="Letters, digits, -, _ and .; the run, or the comparison, goes into a folder of this name.",
-    )
-    buttons = st.container(horizontal=True)
-    if buttons.button(
-        "Check the spec",
-        icon=":material/fact_check:",
-        disabled=settings.read_only or text == "",
-        key="check-spec",
-    ):
-        file = file if text is None else keep(settings.root, text)
-        _check(settings, file, instead)
-        st.rerun()  # the button to start stands before what was found
-    document = _findings(settings, file, instead)
-    is_ready = bool(document) and document["ready"] and not settings.read_only
-    pressed = buttons.button(
-        "Compare the merges" if is_comparison else "Start the analysis",
-        type="primary",
-        icon=":material/play_arrow:",
-        disabled=not is_ready,
-        key="start-analysis",
-        help=None if is_ready else "Once the spec is checked and no problem is left.",
-    )
-    if document:
-        _show_findings(document)
-    if not is_ready:
+def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
+    """What `--data` says: an entry of the folder for each task where all have one, else the folder itself."""
+    if not folder:
+        return []
+    place = root / folder
+    if not is_inside(place, root) or not place.exists():
+        raise SpecError(
+            f"{folder} is no folder in {root}", hint="Data have to lie in the dashboard's folder."
+        )
+    there = {entry.stem: entry.name for entry in entries(place)} if place.is_dir() else {}
+    tasks = [task_of(expert) for expert in experts]
+    if all(task in there for task in tasks):
+        return [f"{task}={folder.rstrip('/')}/{there[task]}" for task in tasks]
+    return [folder]
+
+
+def task_of(expert: str) -> str:
+    """The task of `TASK=MODEL`, or what a task is called after its expert's file or folder."""
+    task, sign, _ = expert.partition("=")
+    return task.strip() if sign else re.sub(r"[^\w.-]+", "-", Path(expert).stem)
+
+
+def _from_spec(settings: Settings) -> None:
+    """The analysis of a spec that lies in the folder, or of one that a run was made from."""
+    specs = [*requests.spec_files(settings.root), *requests.own_specs(settings.root)]
+    if not specs:
         return
-    asked = requests.compare_request if is_comparison else requests.analyze_request
-    try:
-        request = asked(settings, file, name.strip(), merges)
-    except SpecError as error:
-        if pressed:
-            raise
-        caption(f"{error.message}. {error.hint}")
-        return
-    st.caption("The same in a terminal, in this folder:")
-    st.code(requests.in_terminal(request, settings.root), language="bash", wrap_lines=True)
+    st.header("From a spec", anchor=False)
+    spec = st.selectbox(
+        "Spec", specs, key="spec", help="YAML files in this folder and one level below, and those of runs."
+    )
+    name = st.text_input("Name of the folder", proposed_name(spec), key=f"name-of-{spec}")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
+        st.caption(f"`driftlens validate {plain(spec)}` checks it first, in a terminal.")
     if pressed:
-        job = start(request)
-        if not is_comparison:
-            await_run(job.run)
-        st.rerun()
+        _begin(requests.analyze_request(settings, spec, name.strip()))
 
 
-def _show_findings(document: Mapping[str, Any]) -> None:
-    """Draw what `driftlens validate` finds: problems first, each with its line of the spec."""
-    by_level = {
-        level: [finding for finding in document["findings"] if finding["level"] == level] for level in _LEVELS
-    }
-    count, well = len(by_level["problem"]), len(by_level["ok"])
-    needs = document["needs"].get("analyze")
-    with st.container(border=True):
-        if not document["ready"]:
-            # One problem may have stopped the check before others.
-            many = f"{count} problems to solve first."
-            st.markdown(f"**{many if count > 1 else 'First problem to solve; more may follow.'}**")
-        elif needs is None:
-            st.success("Ready.", icon=":material/check:")
-        else:
-            memory, disk = size(needs["memory_bytes"]), size(needs["disk_bytes"])
-            st.success(f"Ready: about {memory} of memory, {disk} on disk.", icon=":material/check:")
-        for finding in by_level["problem"]:
-            line = finding.get("line")
-            st.error(f"{f'Line {line}: ' if line else ''}{_told(finding)}", icon=":material/error:")
-            if line:
-                st.code(f"{line}  {printable(finding['code'])}", language="yaml")
-        for finding in by_level["notice"]:
-            st.markdown(f":material/info: {_told(finding)}")
-        if well:
-            with st.expander(f"{well} check{'s' if well > 1 else ''} passed", icon=":material/check:"):
-                st.markdown("\n".join(f"- {_told(finding)}" for finding in by_level["ok"]))
-
-
-def _told(finding: Mapping[str, Any]) -> str:
-    text, hint = finding["text"], finding["hint"]
-    stop = "." if hint and not text.endswith((".", "?", "!", ":")) else ""
-    return f"**{plain(finding['subject'])}**: {plain(text + stop)} {plain(hint)}".rstrip()
-
-
-def _settings_of(chosen: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-    merges = {}
-    for method, merger in chosen.items():
-        with st.container(border=True):
-            st.markdown(f"**{plain(merger.title)}**")
-            caption(f"{merger.source}. Reads {merger.reads}. Empty fields stay as they read.")
-            given = st.session_state.get(GIVEN, {}).get(method, {})
-            merges[method] = fields(merger.settings, given, f"merge.{method}")
-    return merges
-
-
-def _check(settings: Settings, spec: str, merges: requests.Merges) -> None:
-    file = requests.spec_file(settings.root, spec)
-    with st.spinner("Reading headers, data and class names"):
-        document = checked(file, spec, requests.merged_by(merges), settings.root)
-    st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, document)
-
-
-def _findings(settings: Settings, spec: str, merges: requests.Merges) -> dict[str, Any]:
-    """What the last check found, if it was of this spec as it is now with these merges; else nothing."""
-    stored = st.session_state.get(_FOUND)
-    if not spec or stored is None or stored[0] != spec:
-        return {}
-    stamp = requests.spec_file(settings.root, spec).stat().st_mtime_ns
-    return dict(stored[3]) if stored[1:3] == (stamp, merges) else {}
+def _begin(request: Request) -> None:
+    await_run(start(request).run)
+    st.rerun()
 
 
 def proposed_name(spec: str) -> str:

@@ -272,7 +272,7 @@ class CalibrationWalk(ABC):
             self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
         return parameters
 
-    def advance(self, layer: Layer, merged: Parameters, updates: Mapping[str, Tensor]) -> dict[str, float]:
+    def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """Take the features through the calibrated layer; the mean drift behind it, by task."""
         through = LayerMap(layer, replaced(layer, merged, updates))
         sizes = {

@@ -157,7 +157,7 @@ class SnapshotWalk(CalibrationWalk):
             kept=self.kept.setdefault(others, {}),
         )
 
-    def _advance(self, layer: Layer, merged: Parameters, updates: Mapping[str, Tensor]) -> dict[str, float]:
+    def _advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """As `advance`, but a calibration that is fed another model's features goes on through the merged model."""
         if self.calibrator.inputs == "deployed":
             return self.advance(layer, merged, updates)

@@ -269,8 +269,8 @@ def _all_parts(flat: Scored) -> dict[float, Values]:
     """Scores by share, those of all parts behind each other."""
     pieces = dict[tuple[float, str], list[Mapping[str, NDArray[np.float64]]]]()
     for name, numbers in sorted(flat.items()):
-        _, share, task = name.split(" ", 2)
-        pieces.setdefault((float(share), task), []).append(numbers)
+        _, written, task = name.split(" ", 2)
+        pieces.setdefault((float(written), task), []).append(numbers)
     by_share = dict[float, dict[str, Mapping[str, NDArray[np.float64]]]]()
     for (share, task), parts in pieces.items():
         joined = {kind: np.concatenate([part[kind] for part in parts]) for kind in parts[0]}

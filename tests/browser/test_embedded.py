@@ -313,7 +313,7 @@ _COMPARED = """() => window.drawn.length && window.drawn.every(chart => chart.co
     && window.drawn.length === document.querySelectorAll('.js-plotly-plot').length"""
 
 
-@pytest.mark.parametrize("title", ["Overview", "Layers", "Samples"])
+@pytest.mark.parametrize("title", ["Overview", "Layers"])
 def test_no_chart_of_a_page_is_drawn_twice(page: Any, app_url: str, runs_folder: Path, title: str) -> None:
     page.goto(f"{app_url}/export?run={open_run(runs_folder / 'full').id}")
     settled(page)

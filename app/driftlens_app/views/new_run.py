@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -19,7 +20,7 @@ from driftlens_app.jobs.processes import ask
 from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.pages import Page
 from driftlens_app.settings import Settings, is_inside
-from driftlens_app.show import note, plain, shown_errors
+from driftlens_app.show import coded, note, shown_errors
 from driftlens_app.views.compare import show_merges
 
 PAGE = Page(
@@ -137,7 +138,7 @@ def _from_spec(settings: Settings) -> None:
     name = st.text_input("Name of the folder", proposed_name(spec), key=f"name-of-{spec}")
     with st.container(horizontal=True, vertical_alignment="center"):
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
-        st.caption(f"`driftlens validate {plain(spec)}` checks it first, in a terminal.")
+        st.caption(coded(f"`driftlens validate {shlex.quote(spec)}` checks it first, in a terminal."))
     if pressed:
         _begin(requests.analyze_request(settings, spec, name.strip()))
 

@@ -101,6 +101,8 @@ def _unread(folder: pathlib.Path) -> list[str]:
     return [name for name in unread if name not in known]
 
 
+SAFE_TORCH = (2, 10)
+"""The first version whose `weights_only` reader has no known hole."""
 SAFE_TYPES: list[Any] = [argparse.Namespace]
 """Types that `torch.load` may build besides its own: the command line that training scripts save next to weights."""
 
@@ -127,6 +129,14 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
             f"{path} holds no weights, but a {type(content).__name__} without tensors in it",
             hint=f"Save `model.state_dict()`, flat or under one of {', '.join(NESTS)}, best as safetensors.",
         )
+    nested = next(
+        (key for key, value in content.items() if key not in tensors and _holds_weights(value)), None
+    )
+    if nested is not None:
+        raise CheckpointError(
+            f"{path}: its entry {str(nested)[:40]!r} holds weights too, which would be left out",
+            hint=f"Save the weights alone, flat or under one of {', '.join(NESTS)}, best as safetensors.",
+        )
     for key, value in tensors.items():
         if value.layout != torch.strided or value.is_quantized:
             raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
@@ -134,8 +144,19 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
     return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
 
 
+def _holds_weights(value: Any) -> bool:
+    """Return True if a value is a mapping with tensors at names, however deep."""
+    entries = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
+
+
 def _load(path: pathlib.Path) -> Any:
     """Return what `torch.load` builds from a file without running code of the file."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
+        raise CheckpointError(
+            f"{path} is not read with torch {torch.__version__}, whose reader can be made to run code (CVE-2026-24747)",
+            hint=f"Install torch {SAFE_TORCH[0]}.{SAFE_TORCH[1]} or newer, or convert the file to safetensors.",
+        )
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(SAFE_TYPES):
             warnings.simplefilter("ignore")

@@ -120,7 +120,7 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
     return (
         f"95 % intervals of changes{where} are not paired, as single answers are not stored: they take the two scores "
         "for independent and are wider than they need be where both models answered the same samples; "
-        "A new analysis of its spec stores them."
+        "a new analysis of its spec stores them."
     )
 
 

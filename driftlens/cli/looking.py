@@ -186,6 +186,7 @@ def check(
     from driftlens.base.files import write_text_atomic
     from driftlens.findings.checks import check as judge
     from driftlens.findings.checks import junit_xml
+    from driftlens.runs.standing import left_undone
     from driftlens.runs.verify import verify
     from driftlens_reports.terminal import checks_text, verification_text
 
@@ -204,6 +205,8 @@ def check(
         say_json(document)
     else:
         say(f"{verification_text(files)}\n{checks_text(report)}")
+        for text in left_undone(report.run) if files.unlisted else ():
+            note(text)  # which job the unlisted files belong to
     if not files.ok:
         raise typer.Exit(RunError.exit_code)
     if report.failed:

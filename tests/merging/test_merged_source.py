@@ -348,7 +348,7 @@ def test_a_method_that_can_not_be_is_refused_when_it_is_filed() -> None:
 
     with pytest.raises(TypeError, match="'table' can't be a setting"):
         filed(settings, "entry")
-    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, file, tensor"):
+    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, tensor"):
         filed(lambda base, experts: base, "tensors")  # type: ignore[arg-type]
     assert "toy" not in merge_methods
 

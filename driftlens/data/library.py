@@ -134,6 +134,9 @@ def _require_whole(shard: Path) -> None:
 def _load(builder: str, files: Sequence[Path], **options: Any) -> Any:
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+        False  # else every read of a local file asks the Hub to count it
+    )
     paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
     with quiet(), warnings.catch_warnings():
         # pandas cuts rows that are longer than the header, and warns.

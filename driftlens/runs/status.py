@@ -327,6 +327,7 @@ class StatusBoard:
         about = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
         self.status = Status(state, **fields, **about)  # type: ignore[arg-type]
         self._lock.beat()
+        self._lock.require_own()  # the folder may have gone while the heartbeat was written
         write_status(self._folder, self.status)
         self._posted = self.clock()
 

@@ -58,7 +58,6 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
 COMPOSED = {"demo", "sweep"}
 """Made of what the others do: on the second device they are `make every`'s."""
 ELSEWHERE = {
-    "doctor": "runs no model",
     "validate": "runs no model: see below",
 }
 """Commands that make nothing."""

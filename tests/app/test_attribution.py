@@ -87,24 +87,6 @@ def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> 
     assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
 
 
-@pytest.mark.slow
-def test_what_was_not_measured_is_added_to_the_very_run(open_app: Open, root: Path) -> None:
-    run = root / "full"
-    before = leave_out(run, *open_run(run).variants, columns=["final_share"])
-    app = open_app(root, "layers", layers="Sources")
-    assert (
-        "without contributions" in said(app) and "driftlens" not in said(app) and "metrics" not in said(app)
-    )
-    press(app, "Add contributions")
-    assert called(run) == ["analyze", str(run), "--add=contributions", "--progress", "jsonl"]
-    assert "Adding contributions to" in said(app) and app.button(key="add-contributions-heatmap").disabled
-    (run / "tables" / "layers.parquet").write_bytes(before)
-    finish(run)
-    until(lambda: state(run) == "done", "it is done")
-    app.run()
-    assert "without contributions" not in said(app) and len(app.get("plotly_chart")) > 0 and not app.error
-
-
 def test_what_another_spec_would_give_names_its_command(open_app: Open, root: Path) -> None:
     run = open_run(write_full_run(root / "headless", has_heads=False))
     app = open_app(root, "samples", run=run.id, part="Decisions")

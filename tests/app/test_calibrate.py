@@ -87,13 +87,13 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
 
 @pytest.mark.slow
 def test_what_the_choice_tries_is_told_while_it_goes_on(open_app: Open, root: Path, run: Path) -> None:
-    append_event(run, CANDIDATE, of="steady", name="of an earlier job", part=0, score=0.1)
+    append_event(run, CANDIDATE, of="steady", name="of an earlier job", score=0.1)
     app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: state(run) == "running", "it runs")
-    for name, part, score in (("near", 0, 0.2), ("far", 0, 0.9), ("near", 1, 0.4), ("none", 0, None)):
-        append_event(run, CANDIDATE, of="steady", name=name, part=part, score=score)
+    for name, score in (("far", 0.9), ("near", 0.3), ("none", None)):
+        append_event(run, CANDIDATE, of="steady", name=name, score=score)
     tried = app.run().dataframe[0].value
-    assert tried["candidate"].tolist() == ["near", "far", "none"] and tried["parts"].tolist() == [2, 1, 1]
+    assert tried["candidate"].tolist() == ["near", "far", "none"]
     assert tried["distance"].iloc[0] == pytest.approx(0.3) and "Lower is nearer" in said(app)
 
 

@@ -401,8 +401,7 @@ def test_calibrate_takes_the_commands_options_by_name(world: World, light: Drift
         copied(light, tmp_path / "run"),
         name="featcal",
         preset="paper-clip",
-        lam=0.2,
-        parameters={"alpha": 0.5},
+        parameters={"lam": 0.2, "alpha": 0.5},
         samples=3,
         progress="none",
     )

@@ -113,7 +113,7 @@ def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) ->
     for key, value in again.calibrated_state("again").items():
         assert torch.equal(value, remembered[key]), key
     with_path = dl.calibrate(
-        analyzed.path, name="path", **SETTINGS, modules=modules, data=others(), progress="none"
+        analyzed.path, name="path", parameters=SETTINGS, modules=modules, data=others(), progress="none"
     )
     assert with_path.manifest.models["calibrated:path"] == dataclasses.replace(
         again.manifest.models["calibrated:again"],

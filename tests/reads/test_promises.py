@@ -131,7 +131,7 @@ def test_a_path_with_a_zero_byte(spec: Spec, assert_refused: Refused, world: Wor
         "analyze SPEC",
         "merge SPEC --method average",
         "report RUN --format md",
-        "export RUN --table drift",
+        "export RUN --figure drift",
         "init",
     ],
     ids=lambda line: line.split()[0],

@@ -22,7 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.typing import Origin
 
 from benchmarks.pages import SIZE, TASKS, server_at
-from driftlens_app.pages import pages
+from driftlens_app.show import pages
 from tests.browser.chromium import lacking, launch
 from tests.browser.reading import settled
 from tests.browser.server import serving

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from driftlens_app.pages import pages
+from driftlens_app.show import pages
 from tests.browser.chromium import lacking, launch
 from tests.browser.reading import settled
 from tests.browser.server import serving

@@ -246,8 +246,9 @@ def _fusionbench(name: str, folder: Path, tasks: list[str]) -> Work:
 
 def _surgery(case: Case, side: str) -> Work:
     """Maps behind a task arithmetic of open_clip's towers, all beginning at the same numbers."""
-    from benchmarks.calibration import _tower
     from driftlens.calibration.descent import uniform
+
+    from benchmarks.calibration import _tower
 
     pixels = case.pixels
     base, *others = (_tower(seed, BLOCKS) for seed in range(1 + case.tasks))

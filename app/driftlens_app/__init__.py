@@ -1,12 +1,12 @@
 """The dashboard: looks at saved runs, and starts the command line as a process of its own. It never imports torch.
 
-`main.py` is the script that Streamlit runs, `server.py` serves it, `launch.py` says how. Everything a page shows comes
-from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
-What a module of this package is for stands in its first line.
+`main.py` is the script that Streamlit runs, `server.py` serves it, `settings.py` says how. Everything a page shows
+comes from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts
+(`driftlens_reports`).
 
 **Adding a page means adding one file** to `views/`, for example `views/bounds.py`:
 
-    from driftlens_app.pages import Page
+    from driftlens_app.show import Page
     from driftlens_app.selection import TASK, selection
     from driftlens_app.show import show_chart
 
@@ -24,6 +24,6 @@ Streamlit executes the file as `__main__` whenever the page is drawn; the naviga
 task, variants, layer and measure of drift (all of it in the URL) `selection` draws those that the page names. The title
 is the shell's too, and so are errors: raise `DriftLensError`, and the page says what happened and what to do, so
 docstrings here say what is refused, not which errors are passed on. `with shown_errors():` keeps one part's error from
-taking the rest along. A job that a page starts needs a function in `jobs/requests.py` and no more. Which charts a page
+taking the rest along. A job that a page starts needs a function in `requests.py` and no more. Which charts a page
 shows, charts say themselves: `show_part` asks their registry. A file without `PAGE` is a part of another page.
 """

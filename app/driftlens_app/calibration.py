@@ -17,7 +17,7 @@ from driftlens.base.settings import Schema, choices_of, entry_of, expected, mode
 from driftlens.base.words import counted
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype
 from driftlens.spec.words import layers_named
-from driftlens_app.jobs.processes import ask
+from driftlens_app.processes import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, coded, is_narrow, note, plain
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import streamlit as st
 
 from driftlens.base.errors import RunError
 from driftlens.base.progress import duration
 from driftlens.base.variants import is_explained, title
+from driftlens.findings.verdict import Verdict, shareable
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import ATTRIBUTED, CALIBRATE
 from driftlens.runs.standing import is_analyzed, is_live
-from driftlens_app.jobs import Job, Request, View, cancel, start, watch
-from driftlens_app.jobs.processes import is_at_work, is_finished_since, live_job, log_text
-from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
-from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
-from driftlens_app.pages import path_of
+from driftlens_app.processes import (
+    MAKING,
+    Job,
+    Request,
+    View,
+    cancel,
+    dismiss,
+    is_at_work,
+    is_finished_since,
+    jobs_beside,
+    live_job,
+    log_text,
+    start,
+    watch,
+)
+from driftlens_app.requests import DEMO, SUITES, demo_request, explain_request, resume_request
 from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, require_root
-from driftlens_app.show import coded, note, page_title, plain, show_error, shown_errors
-from driftlens_reports.charts.picking import addition
+from driftlens_app.show import note, page_title, path_of, plain, show_error, shown_errors
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
@@ -39,9 +50,6 @@ STAGES: Mapping[str, str] = {
 
 SECONDS = 1.0
 _LOG_LINES = 40
-_TRACED = (*ATTRIBUTED, "jacobian.spectral", "adjoint", "groups")
-"""What is added by following the drift, as the attribution did; all else by measuring the drift once more."""
-_BUSY = "Once the job that is under way on this run has ended."
 _WORDS = {
     "starting": "Starting: loading libraries and models",
     "running": "Running",
@@ -57,6 +65,17 @@ Or measure your own models:
 2. `driftlens validate run.yaml` checks it in seconds.
 3. Start it on the page **New run**, or with `driftlens analyze run.yaml --out runs/mine`.
 """
+
+
+_STEPS = {
+    " --resume": "Go on with the analysis",
+    " calibrate ": "Repair",
+    " sweep ": "Repair",
+    " report ": "Write a report",
+}
+"""The button that stands for a command, by what the command has in it; others are read and copied."""
+_STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
+"""Icon and page of a button."""
 
 
 def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
@@ -106,50 +125,6 @@ def link_to_repair() -> None:
         icon=":material/tune:",
         query_params={"repair": "Calibrate"},
     )
-
-
-def show_additions(run: DriftRun) -> bool:
-    """Show the live job that adds diagnostics to the run, or how the last one failed; returns whether it is live."""
-    if live_job(run.path, "explain") is not None:
-        return show_live(run.path)
-    last = watch(run.path, "explain")
-    if last is not None and last.job.settings:
-        show_bad_end(last)
-    return False
-
-
-def offer_addition(run: DriftRun, chart: str, lacking: str) -> bool:
-    """In place of a chart, a button or link to what the run lacks for it, by its sentence; whether there is one."""
-    names, settings = addition(lacking), Settings.from_environment()
-    if is_live(run.manifest) or not is_analyzed(run.manifest) or settings.read_only:
-        return False
-    if CALIBRATE in lacking:
-        note(coded(lacking.replace(f"`{CALIBRATE}`", "a repair")))
-        link_to_repair()
-        return True
-    if names is None:
-        return False
-    is_walked = bool(names) and not {*names} & {*_TRACED}
-    took = sum(
-        phase.seconds
-        for name, phase in run.manifest.phases.items()
-        if phase.state == "done" and f":{'analyze' if is_walked else 'explain'}:" in f":{name}"
-    )
-    what = ", ".join(names) or "attribution"
-    time = f"; takes about {duration(took)}" if took else ""
-    note(
-        f"This run was made without {plain(what)}: it can be measured now, for all models of this run{time}."
-    )
-    is_busy = is_at_work(run.path)
-    if st.button(
-        f"Add {what}",
-        icon=":material/add:",
-        key=f"add-{chart}",
-        disabled=is_busy,
-        help=_BUSY if is_busy else None,
-    ):
-        begin(explain_request(run, names))
-    return True
 
 
 def show_new_runs(settings: Settings) -> bool:
@@ -237,32 +212,16 @@ def _live(run: Path, more: Callable[[View], None] | None) -> None:
             if more is not None:
                 more(view)
             if not Settings.from_environment().read_only:
-                st.button(
+                is_pressed = st.button(
                     "Cancel",
                     key=f"cancel-{_key(view.job)}",
                     icon=":material/stop_circle:",
                     disabled=view.state == "cancelling",
-                    on_click=_cancel,
-                    args=(view.job,),
                 )
-                trouble: RunError | None = st.session_state.get(_trouble(view.job))
-                if trouble is not None:
-                    show_error(type(trouble).__name__, trouble.message, trouble.hint)
+                if is_pressed:
+                    cancel(view.job)
+                    st.rerun(scope="fragment")
             show_log(view.job)
-
-
-def _cancel(job: Job) -> None:
-    # A callback has no place on the page to show an error in, and the next second would draw over it.
-    st.session_state.pop(_trouble(job), None)
-    try:
-        cancel(job)
-    except RunError as error:
-        st.session_state[_trouble(job)] = error
-
-
-def _trouble(job: Job) -> str:
-    """Where it is kept what went wrong when this visitor cancelled the job, for as long as it is live."""
-    return f"trouble-{_key(job)}"
 
 
 def _show_progress(view: View) -> None:
@@ -290,8 +249,6 @@ def _what(job: Job) -> str:
         "sweep": "Sweep of",
         "explain": "Attribution of",
     }
-    if job.kind == "explain" and (added := job.settings.get("add")):
-        return plain(f"Adding {', '.join(map(str, added))} to {job.name}")
     return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
 
 
@@ -354,3 +311,23 @@ def welcome(page: str = "") -> None:
                 await_run(start(demo_request(settings, suite)).run)
                 st.rerun()
     st.markdown(_HOW_TO)
+
+
+def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
+    """Buttons that stand for the verdict's command, and its sentences without what they or a job under way answer."""
+    command = found.command.replace("'", "")
+    steps = [] if is_at_work(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
+    is_answered = steps or is_at_work(run.path)
+    return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
+
+
+def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
+    """Buttons to press: first those that do what `command` does, then `others`."""
+    for label in dict.fromkeys([*steps, *others]):
+        icon, page = _STEP_PAGES.get(label, ("play_arrow", ""))
+        kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"
+        about = shareable(run, command) if label in steps else None
+        if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or 'resume'}", help=about):
+            if page:
+                lead(page, run=run.id)
+            begin(resume_request(run))

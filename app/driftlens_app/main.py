@@ -6,10 +6,9 @@ import streamlit as st
 
 from driftlens.findings.reading import printable
 from driftlens_app.live import land, welcome
-from driftlens_app.pages import pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings
-from driftlens_app.show import is_dark, page_title, shown_errors, watch_theme
+from driftlens_app.show import is_dark, page_title, pages, shown_errors, watch_theme
 
 # Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
 _ICON = (

@@ -14,11 +14,10 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 from driftlens.base.errors import DataError
 from driftlens.findings.listing import RunSummary
 from driftlens.runs.run import DriftRun
-from driftlens_app.jobs.processes import is_at_work
-from driftlens_app.pages import path_of
+from driftlens_app.processes import is_at_work
 from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings
-from driftlens_app.show import is_dark
+from driftlens_app.show import is_dark, path_of
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"

@@ -1,14 +1,22 @@
-"""What the dashboard may look at and do; nothing behind a link that leaves its one folder is read or written."""
+"""What the dashboard may look at and do, and how its server is started.
+
+Nothing behind a link that leaves its one folder is read or written.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from driftlens.base.errors import RunError
 from driftlens.runs.layout import MANIFEST
 
+_HERE = Path(__file__).parent
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
 _HINT = "Remove the link, or put a copy of what it stands for in its place."
 
@@ -92,3 +100,91 @@ def require_links_inside(run: Path, root: Path) -> None:
                 raise RunError(
                     f"its {path.relative_to(run)} is a link that leaves the folder {root}", hint=_HINT
                 )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def in_url(host: str) -> str:
+    """`host` as URLs and the header `Host` write it: in lower case, an IPv6 address short and in brackets."""
+    name = _name(host)
+    return f"[{name}]" if ":" in name else name
+
+
+def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
+    """The arguments that start the server, program first; without a port it takes the first free one from 8501."""
+    options = {
+        "server.address": host,
+        "server.enableCORS": "true",
+        "server.enableXsrfProtection": "true",
+        "server.fileWatcherType": "none",
+        "server.runOnSave": "false",
+        "server.showEmailPrompt": "false",
+        "server.maxUploadSize": "1",
+        "browser.gatherUsageStats": "false",
+        # Streamlit's default would open and print a link to "localhost", which may be another server's on ::1.
+        "browser.serverAddress": "localhost" if _is_every_address(host) else in_url(host),
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "type",
+        "client.showErrorLinks": "false",
+        "runner.magicEnabled": "false",
+        # Python collects garbage by itself; to search all of it after every click costs more than the click.
+        "runner.postScriptGC": "false",
+        "theme.base": str(_HERE / "theme.toml"),
+    }
+    if port is not None:
+        options["server.port"] = str(port)
+    if not browser:
+        options["server.headless"] = "true"
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    hosts = [part for name in allowed_hosts(host) for part in ("--server.allowedHosts", name)]
+    return [sys.executable, "-P", "-m", "streamlit", "run", str(_HERE / "server.py"), *flags, *hosts]
+
+
+def allowed_hosts(host: str) -> Sequence[str]:
+    """Names under which a browser may ask for the app, as Streamlit compares them; any other was rebound to it."""
+    others = () if is_local(host) else (socket.gethostname(), *_addresses(host))
+    return tuple(dict.fromkeys(map(_name, ("localhost", "127.0.0.1", host, *others))))
+
+
+def server_environment(settings: Settings) -> dict[str, str]:
+    """The environment of the server: this process's, the settings, and nothing that would override a flag."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLIT_")}
+    return {**inherited, **settings.environment()}
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is, without the zone that only this machine knows; None for a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _name(host: str) -> str:
+    """`host` as browsers spell it."""
+    return str(_address(host) or host.lower())
+
+
+def _is_every_address(host: str) -> bool:
+    """Whether `host` stands for all addresses of this machine, as 0.0.0.0 does."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def _addresses(host: str) -> list[str]:
+    """This machine's own addresses, where `host` stands for all of them."""
+    if not _is_every_address(host):
+        return []
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in families
+    ]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import importlib
 import logging
 import math
+import pkgutil
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape, unescape
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +40,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.standing import command_to_resume
 from driftlens.runs.tables import csv_text
+from driftlens_app import views
 from driftlens_app.runs import key_of
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
@@ -68,6 +72,37 @@ _WATCH = "theme-watch"
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """Plotly's toolbar, with and without the tools that select points."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, as its file declares it; the shell draws the title of one that `says` what it shows, and opens a run."""
+
+    title: str
+    icon: str
+    order: int
+    is_listed: bool = True
+    says: str = ""
+    needs_run: bool = True
+
+
+@functools.cache
+def pages() -> Mapping[str, Page]:
+    """All pages by the path of their file, relative to the app's folder, in the order of the navigation."""
+    files = {
+        f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(views.__path__)
+    }
+    # A file without is a part of a page.
+    declared: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
+    return dict(sorted(declared.items(), key=lambda item: item[1].order))
+
+
+def path_of(view: str) -> str:
+    """Where the page `view` lies, for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
+    path = f"views/{view}.py"
+    assert (Path(__file__).parent / path).is_file(), path
+    return path
 
 
 @functools.cache
@@ -202,11 +237,9 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
         except DataError as error:
             if not (lacking := error.context.get("lacking")):
                 raise
-        from driftlens_app.live import offer_addition  # which shows jobs by what stands here
-
         if without:
             caption(without)
-        elif not offer_addition(run, name, lacking):
+        else:
             note(coded(of_folder(run, lacking)))
     return None
 

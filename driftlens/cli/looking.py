@@ -289,15 +289,13 @@ def ui(
     ] = False,
 ) -> None:
     """Open the dashboard on a run or a folder of runs, for this machine only."""
-    from driftlens_app import launch
-    from driftlens_app.settings import Settings
+    from driftlens_app.settings import Settings, is_local, server_command, server_environment
 
     if not root.is_dir():
         raise RunError(
             f"{root} is not a folder", hint="Give a run, or a folder of runs; `driftlens demo` makes one."
         )
-    launch.require_streamlit()
-    is_remote = not launch.is_local(host)
+    is_remote = not is_local(host)
     if is_remote:
         note(
             f"warning: the dashboard has no login; whoever reaches {host} sees every run in {root.resolve()}"
@@ -306,14 +304,7 @@ def ui(
         note("jobs can't be started from other machines (--allow-remote-jobs lets them)")
         read_only = True
     settings = Settings(root=root.resolve(), read_only=read_only)
-    if port is not None:
-        launch.require_free(host, port)
-    if (count := launch.allow_files()) < launch.MOST_FILES:
-        note(
-            f"warning: the server may open {count:,} files at once, which many pages use up; `ulimit -n "
-            f"{launch.MOST_FILES}` before this command allows more, where the machine does"
-        )
-    arguments = launch.command(host=host, port=port, browser=not no_browser)
+    arguments = server_command(host=host, port=port, browser=not no_browser)
     sys.stdout.flush()
     # The server takes this process's place: signals reach it, and its exit code is the command's.
-    os.execve(arguments[0], arguments, launch.environment(settings))
+    os.execve(arguments[0], arguments, server_environment(settings))

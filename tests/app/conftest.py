@@ -22,12 +22,11 @@ from streamlit.testing.v1.element_tree import Expander
 from typer.testing import CliRunner
 
 from driftlens.cli import app
-from driftlens_app import calibration
-from driftlens_app.jobs import processes
+from driftlens_app import calibration, processes
 from driftlens_app.settings import Settings
 from tests.records.full_run import write_full_run
 
-MAIN = Path(processes.__file__).parents[1] / "main.py"
+MAIN = Path(processes.__file__).with_name("main.py")
 Open = Callable[..., AppTest]
 
 

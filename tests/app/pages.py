@@ -9,11 +9,9 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
-from driftlens_app.jobs import Job, start, watch
-from driftlens_app.jobs.processes import log_text
-from driftlens_app.jobs.record import Kind, job_of, write_job
-from driftlens_app.jobs.requests import calibrate_request
-from driftlens_app.pages import pages
+from driftlens_app.processes import Job, Kind, job_of, log_text, start, watch, write_job
+from driftlens_app.requests import calibrate_request
+from driftlens_app.show import pages
 from tests.app.conftest import until
 
 OF_A_RUN = [

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from driftlens.runs.run import open_run
-from driftlens_app.jobs import processes, watch
+from driftlens_app import processes
+from driftlens_app.processes import watch
 from tests.app.conftest import Open, until
 from tests.app.pages import called, errors, finish, press, said, state, step
 from tests.quick import few

@@ -21,9 +21,8 @@ from driftlens.runs.run import open_run
 from driftlens.runs.status import append_event
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.calibration import checked
-from driftlens_app.jobs import watch
-from driftlens_app.jobs.processes import log_text
-from driftlens_app.jobs.requests import sweep_request
+from driftlens_app.processes import log_text, watch
+from driftlens_app.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import (
     calibrate_as,
@@ -108,8 +107,8 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
         raise RunError("can't write the record: No space left on device", hint="Free some space.")
 
     sent: list[int] = []
-    monkeypatch.setattr("driftlens_app.jobs.processes.note_cancelled", full)
-    monkeypatch.setattr("driftlens_app.jobs.processes._signal", lambda _job, number: sent.append(number))
+    monkeypatch.setattr("driftlens_app.processes.note_cancelled", full)
+    monkeypatch.setattr("driftlens_app.processes._signal", lambda _job, number: sent.append(number))
     press(app.run(), "Cancel")
     for _second in range(2):
         assert not app.exception and sent == [signal.SIGINT]

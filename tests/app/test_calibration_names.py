@@ -13,10 +13,10 @@ from driftlens.base.errors import SpecError
 from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
+from driftlens_app import processes
 from driftlens_app.calibration import freely_named
-from driftlens_app.jobs import processes, start
-from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.requests import calibrate_request
+from driftlens_app.processes import job_of, start
+from driftlens_app.requests import calibrate_request
 from tests.app.conftest import Open, until
 from tests.app.pages import calibrate_as, errors, finish, press, said, state
 from tests.records.full_run import VARIANTS, write_full_run

@@ -66,14 +66,6 @@ def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: O
     assert found == wanted
 
 
-def test_without_a_repair_the_page_links_to_the_form_of_one(open_app: Open, tmp_path: Path) -> None:
-    write_full_run(tmp_path / "plain", variants=("base", "merged"))
-    app = open_app(tmp_path, "layers", layers="Theory")
-    assert "Needs a variant besides the baseline; a repair adds one." in said(app)
-    (link,) = app.get("page_link")
-    assert (link.proto.page, link.proto.query_string) == ("repair", "repair=Calibrate")
-
-
 @pytest.mark.slow
 def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root: Path) -> None:
     """Neither under its title nor, under another one, with the same lines that a legend names, or the same cells."""

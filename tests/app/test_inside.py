@@ -12,11 +12,9 @@ import pytest
 from driftlens.base.errors import RunError
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
-from driftlens_app import runs, samples, settings
-from driftlens_app.jobs import processes, start, watch
-from driftlens_app.jobs.processes import log_text
-from driftlens_app.jobs.record import job_of, jobs_beside
-from driftlens_app.jobs.requests import analyze_request, calibrate_request
+from driftlens_app import processes, runs, samples, settings
+from driftlens_app.processes import job_of, jobs_beside, log_text, start, watch
+from driftlens_app.requests import analyze_request, calibrate_request
 from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers

@@ -10,9 +10,9 @@ import pytest
 
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.requests import CalibrationRequest
+from driftlens_app import processes
 from driftlens_app.calibration import recorded
-from driftlens_app.jobs import processes, watch
-from driftlens_app.jobs.record import job_of
+from driftlens_app.processes import job_of, watch
 from tests.app.conftest import Open
 from tests.app.pages import errors, record_job
 

@@ -18,11 +18,10 @@ from driftlens.base.errors import RunError, RunLockedError, SpecError
 from driftlens.runs.run import open_run
 from driftlens.runs.status import RunLock
 from driftlens.spec.requests import CalibrationRequest
+from driftlens_app import processes
 from driftlens_app.calibration import recorded
-from driftlens_app.jobs import cancel, processes, start, watch
-from driftlens_app.jobs.processes import log_text, running_drift
-from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, explain_request
+from driftlens_app.processes import cancel, job_of, log_text, running_drift, start, watch
+from driftlens_app.requests import analyze_request, calibrate_request, demo_request, explain_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 from tests.app.pages import begin, finish, newest, state, step
@@ -103,29 +102,12 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
-    run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = begin(run, "deaf")
-    until(lambda: state(run) == "running", "it runs")
-    fill_disk()
-    for _again in range(2):
-        cancel(job)
-    assert state(run) == "cancelling"
-    known = processes._CHILDREN.pop(job.pid)  # what a server forgets when it restarts
-    monkeypatch.setattr("driftlens_app.jobs.processes.GRACE_SECONDS", 0.0)
-    until(lambda: state(run) == "cancelled", "it has been ended")
-    assert known.wait() == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_cancel_that_can_not_be_noted_at_all_is_told_and_stops_the_job(
-    run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_a_cancel_that_can_not_be_noted_is_told_and_stops_the_job(
+    run: Path, fill_disk: Callable[[], None]
 ) -> None:
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")
     fill_disk()
-    monkeypatch.setattr("driftlens_app.jobs.record._mark", lambda _log: run / "spec.yaml" / "inside")
     with pytest.raises(RunError, match="No space left on device"):
         cancel(job)
     until(lambda: state(run) == "cancelled", "it has stopped")
@@ -149,7 +131,7 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
     cancel(job)
     assert state(run) == "cancelling"
     assert processes.exit_code(job.pid) is None  # it was asked, not ended
-    monkeypatch.setattr("driftlens_app.jobs.processes.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("driftlens_app.processes.GRACE_SECONDS", 0.0)
     until(lambda: state(run) == "cancelled", "it has been ended")
     assert processes.exit_code(job.pid) == -signal.SIGKILL
 
@@ -202,7 +184,7 @@ def test_a_process_out_of_sight_counts_as_stopped_only_without_a_heartbeat(
     process.kill()
     process.wait()
     assert state(run) == "running"
-    monkeypatch.setattr("driftlens_app.jobs.processes.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("driftlens_app.processes.SILENT_SECONDS", 0.0)
     assert state(run) == "stopped"
 
 
@@ -215,7 +197,7 @@ def test_the_status_of_an_earlier_process_is_not_taken_for_the_jobs(run: Path) -
 
 
 def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
-    from driftlens_app.jobs.record import write_job
+    from driftlens_app.processes import write_job
 
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -21,10 +20,9 @@ import psutil
 import pytest
 
 from driftlens.cli import main
-from driftlens_app import launch
-from driftlens_app.jobs import processes
-from driftlens_app.pages import pages
-from driftlens_app.settings import Settings
+from driftlens_app import processes
+from driftlens_app.settings import Settings, allowed_hosts, in_url, is_local, server_command
+from driftlens_app.show import pages
 from tests.app.conftest import MAIN
 from tests.browser.server import free_port, serving
 from tests.records.full_run import write_full_run
@@ -124,21 +122,6 @@ def test_no_answer_may_be_shown_in_anothers_frame(url: str, path: str) -> None:
     assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
 
 
-def test_unknown_addresses_list_the_pages(url: str) -> None:
-    named = [Path(path).stem for path in pages()]
-    for path, top in {
-        "nosuch": "./",
-        "a.html": "./",
-        "overview/a": "../",
-        "a/_stcore/b.txt": "../../",
-    }.items():
-        status, _, text = got(f"{url}/{path}")
-        assert status == 404 and "No such page" in text
-        assert sorted(re.findall(rf'href="{re.escape(top)}(\w+)"', text)) == sorted(named)
-    assert got(f"{url}/overview/?run=a")[1]["location"].endswith("/overview?run=a")
-    assert [got(f"{url}/{path}")[0] for path in ("manifest.json", "_stcore/health")] == [200, 200]
-
-
 def got(address: str) -> tuple[int, Message, str]:
     """Status, headers and text of the answer to a request, which is not led on."""
     place = urlsplit(address)
@@ -148,20 +131,10 @@ def got(address: str) -> tuple[int, Message, str]:
         return found.status, found.headers, found.read().decode()
 
 
-def test_a_port_that_is_taken_is_refused_in_our_own_words(
-    outside: socket.socket, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    port = outside.getsockname()[1]
-    with pytest.raises(SystemExit) as leaving:
-        main(["ui", str(tmp_path), "--port", str(port)])
-    said = capsys.readouterr().err
-    assert leaving.value.code == 4 and f"port {port} " in said and "another --port" in said
-
-
 def test_a_foreign_host_is_refused_before_anything_else(url: str) -> None:
     own = urlsplit(url).netloc
     for path in ("/", "/overview", "/runs", "/_stcore/health", "/_stcore/host-config"):
-        assert answer(url, path, {"Host": own}) in (200, 307)
+        assert answer(url, path, {"Host": own}) == 200
         assert answer(url, path, {"Host": "evil.example"}) == 400
         assert answer(url, path, {}) == 400
 
@@ -187,7 +160,7 @@ def test_the_server_lets_its_own_visitors_in_over_ipv6(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "name", "in_url"),
+    ("host", "name", "written"),
     [
         ("::1", "::1", "[::1]"),
         ("0:0:0:0:0:0:0:1", "::1", "[::1]"),
@@ -196,22 +169,8 @@ def test_the_server_lets_its_own_visitors_in_over_ipv6(tmp_path: Path) -> None:
         ("Box.Example", "box.example", "box.example"),
     ],
 )
-def test_a_host_is_allowed_as_browsers_spell_it(host: str, name: str, in_url: str) -> None:
-    assert name in launch.allowed_hosts(host) and launch.in_url(host) == in_url
-
-
-def test_the_first_page_answers_to_its_name_too(url: str) -> None:
-    with urllib.request.urlopen(f"{url}/runs?task=cars", timeout=30) as response:
-        assert response.url == f"{url}/?task=cars" and response.status == 200
-
-
-def test_every_other_page_tells_the_client_where_the_app_lies(url: str) -> None:
-    for path in list(pages())[1:]:
-        with urllib.request.urlopen(f"{url}/{Path(path).stem}?task=cars", timeout=30) as response:
-            assert response.headers["Cache-Control"] == "no-cache"
-            document = response.read().decode()
-        # Before the client, which reads it when it starts.
-        assert 0 < document.index("BACKEND_BASE_URL") < document.index("static/js/index.")
+def test_a_host_is_allowed_as_browsers_spell_it(host: str, name: str, written: str) -> None:
+    assert name in allowed_hosts(host) and in_url(host) == written
 
 
 def test_the_apps_own_files_are_not_served(url: str) -> None:
@@ -224,7 +183,7 @@ def test_the_apps_own_files_are_not_served(url: str) -> None:
 
 
 def test_the_command_keeps_the_safe_settings() -> None:
-    command = launch.command(port=8765, browser=False)
+    command = server_command(port=8765, browser=False)
     flags = command[next(at for at, part in enumerate(command) if part.startswith("--")) :]
     options = dict(zip(flags[::2], flags[1::2], strict=True))
     assert "-P" in command, "else the current folder's files would be imported for libraries"
@@ -233,7 +192,7 @@ def test_the_command_keeps_the_safe_settings() -> None:
     assert options["--browser.gatherUsageStats"] == "false" and options["--server.maxUploadSize"] == "1"
     assert options["--runner.postScriptGC"] == "false", "more than half of what a click costs"
     assert options["--server.fileWatcherType"] == "none" and options["--client.toolbarMode"] == "minimal"
-    assert "*" not in launch.allowed_hosts("127.0.0.1") and "*" not in launch.allowed_hosts("0.0.0.0")
+    assert "*" not in allowed_hosts("127.0.0.1") and "*" not in allowed_hosts("0.0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +207,7 @@ def test_the_command_keeps_the_safe_settings() -> None:
     ],
 )
 def test_the_printed_link_leads_to_an_address_that_is_listened_on(host: str, printed: str) -> None:
-    command = launch.command(host=host)
+    command = server_command(host=host)
     assert command[command.index("--browser.serverAddress") + 1] == printed
 
 
@@ -256,11 +215,11 @@ def test_every_option_is_one_that_streamlit_knows() -> None:
     from streamlit import config
 
     known = {f"--{name}" for name in config.get_config_options()}
-    assert {part for part in launch.command() if part.startswith("--")} <= known
+    assert {part for part in server_command() if part.startswith("--")} <= known
 
 
 @pytest.mark.parametrize(
-    ("host", "is_local"),
+    ("host", "expected"),
     [
         ("127.0.0.1", True),
         ("localhost", True),
@@ -270,8 +229,8 @@ def test_every_option_is_one_that_streamlit_knows() -> None:
         ("example.org", False),
     ],
 )
-def test_only_loopback_is_local(host: str, is_local: bool) -> None:
-    assert launch.is_local(host) is is_local
+def test_only_loopback_is_local(host: str, expected: bool) -> None:
+    assert is_local(host) is expected
 
 
 @pytest.mark.parametrize(
@@ -306,28 +265,6 @@ def test_another_host_warns_and_looks_only_unless_told_otherwise(
     assert leaving.value.code == 0
     assert started == [Settings(tmp_path.resolve(), read_only)]
     assert ("no login" in capsys.readouterr().err) is ("--host" in options)
-
-
-LIMITED = """
-import resource
-from driftlens_app.launch import MOST_FILES, allow_files
-for hard in (2 * MOST_FILES, MOST_FILES // 2):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-    assert allow_files() == min(hard, MOST_FILES) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-"""
-
-
-def test_as_many_files_as_allowed_may_be_open_and_fewer_than_needed_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(os, "execve", lambda *_: None)
-    for count in (launch.MOST_FILES, 256):
-        monkeypatch.setattr(launch, "allow_files", lambda count=count: count)
-        with pytest.raises(SystemExit):
-            main(["ui", str(tmp_path)])
-        assert ("ulimit -n" in capsys.readouterr().err) is (count == 256)
 
 
 def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

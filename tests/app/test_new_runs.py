@@ -16,10 +16,9 @@ from driftlens.base.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.yaml_text import from_yaml
-from driftlens_app.jobs import Job, processes, start
-from driftlens_app.jobs.processes import ask
-from driftlens_app.jobs.record import dismiss, job_of
-from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, spec_files
+from driftlens_app import processes
+from driftlens_app.processes import Job, ask, dismiss, job_of, start
+from driftlens_app.requests import MOST_BYTES, analyze_request, spec_files
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import data_options, proposed_name
 from tests.app.conftest import Open, until

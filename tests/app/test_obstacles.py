@@ -83,6 +83,3 @@ def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     assert not is_disabled(open_app(root, "repair"), BEST)
     live = "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     assert obstacle(edit(run, "architecture", loader="live")) == live
-
-
-"""Seconds of a calibration's stages with two tasks, as the manifest below expects them."""

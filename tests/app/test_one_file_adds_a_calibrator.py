@@ -11,9 +11,8 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.writer import RunWriter
-from driftlens_app import calibration
-from driftlens_app.jobs import processes
-from driftlens_app.jobs.record import job_of
+from driftlens_app import calibration, processes
+from driftlens_app.processes import job_of
 from tests.app.conftest import Open, catalogue
 from tests.app.pages import called, errors, press, said
 from tests.contracts.one_file.toys import CLOSED, TRAINED

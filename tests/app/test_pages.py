@@ -19,7 +19,7 @@ from driftlens.findings.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app import selection
-from driftlens_app.pages import pages
+from driftlens_app.show import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
 from tests.quick import few

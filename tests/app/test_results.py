@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.base.errors import DataError
 from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
-from driftlens_app.jobs import processes
+from driftlens_app import processes
 from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import Built, build, zipped
 from tests.app.conftest import Open, shown_data

@@ -14,7 +14,8 @@ from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.status import Status, write_status
 from driftlens.runs.writer import RunWriter
-from driftlens_app.jobs import processes, watch
+from driftlens_app import processes
+from driftlens_app.processes import watch
 from tests.app.conftest import Open, until
 from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
 

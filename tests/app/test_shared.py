@@ -11,7 +11,8 @@ import pytest
 
 from driftlens.base.errors import RunLockedError
 from driftlens.runs.run import open_run
-from driftlens_app.jobs import processes, watch
+from driftlens_app import processes
+from driftlens_app.processes import watch
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings
 from driftlens_app.show import plain

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from driftlens_app import launch
+from driftlens_app import settings
 from tests.reports.charts.recording import contrast
 
-THEME = tomllib.loads(Path(launch.__file__).with_name("theme.toml").read_text(encoding="utf-8"))["theme"]
+THEME = tomllib.loads(Path(settings.__file__).with_name("theme.toml").read_text(encoding="utf-8"))["theme"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

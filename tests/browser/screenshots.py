@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from driftlens_app.pages import pages
+from driftlens_app.show import pages
 from tests.browser.chromium import launch
 from tests.browser.reading import settled
 from tests.browser.server import serving

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens_app.launch import in_url
+from driftlens_app.settings import in_url
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.runs.run import open_run
-from driftlens_app.jobs.record import write_job
-from driftlens_app.pages import pages
+from driftlens_app.processes import write_job
+from driftlens_app.show import pages
 from driftlens_reports.build import Report
 from driftlens_reports.explorer.page import Explorer
 from tests.app.pages import failed

@@ -20,7 +20,7 @@ from driftlens.findings.reading import signs
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_app.pages import pages
+from driftlens_app.show import pages
 from tests.browser.reading import choose, drawn, settled, visit
 from tests.browser.server import serving
 from tests.records.full_run import Size, write_full_run

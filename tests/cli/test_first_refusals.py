@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,15 +145,3 @@ def test_a_first_mistake_is_answered_in_two_paragraphs(
     )
     assert said in done.message and done.hint and way in done.hint, done.err
     assert {path for path in tmp_path.rglob("*") if "probe" not in path.name} == before
-
-
-def test_a_dashboard_without_streamlit_is_told_what_does_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: Cli
-) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "streamlit" else there(name, *more)
-    )
-    done = run_cli("ui", tmp_path)
-    assert (done.code, done.message) == (4, "the dashboard needs Streamlit, which is not installed here")
-    assert "pip install streamlit" in done.hint and "driftlens view" in done.hint

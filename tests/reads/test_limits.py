@@ -28,7 +28,7 @@ from driftlens.runs.verify import LONGEST_NAME
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
 from driftlens.spec.run import load_spec
-from driftlens_app.jobs import requests
+from driftlens_app import requests
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
 from tests.refusing import refusing

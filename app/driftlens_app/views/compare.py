@@ -11,8 +11,8 @@ from driftlens.base.errors import DataError
 from driftlens.base.variants import part_of, title
 from driftlens.findings.compare import Comparison, compare, comparison_table
 from driftlens.runs.run import DriftRun
-from driftlens_app.jobs.requests import comparisons
 from driftlens_app.live import link_to_repair
+from driftlens_app.requests import comparisons
 from driftlens_app.runs import folder_of, key_of, opened, run_ids
 from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings

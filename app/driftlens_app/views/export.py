@@ -16,12 +16,11 @@ from driftlens.findings.checks import self_checks
 from driftlens.findings.reading import size
 from driftlens.runs.run import DriftRun
 from driftlens.runs.status import Failure
-from driftlens_app.jobs import processes
-from driftlens_app.jobs.processes import told_failure
-from driftlens_app.pages import Page
+from driftlens_app import processes
+from driftlens_app.processes import told_failure
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
-from driftlens_app.show import caption, note, open_part, plain, show_error, show_sheet
+from driftlens_app.show import Page, caption, note, open_part, plain, show_error, show_sheet
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS

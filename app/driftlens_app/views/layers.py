@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.live import offer_attribution, show_additions
-from driftlens_app.pages import Page
+from driftlens_app.live import offer_attribution
 from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, selection
-from driftlens_app.show import open_part, show_data, show_part
+from driftlens_app.show import Page, open_part, show_data, show_part
 from driftlens_reports.charts.chart import SECTIONS, parts_of
 from driftlens_reports.charts.picking import chosen
 
@@ -33,7 +32,7 @@ def show() -> None:
     part = open_part([*parts_of("layers")], key="layers")
     view = selection(TASK, VARIANTS, *_CONTROLS.get(part, ()))
     run = view.run
-    if not show_additions(run) and part == _SOURCES:
+    if part not in (_DRIFT, _THEORY):
         offer_attribution(run)
     band, log = _axes() if part == _DRIFT else ("q10-q90", False)
     options = view.options(band=band, log=log)

@@ -14,13 +14,12 @@ import streamlit as st
 from driftlens.base.errors import SpecError
 from driftlens.base.files import entries, write_text_atomic
 from driftlens.runs.layout import SPEC
+from driftlens_app import requests
 from driftlens_app.calibration import methods
-from driftlens_app.jobs import Request, requests, start
-from driftlens_app.jobs.processes import ask
 from driftlens_app.live import await_run, show_new_runs
-from driftlens_app.pages import Page
+from driftlens_app.processes import Request, ask, start
 from driftlens_app.settings import Settings, is_inside
-from driftlens_app.show import coded, note, shown_errors
+from driftlens_app.show import Page, coded, note, shown_errors
 from driftlens_app.views.compare import show_merges
 
 PAGE = Page(

@@ -17,12 +17,12 @@ from driftlens.findings.reading import NOT_MEASURED, is_measured, size
 from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
-from driftlens_app.live import offer_attribution
-from driftlens_app.pages import Page
+from driftlens_app.live import offer_attribution, show_steps, steps_of
 from driftlens_app.samples import explore, pictures, show_explorer
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection
 from driftlens_app.show import (
     AXIS,
+    Page,
     caption,
     component,
     is_narrow,
@@ -40,7 +40,6 @@ from driftlens_app.show import (
     with_command,
     with_dots,
 )
-from driftlens_app.steps import show_steps, steps_of
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import SECTIONS, charts
 from driftlens_reports.charts.page_curves import layer_strip, mean_curves

@@ -23,22 +23,22 @@ from driftlens.runs.standing import is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens_app import calibration
-from driftlens_app.jobs import Job, View, watch
-from driftlens_app.jobs.processes import is_at_work, running_drift, running_scores
-from driftlens_app.jobs.requests import calibrate_request, methods_request, sweep_request
-from driftlens_app.live import begin, show_bad_end, show_live
-from driftlens_app.pages import Page, path_of
+from driftlens_app.live import begin, show_bad_end, show_live, show_steps, steps_of
+from driftlens_app.processes import Job, View, is_at_work, running_drift, running_scores, watch
+from driftlens_app.requests import calibrate_request, methods_request, sweep_request
 from driftlens_app.runs import opened
 from driftlens_app.samples import show_explorer
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
+    Page,
     caption,
     is_dark,
     is_narrow,
     kept,
     note,
     open_part,
+    path_of,
     plain,
     show_chart,
     show_data,
@@ -49,7 +49,6 @@ from driftlens_app.show import (
     shown_errors,
     with_command,
 )
-from driftlens_app.steps import show_steps, steps_of
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import left_curves, running_curve

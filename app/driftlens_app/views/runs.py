@@ -16,17 +16,16 @@ from driftlens.base.variants import part_of
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.reading import size
 from driftlens.runs.verify import LONGEST_NAME, rename, set_aside
-from driftlens_app.jobs.processes import is_at_work
-from driftlens_app.jobs.record import MAKING, dismiss, job_of
-from driftlens_app.jobs.requests import DEMO
 from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
-from driftlens_app.pages import Page
+from driftlens_app.processes import MAKING, dismiss, is_at_work, job_of
+from driftlens_app.requests import DEMO
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import forget_run, lead
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import (
     AXIS,
     MODELS,
+    Page,
     dots,
     dots_column,
     note,

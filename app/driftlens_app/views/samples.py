@@ -9,10 +9,9 @@ import streamlit as st
 
 from driftlens.base.variants import calibration_of, title
 from driftlens_app.live import link_to_repair, offer_attribution
-from driftlens_app.pages import Page
 from driftlens_app.samples import offer_page, outcomes_of, show_explorer
 from driftlens_app.selection import TASK, VARIANTS, Selection, selection
-from driftlens_app.show import note, open_part, show_chart, show_part, show_table
+from driftlens_app.show import Page, note, open_part, show_chart, show_part, show_table
 from driftlens_reports.charts.chart import SECTIONS, parts_of
 
 PAGE = Page(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -165,12 +164,6 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)
     return f"needs {what} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
-
-
-def addition(sentence: str) -> tuple[str, ...] | None:
-    """What `driftlens analyze` has to be asked for besides the attribution, by the sentence of `absent`; else None."""
-    match = re.search(rf"`{EXPLAIN}(?: --add ([^`]+))?`", sentence)
-    return None if match is None else tuple(filter(None, (match[1] or "").split(",")))
 
 
 def _in_python(command: str) -> str:

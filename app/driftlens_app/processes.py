@@ -1,4 +1,13 @@
-"""The command line as processes, asked for an answer, or a job; where a job stands is told by what is on disk."""
+"""Jobs: the command line as a process, asked for an answer or watched from outside.
+
+A job's state is on disk: a record of the newest job of each kind (process, start, settings) next to its log, and the
+run's own status.json, run.lock and events.jsonl. So a page that is closed, drawn twice or served by a restarted
+server finds the same job, and never starts a second one.
+
+    job = start(calibrate_request(run, settings))   # the new job, or the one that runs already
+    view = watch(run.path)                          # of the newest job: state, progress, failure
+    cancel(view.job)                                # asks; after a grace period, `watch` kills
+"""
 
 from __future__ import annotations
 
@@ -13,20 +22,27 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, SpecError
-from driftlens.base.files import Guard, from_json
+from driftlens.base.files import Guard, from_json, write_json_atomic
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import CANDIDATE, EVENTS, STATUS
-from driftlens.runs.status import Failure, Status, living_owner_of, process_started, read_status, utc_now
-from driftlens_app.jobs.record import Job, Kind, Request, job_of, note_cancelled, write_job
+from driftlens.runs.status import (
+    Failure,
+    Owner,
+    Status,
+    living_owner_of,
+    process_started,
+    read_status,
+    utc_now,
+)
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
 
 COMMAND = (sys.executable, "-P", "-m", "driftlens")
@@ -56,6 +72,115 @@ _START_TOLERANCE = 2.0
 _LIVE = ("starting", "running", "cancelling")
 _EVENT = TypeAdapter(ProgressEvent)
 _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
+
+Kind = Literal["demo", "analyze", "calibrate", "sweep", "explain"]
+MAKING: tuple[Kind, ...] = ("demo", "analyze")
+"""Kinds of jobs that make the folder that they write to."""
+
+_SIDE = ".driftlens"
+"""Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
+
+_LOG = re.compile(r"[a-z]+-[0-9]+\.log")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job to start, which writes to `run`; `name`: what it makes, in words; `settings`: its form's values."""
+
+    kind: Kind
+    name: str
+    run: Path
+    arguments: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where its record and log go."""
+        return _beside(self.run) if self.kind in MAKING else self.run / "logs"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was started, and what became of it: when it was `cancelled`, its exit `code` (negative: a signal)."""
+
+    kind: Kind
+    name: str
+    run: Path
+    log: Path
+    pid: Annotated[int, Field(gt=1, lt=2**31)]
+    process_started: float | None
+    host: str
+    started: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    cancelled: str = ""
+    code: int | None = None
+    dismissed: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        """Its process, as locks know processes."""
+        return Owner(self.pid, self.process_started, self.host, self.started)
+
+
+_RECORDS = TypeAdapter(Job)
+
+
+def write_job(job: Job) -> None:
+    """Replace the record of the run's newest job of this kind, whole or not at all."""
+    record = dataclasses.asdict(job)
+    # Relative, so that a folder of runs may be moved.
+    record |= {"run": job.run.name, "log": job.log.name, "settings": dict(job.settings)}
+    write_json_atomic(job.log.parent / f"{job.kind}-job.json", record)
+
+
+def dismiss(job: Job) -> None:
+    """Note that the job's end has been read; a newer job of its run keeps its own record."""
+    newest = job_of(job.run, job.kind)
+    if newest is not None and newest.log == job.log:
+        write_job(dataclasses.replace(newest, dismissed=True))
+
+
+def job_of(run: Path, kind: Kind | None = None) -> Job | None:
+    """The newest job, of this kind if one is given, that wrote to the run directory `run`, which need not exist yet."""
+    jobs = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
+    wanted = [job for job in jobs if kind in (None, job.kind)]
+    return max(wanted, key=lambda job: job.started, default=None)
+
+
+def jobs_beside(root: Path) -> list[Job]:
+    """The jobs that make runs inside `root`, the newest first."""
+    side = root / _SIDE
+    folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
+    jobs = [job for folder in folders for job in _jobs(folder, root / folder.name)]
+    return sorted(jobs, key=lambda job: job.started, reverse=True)
+
+
+def _beside(run: Path) -> Path:
+    return run.parent / _SIDE / run.name
+
+
+def _jobs(folder: Path, run: Path) -> list[Job]:
+    """The newest job of each kind in `folder`."""
+    return [job for kind in get_args(Kind) if (job := _read(folder, kind, run)) is not None]
+
+
+def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
+    """The newest job of that kind on record in `folder`; one whose record makes no sense counts as none."""
+    file = folder / f"{kind}-job.json"
+    if not is_file_inside(file):
+        return None
+    try:
+        record = from_json(file.read_text(encoding="utf-8"))
+        # As JSON, which pydantic takes an object from however strict it is about types: True is no process id.
+        job = _RECORDS.validate_json(json.dumps({**record, "run": ""}), strict=True)
+        times = [job.started, *([job.cancelled] if job.cancelled else [])]
+        is_sane = job.kind == kind and _LOG.fullmatch(str(job.log)) is not None
+        if not is_sane or any(datetime.fromisoformat(moment).tzinfo is None for moment in times):
+            return None
+        # The run is where the record was found, whatever that says.
+        return dataclasses.replace(job, run=run, log=folder / job.log)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def environment() -> dict[str, str]:
@@ -127,11 +252,6 @@ def start(request: Request) -> Job:
             return _running(request) or _started(request)
     except DriftLensError:
         raise
-    except TimeoutError:
-        raise RunLockedError(
-            f"another dashboard has been starting a job for {request.run.name} for long",
-            hint="Try again; if it stays so, close the other dashboard.",
-        ) from None
     except OSError as error:
         raise RunError(
             f"can't start a job that keeps its log in {request.folder}: {error.strerror or error}",
@@ -207,7 +327,7 @@ def cancel(job: Job) -> None:
         return
     try:
         # Written first: a server that is restarted now still knows that the user did this.
-        note_cancelled(job)
+        write_job(dataclasses.replace(job, cancelled=utc_now()))
     finally:
         _signal(job.pid, signal.SIGINT)
 

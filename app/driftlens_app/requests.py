@@ -20,7 +20,7 @@ from driftlens.spec.requests import (
     SweepRequest,
 )
 from driftlens_app.calibration import checked, methods, require_free_name
-from driftlens_app.jobs.record import Kind, Request, job_of
+from driftlens_app.processes import Kind, Request, job_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
@@ -127,10 +127,10 @@ def methods_request(run: DriftRun, names: Sequence[str]) -> Request:
     return _on_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
 
 
-def explain_request(run: DriftRun, add: Sequence[str] = ()) -> Request:
-    """The attribution that the run's variants lack, and diagnostics to add."""
-    words = ("analyze", str(run.path), *([f"--add={','.join(add)}"] if add else ()), *_PROGRESS)
-    return Request("explain", run.manifest.name, run.path, words, {"add": list(add)} if add else {})
+def explain_request(run: DriftRun) -> Request:
+    """The attribution that the run's variants lack."""
+    words = ("analyze", str(run.path), *_PROGRESS)
+    return Request("explain", run.manifest.name, run.path, words)
 
 
 def _is_run(folder: Path) -> bool:

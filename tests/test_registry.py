@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driftlens.base.errors import SpecError
-from driftlens.base.registry import Registry, defect
+from driftlens.base.registry import Registry
 from tests.refusing import refusing
 
 ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\n"
@@ -133,26 +133,3 @@ def test_a_cell_that_runs_again_replaces_what_it_defined_and_nothing_else(packag
     assert list(found) == ["alpha", "mine", "zeta"] and found["mine"] is again
     with pytest.raises(ValueError, match="toy 'mine' is registered twice"):
         found.register("mine")(cell("Other"))
-
-
-CALLS = {
-    "its own error": ("def fail(ours):\n    raise ValueError('x')", "some-toys 1.2"),
-    "of a library that it calls": (
-        "import json\ndef fail(ours):\n    json.loads('{')",
-        "some-toys 1.2",
-    ),
-    "of what it is given": ("def fail(ours):\n    ours()", "DriftLens"),
-}
-
-
-@pytest.mark.parametrize(("source", "whose"), CALLS.values(), ids=CALLS)
-def test_an_error_that_nobody_expected_is_laid_at_the_door_of_who_acted_last(
-    package: str, source: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours: dict[str, Any] = {"__name__": "driftlens.somewhere"}
-    exec("def fall():\n    raise TypeError('y')\ndef call(fail):\n    fail(fall)", ours)
-    module = installed(tmp_path / "site", package, "beta", source)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    with pytest.raises(ValueError if "some" in whose else TypeError) as caught:
-        ours["call"](importlib.import_module(module).fail)
-    assert defect(caught.value) == f"This is a defect of {whose}"

@@ -30,7 +30,6 @@ from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.base.errors import DataError, DriftLensError
-from driftlens.base.registry import defect
 from driftlens.base.variants import Part, title
 from driftlens.findings.headline import headline
 from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
@@ -174,7 +173,7 @@ def shown_errors() -> Iterator[None]:
         _LOG.exception("page failed")
         # The message may quote anything that the code had in its hands; the type is enough for a report.
         show_error(type(error).__name__, "", "")
-        st.caption(coded(f"{defect(error)}; the traceback is in the log of `driftlens ui`."))
+        st.caption(coded("The traceback is in the log of `driftlens ui`."))
 
 
 def show_error(kind: str, message: str, hint: str) -> None:

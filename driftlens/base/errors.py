@@ -17,13 +17,19 @@
 
 Each carries `message` (what came and what was expected), `hint` (what to do next) and `context` (names and numbers a
 program may want). The same text reaches the command line, the reports and the dashboard.
+
+Errors that libraries raise about their input pass through; `from_library` turns one into an error of this tree where a
+person reads it, and `concerning` names the file or setting that it is about.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+import sys
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 
@@ -97,6 +103,76 @@ class RunLockedError(RunError, exit_code=5):
 
 class Cancelled(DriftLensError, InterruptedError, exit_code=130):
     """The user asked to stop; nothing half-written was left behind."""
+
+
+_IN = "in "
+"""Before what a note of `concerning` names."""
+_MOST_LINES = 8
+"""Of a library's message."""
+
+
+@contextmanager
+def concerning(what: object) -> Iterator[None]:
+    """Note on an error that a library raises in this block which file or setting it is about.
+
+    with concerning(path):
+        config = json.loads(path.read_text())
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, DriftLensError):
+            error.add_note(f"{_IN}{what}")
+        raise
+
+
+def from_library(error: BaseException) -> DriftLensError | None:
+    """Return an error that a library raised about its input as one of ours, or None for a defect of the code.
+
+    It is about the input if a library's own code or C extension raised it, or if `concerning` names what it is about.
+    """
+    noted = [note.removeprefix(_IN) for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]
+    library = _library_of(error)
+    if isinstance(error, DriftLensError) or not (library or noted):
+        return None
+    place = f"{noted[0]}: " if noted else ""
+    problems = getattr(error, "errors", None)
+    if library == "pydantic_core" and problems is not None:
+        lines = [_problem(details) for details in problems(include_url=False)]
+        text = "\n".join(lines[:_MOST_LINES])
+        return SpecError(f"{place}{text}", hint="Correct these values.")
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    text = "\n".join([f"{place}{type(error).__name__}: {' '.join(lines[:1])}", *lines[1:_MOST_LINES]])
+    subject = "it" if noted else "the files and settings concerned"
+    hint = f"Raised by {library or 'a library'}: check {subject}. If nothing is wrong there, report what --debug shows."
+    return RunError(text, hint=hint)
+
+
+_DATA_MODULES = {"json", "pickle", "_pickle", "zipfile", "tarfile", "zlib", "struct", "csv"}
+"""Modules of the standard library whose own errors are about what they read."""
+
+
+def _library_of(error: BaseException) -> str:
+    """Return the package that raised an error about its input, "" for our own code."""
+    package = type(error).__module__.partition(".")[0]
+    if package in _DATA_MODULES:
+        return package
+    if isinstance(error, UnicodeError | EOFError):
+        return "Python"
+    if package not in sys.stdlib_module_names:  # `builtins` is one
+        return "" if _is_ours(package) else package.removeprefix("_")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package = str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""
+    return "" if package in sys.stdlib_module_names or _is_ours(package) else package
+
+
+def _is_ours(package: str) -> bool:
+    return package.startswith("driftlens") or package in ("", "__main__")
+
+
+def _problem(details: Any) -> str:
+    place = ".".join(map(str, details["loc"]))
+    return f"{place}: {details['msg']}, got {details['input']!r:.80}".removeprefix(": ")
 
 
 def did_you_mean(name: object, known: Collection[object]) -> str:

@@ -14,7 +14,6 @@ import importlib
 import os
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, distributions
@@ -53,21 +52,6 @@ def _is_here(folder: str) -> bool:
 def origin(entry: EntryPoint) -> tuple[str, str]:
     """Name and version of the distribution that an entry point is of."""
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
-
-
-def defect(error: BaseException) -> str:
-    """Whose fault an error is that nobody expected, as a sentence's beginning: a plug-in's if it was the last to act.
-
-    What either of them called, a library for instance, counts as its own.
-    """
-    plugins = {entry.value.partition(":")[0].partition(".")[0]: entry for entry in installed()}
-    packages = (
-        str(frame.f_globals.get("__name__")).partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-    acted = [name for name in packages if name in plugins or name.startswith("driftlens")]
-    plugin = plugins.get(acted[-1]) if acted else None
-    return f"This is a defect of {' '.join(origin(plugin)) if plugin else 'DriftLens'}"
 
 
 def _place(entry: object) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, from_library
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class Team:
         if isinstance(error, KeyboardInterrupt):
             error = Cancelled("cancelled")
         if not isinstance(error, DriftLensError):
-            error = RunError(f"process {self.rank}: {type(error).__name__}: {error}")
+            error = from_library(error) or RunError(f"process {self.rank}: {type(error).__name__}: {error}")
         ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
         try:
             is_first = self._store.compare_set("failed", "", ours) == ours.encode()

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
@@ -96,12 +96,13 @@ def open_checkpoint(
     place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
     try:
         place = place if place.exists() else expanded(place)  # a run's folder may really be called so
-        if place.is_dir():
-            return _open_folder(place, base, in_by_out)
-        _require_readable(place)
-        from driftlens.checkpoints.weight_files import open_file
+        with concerning(place):
+            if place.is_dir():
+                return _open_folder(place, base, in_by_out)
+            _require_readable(place)
+            from driftlens.checkpoints.weight_files import open_file
 
-        return open_file(place)
+            return open_file(place)
     except OSError as error:
         raise CheckpointError(
             f"{path} can't be read: {error.strerror}", hint="Check the path, and that you may read it."

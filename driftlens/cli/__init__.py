@@ -22,9 +22,8 @@ from typing import Any
 
 import typer
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.base.files import put_in_order
-from driftlens.base.registry import defect
 from driftlens.base.team import joined, members
 from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
@@ -141,12 +140,16 @@ def run(arguments: list[str]) -> int:
             # Whoever read our output has left; flushing at exit would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        if error.errno is None and (told := from_library(error)) is not None:
+            return _report(told.message, told.hint, told.exit_code)
         # A folder in the place of a file, a path too long, a device that can't be read: the file system's answer.
         place = f"{error.filename2 or error.filename}: " if error.filename else ""
         hint = "Check the path, and that you may read and write there."
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
-        hint = f"{defect(error)}. Run it again with --debug and report the traceback."
+        if (told := from_library(error)) is not None:
+            return _report(told.message, told.hint, told.exit_code)
+        hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
         return _report(f"{type(error).__name__}: {error}", hint, 1)
     except BaseException as error:
         # What libraries in Rust raise where a file makes them break down.

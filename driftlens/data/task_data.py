@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, concerning
 from driftlens.base.words import some_of
 from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
@@ -104,7 +104,8 @@ def open_task_data(
     stated: list[Split] = ["calibration", "test"]
     if getattr(entry, "diagnosis", None) is not None:
         stated.append("diagnosis")
-    views = {split: source(entry, split, access) for split in stated}
+    with concerning(f"the data of task {task}"):
+        views = {split: source(entry, split, access) for split in stated}
     views.setdefault("diagnosis", views["test"])
     holds = views["test"].holds
     if reads is not None and holds != reads:

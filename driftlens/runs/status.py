@@ -19,7 +19,7 @@ import psutil
 import pydantic_core
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, from_library
 from driftlens.base.files import (
     PARTIAL,
     Guard,
@@ -273,8 +273,9 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The failure that `error` tells of."""
-        if isinstance(error, DriftLensError):
-            return cls(type(error).__name__, error.message, error.hint)
+        told = error if isinstance(error, DriftLensError) else from_library(error)
+        if told is not None:
+            return cls(type(error).__name__, told.message, told.hint)
         return cls(type(error).__name__, str(error))
 
 

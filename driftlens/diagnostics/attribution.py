@@ -10,7 +10,7 @@ forward costs one product per pair of layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from driftlens.linalg.state import (
     floating,
     inner,
     norm,
-    panels_for,
     relative_error,
     subtract,
 )
@@ -81,10 +80,6 @@ def pulled_back(steps: Sequence[Step], covector: State) -> Iterator[tuple[Step, 
             covector = PathJacobian(step.call, step.expert_in, step.merged_in, step.nodes).vjp(covector)
 
 
-Scored = tuple[ScoreMap, Tensor, Tensor]
-"""A variant's score map for the task, and the features [n, d] of expert and variant."""
-
-
 def drift_target(expert: Tensor, variant: Tensor) -> Target:
     """The final drift itself: u = e_L / |e_L|^2, so that the parts are shares and sum to 1. NaN without drift."""
     drift = variant - expert
@@ -93,79 +88,63 @@ def drift_target(expert: Tensor, variant: Tensor) -> Target:
     return Target(drift / each, torch.where(energy > 0, 1.0, torch.nan))
 
 
-def loss_targets(scored: Sequence[Scored], labels: Sequence[Tensor]) -> list[Target]:
-    """The cross-entropy of each variant minus that of the expert, in nats (Eq. 41); labels are true rows, [n] each.
+def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
+    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41).
 
     u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments. What another map
-    of the expert's changes is no drift. A device is waited for once for all variants.
+    of the expert's changes is no drift.
+
+    Args:
+        head: the variant's score map for the task.
+        expert: features of the expert, [n, d].
+        variant: features of the variant, [n, d].
+        labels: true rows of the score map, [n].
     """
-    ends = [(head.scores(expert), head.scores(variant)) for head, expert, variant in scored]
-    panels, targets = panels_for([end - start for start, end in ends]), []
-    for triple, rows, (start, end), number in zip(scored, labels, ends, panels, strict=True):
-        wanted = torch.zeros_like(start).scatter_(1, rows[:, None], 1.0)
-        gradient = torch.zeros_like(start)
-        for t, weight in composite_nodes(end - start, number):
-            gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
-        targets.append(Target(_pulled(*triple, gradient), (gradient * (end - start)).sum(dim=1)))
-    return targets
+    start, end = head.scores(expert), head.scores(variant)
+    wanted = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
+    gradient = torch.zeros_like(start)
+    for t, weight in composite_nodes(end - start):
+        gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
+    return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
 
 
-def margin_targets(scored: Sequence[Scored]) -> list[Target]:
-    """Each variant's margin of the expert's decision minus the expert's own, in scores.
+def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
+    """The variant's margin of the expert's decision minus the expert's own, in scores; arguments as for `loss_target`.
 
     A margin is the score of the class that the expert chooses minus that of the strongest other class, its rival: each
     model's own. The variant decides otherwise exactly where its margin is negative. With one class there is no margin,
     and NaN.
 
     u pulls back the chosen class minus the rivals met on the way, each counting for the part of the segment of scores
-    on which it is the strongest: scores are linear there, so the change is their product with u exactly. A device is
-    waited for as often as one sample's rivals change, for all variants together.
+    on which it is the strongest: scores are linear there, so the change is their product with u exactly.
     """
-    ends = [(head.scores(expert), head.scores(variant)) for head, expert, variant in scored]
-    targets = []
-    for (head, expert, variant), (start, end), rivals in zip(scored, ends, _rivals(ends), strict=True):
-        if start.shape[1] < 2:
-            nothing = torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan)
-            targets.append(Target(*nothing))
-            continue
-        chosen = start.argmax(dim=1, keepdim=True)
-        before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
-        direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - rivals
-        change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
-        targets.append(Target(_pulled(head, expert, variant, direction), change))
-    return targets
+    start, end = head.scores(expert), head.scores(variant)
+    if start.shape[1] < 2:
+        return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
+    chosen = start.argmax(dim=1, keepdim=True)
+    before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
+    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rivals(start, end)
+    change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
+    return Target(_pulled(head, expert, variant, direction), change)
 
 
-def _rivals(ends: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """For how much of each segment of scores each class but the one chosen at its start is the largest, [n, c] each.
+def _rivals(start: Tensor, end: Tensor) -> Tensor:
+    """Return on how much of each segment of scores each class but the one chosen at its start is the largest, [n, c].
 
     The largest of lines is followed from crossing to crossing; a later one climbs more steeply, so no class comes back.
     """
-    ways = [_Rivals(*pair) for pair in ends]
-    while ways and bool(torch.stack([(way.t < 1).any() for way in ways]).any()):
-        for way in ways:
-            way.go_on()
-    return [way.shares for way in ways]
-
-
-class _Rivals:
-    """How far segments of scores are followed, `t`, and the shares so far; going on behind the end changes nothing."""
-
-    def __init__(self, start: Tensor, end: Tensor) -> None:
-        self.change = end - start
-        self.others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
-        self.shares, self.t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
-        self.rival = self.others.argmax(dim=1, keepdim=True)
-
-    def go_on(self) -> None:
-        """As far as the next crossing, or the end."""
-        change, others, rival = self.change, self.others, self.rival
+    change = end - start
+    others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
+    shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
+    rival = others.argmax(dim=1, keepdim=True)
+    while bool((t < 1).any()):
         ahead, steeper = others.gather(1, rival) - others, change - change.gather(1, rival)
-        crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(self.t)
-        reached, self.rival = crossing.min(dim=1, keepdim=True)
+        crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(t)
+        reached, next_rival = crossing.min(dim=1, keepdim=True)
         reached = reached.clamp_max(1)
-        self.shares.scatter_add_(1, rival, reached - self.t)
-        self.t = reached
+        shares.scatter_add_(1, rival, reached - t)
+        rival, t = next_rival, reached
+    return shares
 
 
 def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
@@ -258,16 +237,45 @@ class Contributions:
     seen: int = 0
 
     def add(self, view: LayerView) -> None:
-        """Carry what came so far through one more layer and add the layer's own mismatch."""
-        carry_together([self], [view])
-
-    def _take(self, split: Split, carried: State) -> None:
+        """Carry the vectors so far through one more layer and add the layer's own mismatch."""
+        _require_next(view, self.seen)
+        self.seen += 1
+        split = smooth_split(view)
+        carried = self._carried(view, split) if view.layer.index > 1 else {}
         if self.settings.contributions:
             self.vectors = {
                 name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
                 for name, leaf in split.local_mismatch.items()
             }
         self.final_drift = split.drift
+
+    def _carried(self, view: LayerView, split: Split) -> State:
+        """Return A v for every vector so far and record the sensitivity; nodes double until A e is close to p."""
+        settings, propagation = self.settings, split.propagation
+        drift_in = floating(subtract(view.merged_in, view.expert_in))
+        random = _random_like(drift_in, settings.seed + view.layer.index, view)
+        # The drift checks the quadrature; its gain is compared with that of a random direction.
+        riders = [drift_in, random] if settings.random else [drift_in]
+        vectors = _stacked(self.vectors, riders)
+        operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, settings.nodes)
+        pushed = operator.jvps(vectors)
+        image = _item(pushed, -len(riders))
+        while 2 * operator.nodes <= settings.max_nodes:
+            if not relative_error(image, propagation) > settings.tolerance:  # NaN: nothing propagates
+                break
+            operator = replace(operator, nodes=2 * operator.nodes)
+            pushed = operator.jvps(vectors)
+            image = _item(pushed, -len(riders))
+        spectral = _spectral_norm(operator, drift_in) if settings.spectral else (None, None)
+        self.sensitivities[view.layer.index] = LayerSensitivity(
+            error=norm(subtract(image, propagation)),
+            size=norm(propagation),
+            nodes=operator.nodes,
+            random_gain=norm(_item(pushed, -1)) / norm(random) if settings.random else None,
+            spectral_norm=spectral[0],
+            spectral_residual=spectral[1],
+        )
+        return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
 
     def shares(self) -> Tensor:
         """<P_{l->L} m_l, e_L> per layer and sample, [L, n]; divide by `energy` for shares of the final drift."""
@@ -280,80 +288,6 @@ class Contributions:
     def remainder(self) -> State:
         """e_L minus the sum of all contributions."""
         return {name: leaf - self.vectors[name].sum(dim=0) for name, leaf in self.final_drift.items()}
-
-
-@dataclass
-class _Carried:
-    """A v for every vector that was carried to one batch's layer, the drift and a random direction behind them.
-
-    These ride along to check and to compare.
-    """
-
-    followed: Contributions
-    view: LayerView
-    split: Split
-    nodes: int
-    operator: PathJacobian = field(init=False)
-    pushed: State = field(init=False)
-
-    def __post_init__(self) -> None:
-        view, settings = self.view, self.followed.settings
-        self.drift_in = floating(subtract(view.merged_in, view.expert_in))
-        self.random = _random_like(self.drift_in, settings.seed + view.layer.index, view)
-        self.riders = [self.drift_in, self.random] if settings.random else [self.drift_in]
-        self.push(self.nodes)
-
-    def push(self, nodes: int) -> None:
-        """Go through the layer with that many nodes."""
-        view, self.nodes = self.view, nodes
-        self.operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
-        self.pushed = self.operator.jvps(_stacked(self.followed.vectors, self.riders))
-
-    def error(self) -> Tensor:
-        """|p - A e| / |p|, a number."""
-        return relative_error(_item(self.pushed, -len(self.riders)), self.split.propagation)
-
-    def end(self) -> State:
-        """The vectors, once the nodes suffice; keeps what they say of the layer."""
-        settings, propagation = self.followed.settings, self.split.propagation
-        spectral = _spectral_norm(self.operator, self.drift_in) if settings.spectral else (None, None)
-        self.followed.sensitivities[self.view.layer.index] = LayerSensitivity(
-            error=norm(subtract(_item(self.pushed, -len(self.riders)), propagation)),
-            size=norm(propagation),
-            nodes=self.nodes,
-            random_gain=norm(_item(self.pushed, -1)) / norm(self.random) if settings.random else None,
-            spectral_norm=spectral[0],
-            spectral_residual=spectral[1],
-        )
-        return {name: leaf[: -len(self.riders)] for name, leaf in self.pushed.items()}
-
-
-def carry_together(followed: Sequence[Contributions], views: Sequence[LayerView]) -> None:
-    """Batches of one variant through their next layer, each with the nodes that it needs itself.
-
-    Whether these suffice is read of all batches at once: a device is waited for once per layer and doubling.
-    """
-    for each, view in zip(followed, views, strict=True):
-        _require_next(view, each.seen)
-        each.seen += 1
-    splits = [smooth_split(view) for view in views]
-    parts = [
-        _Carried(each, view, split, each.settings.nodes)
-        for each, view, split in zip(followed, views, splits, strict=True)
-        if view.layer.index > 1
-    ]
-    # What may have no more nodes is not asked, as that takes a wait.
-    asked = [part for part in parts if 2 * part.nodes <= part.followed.settings.max_nodes]
-    while asked:
-        errors = torch.stack([part.error() for part in asked]).tolist()
-        pairs = zip(asked, errors, strict=True)
-        missed = [part for part, error in pairs if error > part.followed.settings.tolerance]
-        for part in missed:
-            part.push(2 * part.nodes)
-        asked = [part for part in missed if 2 * part.nodes <= part.followed.settings.max_nodes]
-    ends = [part.end() for part in parts] or [{}] * len(splits)
-    for each, split, carried in zip(followed, splits, ends, strict=True):
-        each._take(split, carried)
 
 
 @diagnostic(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -259,15 +259,11 @@ def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(part, rows) for part in parts), strict=True)
 
 
-def panels_for(changes: Sequence[Tensor]) -> list[int]:
-    """How many panels each of some changes of scores [n, classes] asks for; all are read at once."""
-    spreads = [(of.amax(dim=1) - of.amin(dim=1)).max() if of.numel() else of.new_zeros(()) for of in changes]
-    return [max(1, math.ceil(spread / PANEL)) for spread in torch.stack(spreads).tolist()] if spreads else []
-
-
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
-    """(node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] asks for."""
-    panels = panels_for([change])[0] if panels is None else panels
+    """Yield (node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] asks for."""
+    if panels is None:
+        spread = (change.amax(dim=1) - change.amin(dim=1)).max().item() if change.numel() else 0.0
+        panels = max(1, math.ceil(spread / PANEL))
     for panel in range(panels):
         for t, weight in gauss_legendre(NODES):
             yield (panel + t) / panels, weight / panels

@@ -52,20 +52,6 @@ LACKED = "_linalg_eigh _linalg_svd linalg_qr linalg_lstsq linalg_cholesky_ex lin
 """Operations that a backend may not know."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What the host has had to do with the devices."""
-
-    read: int
-    to_host: int
-    to_device: int
-    waits: int
-
-    def __sub__(self, before: Counts) -> Counts:
-        pairs = zip(vars(self).values(), vars(before).values(), strict=True)
-        return Counts(*(now - then for now, then in pairs))
-
-
 def missing() -> str:
     """Why there can't be such devices here; empty where there can."""
     if not hasattr(torch.accelerator, "get_memory_info"):
@@ -129,8 +115,3 @@ def turn(**switches: Any) -> None:
     torch.ops.driftlens_sim.turn(*vars(Switches(**switches)).values())
     has_float64.cache_clear()
     lacking.cache_clear()
-
-
-def counted() -> Counts:
-    """What was counted since the devices are there."""
-    return Counts(*torch.ops.driftlens_sim.counted())

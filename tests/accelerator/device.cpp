@@ -57,10 +57,6 @@ struct Switches {
   std::set<std::string> lacks;  // turned while nothing runs
 } switches;
 
-struct Counts {
-  std::atomic<int64_t> read{0}, to_host{0}, to_device{0}, waits{0};
-} counts;
-
 void present() {
   TORCH_CHECK(!switches.is_gone, "sim error: the device was lost");
 }
@@ -255,18 +251,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const Index) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeEvent(void* event) const override {
-    counts.waits++;
     if (event) drain(static_cast<Event*>(event)->key, static_cast<Event*>(event)->number);
   }
   bool queryStream(const c10::Stream& stream) const override { return is_done(key_of(stream)); }
   void synchronizeStream(const c10::Stream& stream) const override {
     present();
-    counts.waits++;
     drain(key_of(stream));
   }
   void synchronizeDevice(const Index device) const override {
     present();
-    counts.waits++;
     std::vector<Key> keys;
     {
       Lock lock(of_queues);
@@ -362,8 +355,6 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const auto to = seen_by_host(to_device ? target : target.detach());
   auto copy = [from, to] { to.copy_(from.expand_as(to)); };
   const bool is_apart = from_device != to_device && is_pinned(from_device ? target.data_ptr() : source.data_ptr());
-  const bool is_waited_for = from_device != to_device && !(non_blocking && is_apart);
-  if (is_waited_for) (from_device ? counts.to_host : counts.to_device)++;
   if (switches.is_lazy && non_blocking && is_apart) {
     // The CPU's own tensor is kept as it is until then: whoever changes it without a wait sends what it became.
     if (from_device) std::memset(target.data_ptr(), 0xFF, target.nbytes());
@@ -384,7 +375,6 @@ at::Tensor copy_and_resize(const at::Tensor& source, const at::Tensor& target) {
 
 at::Scalar read(const at::Tensor& tensor) {
   present();
-  counts.read++;
   use(tensor);
   drain_current();
   return seen_by_host(tensor).item();
@@ -494,20 +484,6 @@ struct Call {
   }
 };
 
-// Whether the host has to wait for what an operation finds, for its answer or for how large that is.
-bool is_read(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
-  static const std::set<std::string> found = {
-      "aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive",
-      "aten::bincount"};
-  for (const auto& made : op.schema().returns())
-    if (made.type()->kind() == c10::TypeKind::BoolType) return true;
-  if (op.schema().name() != "aten::index" && op.schema().name() != "aten::index_put_")
-    return found.count(op.schema().name()) > 0;
-  for (const std::optional<at::Tensor>& index : stack[first + 1].toOptionalTensorList())
-    if (index && index->scalar_type() == c10::kBool) return true;
-  return false;
-}
-
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   present();
   drain_current();
@@ -548,8 +524,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   TORCH_CHECK(may_mix || !(call.device && call.has_host && !call.pairs.empty()), schema.name(),
               ": expected all tensors to be on the same device, found cpu and sim");
-  if (may_mix && call.has_host) counts.to_device++;
-  if (is_read(op, *stack, first)) counts.read++;
   op.callBoxed(stack);
   call.write_back();
   const size_t made = schema.returns().size();
@@ -600,11 +574,8 @@ void turn(bool no_double, bool is_lazy, bool is_gone, int64_t limit, const std::
   switches.limit = limit < 0 ? std::numeric_limits<int64_t>::max() : limit;
 }
 
-std::vector<int64_t> counted() { return {counts.read, counts.to_host, counts.to_device, counts.waits}; }
-
 TORCH_LIBRARY(driftlens_sim, m) {
   m.def("turn(bool no_double, bool is_lazy, bool is_gone, int limit, str lacks) -> ()", &turn);
-  m.def("counted() -> int[]", &counted);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
-from driftlens.base.errors import RunError, SpecError
+from driftlens.base.errors import RunError
 from driftlens.cli import main
 from driftlens.cli.app import app
 from driftlens.engine.walk import Crossing
@@ -234,16 +234,3 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
         turn()
     assert told(capsys, *arguments(folders[NAME], NAME), *more)[0] == 0
     equal_tables(folders[NAME], folders["cpu"])
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_a_device_that_is_not_there_is_refused_before_anything_is_done(
-    sim: torch.device, spec: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str
-) -> None:
-    command, *options = JOBS[job]
-    folder = shutil.copytree(run, tmp_path / "run")
-    place = [spec, "--out", tmp_path / "new"] if command == "analyze" else [folder]
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    code, said = told(capsys, command, *place, *options, "--device", f"{NAME}:7")
-    assert code == SpecError.exit_code and "there is no device 'sim:7' here" in said
-    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}

@@ -14,31 +14,8 @@ from driftlens.base import devices
 from driftlens.base.devices import moved
 from driftlens.base.errors import RunError, SpecError
 from driftlens.engine.pool import ReadAhead
-from tests.accelerator import NAME, counted, turn
+from tests.accelerator import NAME, turn
 from tests.accelerator.subjects import models, pool_on
-
-WORK: dict[str, Callable[[Tensor], Tensor]] = {
-    "product": lambda x: x @ x.mT,
-    "slice": lambda x: x[1:, ::2].mT,
-    "mask": lambda x: x[x[:, 0] > 0],
-    "softmax": lambda x: torch.softmax(x, dim=1),
-    "norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
-    "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
-    "factor": lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(len(x), device=x.device)),
-    "order": lambda x: x.flatten().argsort(),
-    "gradient": lambda x: torch.func.grad(lambda y: (y @ y.mT).tanh().sum())(x),
-}
-
-
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_its_bits_are_the_cpus(sim: torch.device, work: Callable[[Tensor], Tensor]) -> None:
-    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
-    made = work(x.to(sim))
-    assert made.device.type == NAME and torch.equal(made.cpu(), work(x))
-
-
-def test_fresh_memory_holds_no_number(sim: torch.device) -> None:
-    assert torch.empty(3, device=sim).isnan().all()
 
 
 def test_tensors_of_two_devices_do_not_mix(sim: torch.device) -> None:
@@ -48,36 +25,6 @@ def test_tensors_of_two_devices_do_not_mix(sim: torch.device) -> None:
             here + other
         with pytest.raises(RuntimeError, match="same device"):
             torch.linalg.vecdot(here, other)
-
-
-def test_what_the_host_reads_and_copies_is_counted(sim: torch.device) -> None:
-    before, x = counted(), torch.ones(3).to(sim)
-    assert float(x.sum()) == 3 and bool((x > 0).all()) and x.cpu().sum() == 3
-    seen = counted() - before
-    assert (seen.read, seen.to_host, seen.to_device) == (2, 1, 1)
-
-
-def test_its_memory_ends(sim: torch.device) -> None:
-    devices.reset_peak_memory(sim)
-    before = devices.peak_memory(sim)
-    assert before is not None
-    held = torch.ones(1000, device=sim)
-    assert devices.peak_memory(sim) == before + held.nbytes
-    turn(limit=before + 2 * held.nbytes)
-    free = devices.memory(sim)
-    assert free is not None and free[0] == held.nbytes
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.ones(2000, device=sim)
-    with pytest.raises(RunError, match="has no memory left"):
-        turn(limit=0)
-        devices.resolve_device(sim)
-
-
-def test_it_may_know_no_float64(sim: torch.device) -> None:
-    turn(no_double=True)
-    with pytest.raises(TypeError, match="float64"):
-        torch.ones(3, device=sim).double()
-    assert moved(torch.ones(3).double(), sim, torch.float32).dtype == torch.float32
 
 
 @contextmanager
@@ -108,14 +55,6 @@ def test_what_another_stream_makes_is_not_there_before_a_wait(
     assert made.isnan().all()
     current.wait_stream(stream)
     assert torch.equal(made.cpu(), torch.ones(3))
-
-
-def test_the_host_sees_no_copy_before_a_wait(sim: torch.device) -> None:
-    turn(is_lazy=True)
-    back = torch.zeros(3).pin_memory().copy_(torch.ones(3, device=sim), non_blocking=True)
-    assert back.isnan().all()
-    devices.synchronize(sim)
-    assert torch.equal(back, torch.ones(3))
 
 
 def test_pinned_memory_that_is_used_again_before_a_wait_is_sent_as_it_became(sim: torch.device) -> None:

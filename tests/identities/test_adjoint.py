@@ -16,8 +16,8 @@ from driftlens.diagnostics.attribution import (
     adjoint_parts,
     drift_target,
     group_mismatches,
-    loss_targets,
-    margin_targets,
+    loss_target,
+    margin_target,
 )
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import GROUPS
@@ -164,7 +164,7 @@ def test_parts_of_the_loss_sum_to_the_change_of_cross_entropy(models: Family) ->
     expert, merged = ends(views)
     head, labels = head_for(expert), torch.arange(3, device=expert.device) % 5
     with torch.no_grad():
-        [target] = loss_targets([(head, expert, merged)], [labels])
+        target = loss_target(head, expert, merged, labels)
         parts = adjoint_parts(steps_of(views), {"hidden": target.covector})
     change = F.cross_entropy(head.scores(merged), labels, reduction="none") - F.cross_entropy(
         head.scores(expert), labels, reduction="none"
@@ -178,7 +178,7 @@ def test_parts_of_the_margin_sum_to_what_decides_the_flip(models: Family) -> Non
     expert, merged = ends(views)
     head = head_for(expert)
     with torch.no_grad():
-        [target] = margin_targets([(head, expert, merged)])
+        target = margin_target(head, expert, merged)
         parts = adjoint_parts(steps_of(views), {"hidden": target.covector})
     before, after = head.scores(expert), head.scores(merged)
     for i, chosen in enumerate(before.argmax(dim=1).tolist()):
@@ -200,7 +200,7 @@ def test_the_margin_is_followed_past_every_change_of_rival(classes: int) -> None
     expert, merged = torch.randn(2, 12, 6, generator=generator, dtype=torch.float64)
     rows = torch.randn(classes, 6, generator=generator, dtype=torch.float64)
     head = Head(tuple("abcdefghi"[:classes]), F.normalize(rows, dim=1), 10.0)
-    [target] = margin_targets([(head, expert, merged)])
+    target = margin_target(head, expert, merged)
     before, after = head.scores(expert), head.scores(merged)
     changed = 0
     for i, chosen in enumerate(before.argmax(dim=1).tolist()):
@@ -230,5 +230,5 @@ def test_the_margin_is_followed_past_every_change_of_rival(classes: int) -> None
 def test_one_class_has_no_margin_and_no_drift_no_share() -> None:
     features = torch.ones(2, 3, dtype=torch.float64)
     head = Head(("a",), torch.ones(1, 3, dtype=torch.float64) / 3**0.5, 1.0)
-    assert margin_targets([(head, features, 2 * features)])[0].change.isnan().all()
+    assert margin_target(head, features, 2 * features).change.isnan().all()
     assert drift_target(features, features).change.isnan().all()

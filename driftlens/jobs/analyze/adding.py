@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from driftlens.base.diagnostic import Diagnostic, chosen, diagnostics
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.progress import Reporter
-from driftlens.jobs.analyze.causes import adjoint_columns, group_rows, together
+from driftlens.jobs.analyze.causes import adjoint_columns, group_rows
 from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, stacked, walked
 from driftlens.jobs.study.reopening import Phase
 from driftlens.jobs.study.study import Study
@@ -72,7 +72,7 @@ class Additions:
     add: tuple[str, ...]
 
     def phases(self) -> Iterator[Phase]:
-        """One per option, or all of the walk together, and task; none where every variant has it."""
+        """One per option, or all of the walk and task; none where every variant has it."""
         team, tasks = self.study.team, self.study.tasks
         for option in (name for name in _FOLLOWED if name in self.add):
             table = _FOLLOWED[option]
@@ -111,19 +111,15 @@ class Additions:
             adjoint_columns if option == "adjoint" else group_rows
         )
 
-        def rows_of(chunk: Sequence[str]) -> list[dict[str, Any]]:
-            nodes = {}
-            for name in chunk:
-                rows = layers[(layers["variant"] == name) & layers["nodes"].notna()]
-                nodes[name] = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
-            return list(follow(study, task, nodes))
+        def rows_of(variant: str) -> list[dict[str, Any]]:
+            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
+            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
+            return list(follow(study, task, variant, nodes))
 
-        for chunk in self.reporter.track(
-            list(together(study, variants)),
-            "explain",
-            lambda chunk: f"{option} of task {task}, {', '.join(chunk)}",
+        for variant in self.reporter.track(
+            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
         ):
-            rows = study.of_task(task, partial(rows_of, chunk))
+            rows = study.of_task(task, partial(rows_of, variant))
             if rows:
                 frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
                 self.writer.append(_FOLLOWED[option], frame, replace=True)

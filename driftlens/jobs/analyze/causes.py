@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,19 +19,20 @@ from torch.func import vjp
 from driftlens.base.devices import moved
 from driftlens.base.progress import Reporter, TaskMeter
 from driftlens.base.variants import expert_of
-from driftlens.data.samples import SampleSet, fitting_batch
+from driftlens.data.samples import SampleSet
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, smooth_split, walk
-from driftlens.jobs.analyze.diagnosis import fetched
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import State, inner, norm, subtract
 from driftlens.models.chain import pooled
 from driftlens.models.heads import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 
-Nodes = Mapping[str, Mapping[int, int]]
-"""Variant -> layer -> nodes of its path-averaged Jacobians."""
+Nodes = Mapping[int, int]
+"""Layer -> nodes of its path-averaged Jacobian."""
+
+K = TypeVar("K")
 
 BATCH = 8
 """Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
@@ -58,7 +59,6 @@ def attribution_of(
 def _explained(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation:
     followed = _followed(study, task, variants, reporter)
     explanation, ids = Explanation(), study.tasks[task].diagnosis.ids
-    nodes: dict[str, dict[int, int]] = {}
     for variant in variants:
         rows, final_shares = _columns(study, followed[variant])
         for layer in sorted(study.settings.stored_layers):
@@ -67,13 +67,11 @@ def _explained(study: Study, task: str, variants: Sequence[str], reporter: Repor
             shares = final_shares[layer - 1]
             explanation.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
         explanation.warnings += _unconverged(study, task, variant, rows)
-        nodes[variant] = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
-    for chunk in together(study, variants):
-        chunk_nodes = {variant: nodes[variant] for variant in chunk}
+        nodes = {layer: int(row["nodes"]) for layer, row in rows.items() if "nodes" in row}
         if "groups" in study.settings.options:
-            explanation.groups += group_rows(study, task, chunk_nodes)
+            explanation.groups += group_rows(study, task, variant, nodes)
         if "adjoint" in study.settings.options:
-            explanation.adjoint += adjoint_columns(study, task, chunk_nodes)
+            explanation.adjoint += adjoint_columns(study, task, variant, nodes)
     return explanation
 
 
@@ -107,71 +105,55 @@ class _Followed:
     nodes: dict[int, int]
 
 
-def together(study: Study, variants: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Variants that are followed side by side, so that a device is waited for once for all of them.
-
-    They are fewer where memory has been too little; on the host, where nobody waits, one by one.
-    """
-    size = 1 if study.pool.device.type == "cpu" else fitting_batch(len(variants))
-    return (variants[first : first + size] for first in range(0, len(variants), size))
-
-
 @torch.no_grad()
 def _followed(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> dict[str, _Followed]:
-    """Why each variant's features drift on the first samples of one task."""
+    """Return why each variant's features drift on the first samples of one task."""
     settings = study.settings.jacobian
     assert settings is not None
     samples = _first_samples(study, task)
     num_layers = len(study.pool.chain.layers)
-    units = dict.fromkeys(study.tasks, num_layers * len(variants))
-    meter = TaskMeter(reporter, "explain", units, task)
-    done, results = 0, dict[str, _Followed]()
-    for chunk in together(study, variants):
-        # By batch and variant, as the walk sees them.
-        followed = [
-            (name, attribution.Contributions(settings)) for _ in range(samples.num_batches) for name in chunk
+    meter = TaskMeter(reporter, "explain", dict.fromkeys(study.tasks, num_layers * len(variants)), task)
+    results = dict[str, _Followed]()
+    for number, variant in enumerate(variants):
+        batches = [
+            (attribution.Contributions(settings), attribution.PrefixSwaps())
+            for _ in range(samples.num_batches)
         ]
-        swapped = [attribution.PrefixSwaps() for _ in followed]
-        visits = walk(study.pool, task, chunk, samples.batches(), ids=samples.ids)
-        # The host decides for every batch by itself, as nobody waits there, and holds one batch's products at a time.
-        at_once = 1 if study.pool.device.type == "cpu" else len(followed)
-        places = itertools.cycle(range(0, len(followed), at_once) if followed else ())
-        while views := list(itertools.islice(visits, at_once)):
-            layer, place = views[0].layer.index, next(places)
-            meter.step(done + (layer - 1) * len(chunk), f"causes, layer {layer} of {num_layers}")
-            attribution.carry_together([carried for _, carried in followed[place : place + at_once]], views)
+        views = walk(study.pool, task, [variant], samples.batches(), ids=samples.ids)
+        for view, (carried, swaps) in zip(views, itertools.cycle(batches), strict=False):
+            layer = view.layer.index
+            meter.step(number * num_layers + layer - 1, f"causes, layer {layer} of {num_layers}")
+            carried.add(view)
             if settings.prefix:
-                for swaps, view in zip(swapped[place:], views, strict=False):
-                    swaps.add(view)
-        done += num_layers * len(chunk)
-        results |= _fetched(chunk, followed, swapped)
+                swaps.add(view)
+        results[variant] = _joined(batches)
     meter.finish()
     return results
 
 
-def _fetched(
-    variants: Sequence[str],
-    followed: Sequence[tuple[str, attribution.Contributions]],
-    swapped: Sequence[attribution.PrefixSwaps],
-) -> Iterator[tuple[str, _Followed]]:
-    """What was found of some variants; all numbers come from the device together."""
-    parts: dict[tuple[str, str, int], list[Tensor]] = defaultdict(list)
-    nodes: dict[str, dict[int, int]] = {variant: {} for variant in variants}
-    for (variant, carried), swaps in zip(followed, swapped, strict=True):
-        parts[variant, "energy", 0].append(carried.energy())
+def _joined(
+    batches: Sequence[tuple[attribution.Contributions, attribution.PrefixSwaps]],
+) -> _Followed:
+    """Return what was found of all batches of a variant."""
+    parts: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+    nodes: dict[int, int] = {}
+    for carried, swaps in batches:
+        parts["energy", 0].append(carried.energy())
         if carried.settings.contributions:
-            parts[variant, "final_share", 0].append(carried.shares())
+            parts["final_share", 0].append(carried.shares())
         if carried.settings.prefix:
-            parts[variant, "prefix_share", 0].append(swaps.shares())
+            parts["prefix_share", 0].append(swaps.shares())
         for layer, sensitivity in carried.sensitivities.items():
-            nodes[variant][layer] = max(sensitivity.nodes, nodes[variant].get(layer, 0))
+            nodes[layer] = max(sensitivity.nodes, nodes.get(layer, 0))
             for name in ("error", "size", "random_gain", "spectral_norm", "spectral_residual"):
                 if (number := getattr(sensitivity, name)) is not None:
-                    parts[variant, name, layer].append(number)
-    numbers: dict[str, dict[tuple[str, int], NDArray[np.float64]]] = {variant: {} for variant in variants}
-    for (variant, name, layer), values in fetched(parts, dim=-1).items():
-        numbers[variant][name, layer] = values.double().numpy()
-    return ((variant, _Followed(numbers[variant], nodes[variant])) for variant in variants)
+                    parts[name, layer].append(number)
+    return _Followed(_numbers(parts), nodes)
+
+
+def _numbers(parts: Mapping[K, Sequence[Tensor]]) -> dict[K, NDArray[np.float64]]:
+    """Return the parts of each, joined along the last axis."""
+    return {key: torch.cat([*tensors], dim=-1).cpu().double().numpy() for key, tensors in parts.items()}
 
 
 def _first_samples(study: Study, task: str) -> SampleSet:
@@ -230,22 +212,22 @@ def _sensitivity_columns(numbers: Mapping[str, NDArray[np.float64]]) -> dict[str
 
 
 @torch.no_grad()
-def adjoint_columns(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Columns of the `adjoint` table of some variants, side by side, by target and layer.
+def adjoint_columns(study: Study, task: str, variant: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Yield columns of the `adjoint` table of a variant, by target and layer.
 
-    `nodes` are those variants, and what sufficed for their forward pass.
+    `nodes` are those that sufficed for its forward pass.
     """
-    passes = list(_taken_back(study, task, nodes))
-    measured: dict[tuple[str, str, str], list[Tensor]] = defaultdict(list)
+    passes = list(_taken_back(study, task, variant, nodes))
+    measured: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     ends = [views[-1] for views, _ in passes]
     for (_, steps), last, targets in zip(passes, ends, _targets(study, ends), strict=True):
         for name, target in targets.items():
             covector = {last.layer.stream: target.covector}
-            measured[last.variant, name, "parts"].append(attribution.adjoint_parts(steps, covector))
-            measured[last.variant, name, "change"].append(target.change)
-    numbers = {key: values.double().numpy() for key, values in fetched(measured, dim=-1).items()}
-    for variant, name in ((variant, name) for variant, name, quantity in measured if quantity == "parts"):
-        parts, change = (numbers[variant, name, quantity] for quantity in ("parts", "change"))
+            measured[name, "parts"].append(attribution.adjoint_parts(steps, covector))
+            measured[name, "change"].append(target.change)
+    numbers = _numbers(measured)
+    for name in (name for name, quantity in measured if quantity == "parts"):
+        parts, change = numbers[name, "parts"], numbers[name, "change"]
         of_target = {"sample_id": list(study.tasks[task].diagnosis.ids[: len(change)]), "change": change}
         for layer, part in enumerate(parts, start=1):
             key = {"task": task, "variant": variant, "target": name, "layer": layer}
@@ -254,16 +236,16 @@ def adjoint_columns(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str,
 
 
 @torch.no_grad()
-def group_rows(study: Study, task: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Rows of the table of module groups; arguments as for `adjoint_columns`."""
-    measured: dict[tuple[str, int, str], list[Tensor]] = defaultdict(list)
-    for views, steps in _taken_back(study, task, nodes):
+def group_rows(study: Study, task: str, variant: str, nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Yield rows of the table of module groups; arguments as for `adjoint_columns`."""
+    measured: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+    for views, steps in _taken_back(study, task, variant, nodes):
         for layer, group, numbers in _group_numbers(study, views, steps):
-            measured[views[-1].variant, layer, group].append(numbers)
-    for key, per_sample in fetched(measured, dim=1).items():
-        sums = per_sample.double().numpy().sum(axis=1)
+            measured[layer, group].append(numbers)
+    for key, per_sample in _numbers(measured).items():
+        sums = per_sample.sum(axis=1)
         ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
-        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, *key, *ratios), strict=True))
+        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))
 
 
 def _group_numbers(
@@ -290,35 +272,32 @@ def _group_numbers(
 
 
 def _taken_back(
-    study: Study, task: str, nodes: Nodes
+    study: Study, task: str, variant: str, nodes: Nodes
 ) -> Iterator[tuple[list[LayerView], list[attribution.Step]]]:
-    """Of each variant and batch of the first samples all layers in forward order, as the walk saw them and as steps."""
+    """Yield all layers of each batch of the first samples in forward order, as the walk saw them and as steps."""
     settings = study.settings.jacobian
     assert settings is not None
-    samples, variants = _first_samples(study, task), [*nodes]
-    views: dict[tuple[str, int], list[LayerView]] = defaultdict(list)
-    mismatches: dict[tuple[str, int], list[State]] = defaultdict(list)
-    for view in walk(study.pool, task, variants, samples.batches()):
-        mismatches[view.variant, view.start].append(smooth_split(view).local_mismatch)
+    views: dict[int, list[LayerView]] = defaultdict(list)
+    mismatches: dict[int, list[State]] = defaultdict(list)
+    for view in walk(study.pool, task, [variant], _first_samples(study, task).batches()):
+        mismatches[view.start].append(smooth_split(view).local_mismatch)
         # The view's own layer functions hold the layer's parameters; they are read again on the way back.
-        views[view.variant, view.start].append(
-            dataclasses.replace(view, crossed_layer=_forgotten, variant_along=None)
-        )
+        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten, variant_along=None))
 
     def call(view: LayerView, state: State) -> State:
         routes = view.routes["crossed"].given() if view.routes else None
-        return study.pool.layer_map(view.variant, view.layer, task)(state, view.side.along(routes))
+        return study.pool.layer_map(variant, view.layer, task)(state, view.side.along(routes))
 
-    for (variant, start), batch_views in sorted(views.items(), key=lambda pair: variants.index(pair[0][0])):
+    for start, batch_views in views.items():
         steps = [
             attribution.Step(
                 call=partial(call, view),
                 expert_in=view.expert_in,
                 merged_in=view.merged_in,
                 local_mismatch=mismatch,
-                nodes=nodes[variant].get(view.layer.index, settings.nodes),
+                nodes=nodes.get(view.layer.index, settings.nodes),
             )
-            for view, mismatch in zip(batch_views, mismatches[variant, start], strict=True)
+            for view, mismatch in zip(batch_views, mismatches[start], strict=True)
         ]
         yield batch_views, steps
 
@@ -328,33 +307,25 @@ def _forgotten(state: State) -> State:
 
 
 def _targets(study: Study, ends: Sequence[LayerView]) -> list[dict[str, attribution.Target]]:
-    """Of every end what is explained, by name; scores are those of all ends at once, so that one wait does."""
+    """Return what is explained at the last layer of each batch of a variant, by name."""
     task, pooling, stream = ends[0].task, study.settings.pool, ends[0].layer.stream
     pairs = [(last.expert_out[stream], last.merged_out[stream]) for last in ends]
     targets = [{"final_drift": attribution.drift_target(*pair)} for pair in pairs]
+    head = study.head(task, ends[0].variant)
+    if head is None:
+        return targets
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
     pools = [partial(pooled, how=pooling, mask=last.side.mask(stream)) for last in ends]
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, pairs, strict=True)]
-    after = [pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)]
-    places: dict[str, list[int]] = defaultdict(list)
-    for end, last in enumerate(ends):
-        places[last.variant].append(end)
-    scored = {
-        variant: (head, torch.cat([pulled[end][0] for end in own]), torch.cat([after[end] for end in own]))
-        for variant, own in places.items()
-        if (head := study.head(task, variant)) is not None
-    }
-    pooled_targets = {"margin": attribution.margin_targets([*scored.values()])}
+    experts = torch.cat([expert for expert, _ in pulled])
+    variants = torch.cat([pool(variant) for pool, (_, variant) in zip(pools, pairs, strict=True)])
+    of_scores = {"margin": attribution.margin_target(head, experts, variants)}
     if (labels := study.tasks[task].diagnosis.labels) is not None:
-        rows = [
-            moved(class_rows(head, labels[: len(expert)]), expert.device)
-            for head, expert, _ in scored.values()
-        ]
-        pooled_targets["loss"] = attribution.loss_targets([*scored.values()], rows)
-    for name, of_variants in pooled_targets.items():
-        for own, target in zip((places[variant] for variant in scored), of_variants, strict=True):
-            sizes = [len(after[end]) for end in own]
-            covectors, changes = (torch.split(part, sizes) for part in (target.covector, target.change))
-            for end, covector, change in zip(own, covectors, changes, strict=True):
-                targets[end][name] = attribution.Target(pulled[end][1](covector)[0], change)
+        rows = moved(class_rows(head, labels[: len(experts)]), experts.device)
+        of_scores["loss"] = attribution.loss_target(head, experts, variants, rows)
+    sizes = [len(expert) for expert, _ in pulled]
+    for name, target in of_scores.items():
+        parts = (torch.split(part, sizes) for part in (target.covector, target.change))
+        for of_batch, (_, pull), covector, change in zip(targets, pulled, *parts, strict=True):
+            of_batch[name] = attribution.Target(pull(covector)[0], change)
     return targets

@@ -37,7 +37,7 @@ _HOMES = {
     "RunSpec": "driftlens.spec",
     "decompose": "driftlens.engine.walk",
     "expert_cosine": "driftlens.linalg.state",
-    "linear_cka": "driftlens.linalg.cka",
+    "linear_cka": "driftlens.linalg.measures",
     "load_spec": "driftlens.spec",
     "open_checkpoint": "driftlens.checkpoints.loading",
     "open_run": "driftlens.front.api",

@@ -8,19 +8,30 @@ says how it is solved for or trained (`calibrated`), and what it needs for that;
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from driftlens.base.errors import SpecError, did_you_mean
+import torch
+from torch import Tensor
+
+from driftlens.base.devices import moved
+from driftlens.base.errors import IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.base.settings import read, settings_of
-from driftlens.engine.calibrating import Ground, Method
+from driftlens.base.variants import expert_of
+from driftlens.engine.attached import Attachment
+from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.snapshot import Layerwise
-from driftlens.engine.training import AttachmentTrainer
+from driftlens.engine.walk import OnStep, Passage, WaitingBatch, forward_order
+from driftlens.models.chain import Layer
 
 
-class Calibrator(Method):
+class Calibrator:
     """Settings in the manner of scikit-learn: the constructor only stores them, `check` refuses what can't be.
 
     Attributes:
@@ -32,10 +43,11 @@ class Calibrator(Method):
         with_views: defaults of settings where calibration samples have views.
         swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
         of_base: settings among these that mean something beside a base alone.
-        effort: processor time of a calibration against FeatCal's, for estimates.
+        effort: processor time of a calibration against FeatCal's.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
-        needs_task_id: whether it has another model for every task, so that the task of an input must be known.
+        takes_sites: whether it solves for modules, which a user may choose; otherwise it attaches a map per task, so
+            that the task of an input must be known.
     """
 
     title: ClassVar[str] = ""
@@ -48,26 +60,12 @@ class Calibrator(Method):
     of_base: ClassVar[Collection[str]] = ()
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
-    needs_task_id: ClassVar[bool] = False
+    takes_sites: ClassVar[bool] = True
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""
         return {name: getattr(self, name) for name in settings_of(type(self)).model_fields}
-
-    def set_params(self, **parameters: Any) -> Self:
-        """The calibrator itself, some of its settings changed."""
-        known = self.get_params()
-        for name, value in parameters.items():
-            if name not in known:
-                hint = did_you_mean(name, known) or f"It has {', '.join(known)}."
-                raise SpecError(f"{type(self).__name__} has no parameter {name!r}", hint=hint)
-            setattr(self, name, value)
-        return self
-
-    def cost(self, times: float = 1.0) -> float:
-        """Processor time against FeatCal's, from so many times the samples."""
-        return self.effort * times
 
     def changed(self, **settings: Any) -> Self:
         """A calibrator like this one, some of its settings changed."""
@@ -85,8 +83,13 @@ class Calibrator(Method):
         self.check(has_base=ground.base is not None)
         return self.calibrated(ground)
 
-    def require_samples(self, count: int, task: str) -> None:
-        """Refuse too few samples of a task."""
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Yield what is calibrated, by settings that were checked; see `calibrate`."""
+        raise NotImplementedError
+
+    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """Return the bytes per task that are cached in addition to features where these sites are solved."""
+        return 0
 
     @property
     def anchor_reach(self) -> float:
@@ -96,11 +99,6 @@ class Calibrator(Method):
     def at_merged(self) -> Self | None:
         """The same calibration, pulled towards the merged model itself; None where there is no other choice."""
         return None
-
-    @classmethod
-    def leaves(cls) -> str:
-        """What of a calibration leaves the folder."""
-        return "a checkpoint and attachments" if cls.needs_task_id else "a checkpoint"
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
@@ -116,19 +114,157 @@ class Calibrator(Method):
         read(settings_of(type(self)), self.get_params())
 
 
-class ClosedFormBase(Calibrator, Layerwise):
+class ClosedFormBase(Layerwise, Calibrator):
     """A calibrator that solves from moments; a subclass adds `solve`."""
 
-    update: Sequence[str] = ("linear", "bias", "norm")
 
+@dataclass(frozen=True)
+class FinalFeatures:
+    """Final features of a task's calibration samples, [n, t, d] or [n, d] each.
 
-class Trained(Calibrator, AttachmentTrainer):
-    """A calibrator that trains a map of the final feature per task; the weights stay as they are.
-
-    A subclass adds `train` and `attachment`.
+    `mask` [n, t] is true where a token counts, None everywhere.
     """
 
-    needs_task_id = True
+    layer: Layer
+    task: str
+    merged: Tensor
+    expert: Tensor
+    mask: Tensor | None = None
+
+    def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the merged model's and the expert's vectors, [T, d] each, of every token that counts.
+
+        `chosen` are positions of samples, [m]; None takes them all.
+
+        Raises:
+            IncompatibleModelsError: features are channels before space, as in convolutions, which are no tokens.
+        """
+        if self.merged.dim() > 3:
+            raise IncompatibleModelsError(
+                f"{self.layer.path} gives features {list(self.merged.shape)}, channels before space; a map of tokens "
+                "can't be attached there",
+                hint="Choose a method that changes weights.",
+            )
+        places = slice(None) if chosen is None else moved(chosen, self.merged.device)
+        mask = None if self.mask is None else self.mask[places]
+        return _token_rows(self.merged[places], mask), _token_rows(self.expert[places], mask)
+
+
+def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens that count, [T, d]; [n, d] as it is. A head may give tokens of its own, which no mask is of."""
+    is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
+    return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
+
+
+@torch.no_grad()
+def final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
+    """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
+    pool = ground.pool
+    with ground.store() as store:
+        passage = Passage(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step, is_patient=True)
+
+        def visit(layer: Layer) -> Iterator[None]:
+            maps = {
+                EXPERT: pool.layer_map(expert_of(task), layer, task),
+                MERGED: pool.layer_map(MERGED, layer, task),
+            }
+            crossing = passage.crossing(layer, task)
+            for batch in crossing:
+                for model, layer_map in maps.items():
+                    crossing.take(batch, model, layer_map, named=f"the {model} model")
+            yield None
+
+        deque(forward_order(visit, pool.chain.layers), maxlen=0)
+        passage.check()
+        return gathered(passage.waiting[task, 0], pool.chain.layers[-1], task)
+
+
+def gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> FinalFeatures:
+    """Return the features of all batches; shorter texts are padded to the longest."""
+    states = [(batch.get(MERGED)[layer.stream], batch.get(EXPERT)[layer.stream]) for batch in waiting]
+    masks = [batch.side.mask(layer.stream) for batch in waiting]
+    mask = None
+    if states[0][0].dim() == 3:
+        longest = max(merged.shape[1] for merged, _ in states)
+        is_padded = any(merged.shape[1] < longest for merged, _ in states)
+        if is_padded or any(side_mask is not None for side_mask in masks):
+            tokens = (
+                merged.new_ones(merged.shape[:2]) if side_mask is None else side_mask
+                for (merged, _), side_mask in zip(states, masks, strict=True)
+            )
+            mask = torch.cat([_padded(counts, longest) for counts in tokens]).bool()
+        states = [(_padded(merged, longest), _padded(expert, longest)) for merged, expert in states]
+    merged, expert = (torch.cat(parts) for parts in zip(*states, strict=True))
+    return FinalFeatures(layer, task, merged, expert, mask)
+
+
+def _padded(tokens: Tensor, length: int) -> Tensor:
+    """[n, t, ...] with zeros behind, up to a length."""
+    return torch.cat(
+        [tokens, tokens.new_zeros(len(tokens), length - tokens.shape[1], *tokens.shape[2:])], dim=1
+    )
+
+
+@dataclass(frozen=True)
+class Course:
+    """The random numbers of one training, and whom it reports its steps to: (step from 1, of how many, loss).
+
+    `told` may raise, `Cancelled` for instance.
+    """
+
+    generator: torch.Generator
+    told: Callable[[int, int, float], None]
+
+
+class Trained(Calibrator):
+    """A calibrator that trains a correction of the final feature per task, from the samples of that task alone.
+
+    The weights stay as they are. A subclass adds `train` and `attachment`.
+    """
+
+    takes_sites = False
+
+    @classmethod
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
+        """Build the correction from its tensors, as `Attachment.tensors` returned them."""
+        raise NotImplementedError
+
+    def train(self, features: FinalFeatures, course: Course) -> Attachment:
+        """Train the correction of one task; every step is reported to `course`."""
+        raise NotImplementedError
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Yield the correction of every task; each task is trained by one process.
+
+        Raises:
+            NumericsError: weights or features are NaN or infinite.
+        """
+        team, last = ground.team, len(ground.pool.chain.layers)
+        rounds = range(0, len(ground.tasks), team.size)
+        for done, start in enumerate(rounds):
+            tasks, tensors = ground.tasks[start : start + team.size], dict[str, Tensor]()
+            if team.rank < len(tasks):
+                trained = self._of_task(ground, tasks[team.rank], done, len(rounds))
+                tensors = {name: value.detach().cpu() for name, value in trained.tensors().items()}
+            for task, of_task in zip(tasks, team.gather(tensors), strict=False):
+                yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
+        ground.on_step(Step(0, "", len(rounds), len(rounds), ""))
+
+    def _of_task(self, ground: Ground, task: str, done: int, total: int) -> Attachment:
+        last = len(ground.pool.chain.layers)
+
+        def walked(layer: int, task: str) -> None:
+            ground.on_step(Step(layer, task, done, total, f"layer {layer}, task {task}"))
+
+        def told(step: int, steps: int, loss: float) -> None:
+            label = f"layer {last}, task {task}: step {step} of {steps}"
+            progress = (done, total) if total > 1 else (step, steps)
+            ground.on_step(Step(last, task, *progress, label, loss))
+
+        features = final_features(ground, task, walked)
+        seed = ground.seed + zlib.crc32(f"{last} {task}".encode())
+        with torch.enable_grad():
+            return self.train(features, Course(torch.Generator().manual_seed(seed), told))
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
@@ -144,7 +280,7 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
 
 def require_task_id(task_id: str, method: str) -> None:
     """Refuse a repair that has a map per task where nobody will know the task of an input: `task_id` is `unknown`."""
-    if task_id == "unknown" and calibrators[method].needs_task_id:
+    if task_id == "unknown" and not calibrators[method].takes_sites:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
             hint="Choose a method that changes weights (featcal, residual), or set task_id: known.",

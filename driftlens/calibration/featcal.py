@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,9 +13,8 @@ from driftlens.base.errors import SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
-from driftlens.linalg.cholesky import Factor, probe, stationarity_error
+from driftlens.linalg.cholesky import probe, stationarity_error
 from driftlens.linalg.ridge import (
-    Moments,
     ridge_factor,
     solve_bias,
     solve_layer_norm,
@@ -36,81 +34,54 @@ def solve_linear(
     pull, moments = 0.0 if anchor is None else lam, problem.moments
     solves = "linear" in update
     factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
-    direction = probe(moments.gram) if solves else None
-    image = None if direction is None else moments.weight_sum * (moments.gram @ direction) + pull * direction
+    direction = probe(moments.gram)
+    image = moments.weight_sum * (moments.gram @ direction) + pull * direction
+    weight_sum = float(moments.weight_sum)
     updates, start = [], 0
     for site in problem.sites:  # one by one: all at once would hold several copies of all weights
-        name = f"{site.name}.weight"
-        merged = problem.merged[name]
+        name, bias_name = f"{site.name}.weight", f"{site.name}.bias"
+        merged, pulled = problem.merged[name], None if anchor is None else anchor[name]
         of_site = moments.of_outputs(slice(start, start + len(merged)))
         start += len(merged)
-        weights = _Weights.of(of_site, merged, None if anchor is None else anchor[name], pull, factor)
-        parameters = {name: weights.value} if solves else {}
+        parameters: dict[str, Tensor] = {}
         error = None
-        if direction is not None and image is not None:
+        if factor is None:
+            weight = merged.to(moments.gram)
+            before = after = None if moments.target_energy is None else of_site.misfit(weight)
+            if after is not None and pulled is not None:
+                before = after = after + lam * (weight - pulled).square().sum(dim=1)
+        else:
+            solution = solve_ridge(of_site, pulled, lam=pull, factor=factor)
+            weight, after = solution.weight, solution.objective
+            before = None if after is None else after + solution.excess(merged)
+            parameters[name] = weight
             wanted = of_site.weight_sum * (of_site.output_cross @ direction)
-            if anchor is not None:
-                wanted = wanted + pull * (anchor[name] @ direction)
-            error = stationarity_error(weights.value, image, wanted)
+            if pulled is not None:
+                wanted = wanted + pull * (pulled @ direction)
+            error = stationarity_error(weight, image, wanted)
         if "bias" in update and site.name in problem.expert_bias:
-            parameters[f"{site.name}.bias"] = solve_bias(
+            parameters[bias_name] = solve_bias(
                 of_site.mean_target + problem.expert_bias[site.name],
-                weights.value @ of_site.mean_in,
+                weight @ of_site.mean_in,
                 of_site.weight_sum,
-                None if anchor is None else anchor[f"{site.name}.bias"],
+                None if anchor is None else anchor[bias_name],
                 lam=lam,
             )
-        updates.append(SiteUpdate(parameters, _report(problem, site, weights, pull, error)))
+        report = SiteReport(
+            site=site.name,
+            kind=site.kind,
+            lam=pull,
+            objective_before=None if before is None else float(before.sum()),
+            objective_after=None if after is None else float(after.sum()),
+            weight_change=relative_change(weight, merged),
+            condition_estimate=None if factor is None else factor.condition,
+            smallest_eigenvalue=None if factor is None else factor.smallest_eigenvalue,
+            task_weight_sum=weight_sum,
+            task_weight_share=weight_sum / (weight_sum + pull) if site.name in problem.expert_bias else None,
+            stationarity_error=error,
+        )
+        updates.append(SiteUpdate(parameters, report))
     return updates
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Weights [o, k] of some outputs, and the objective (Eq. 15) by output, at the merged weights and at these."""
-
-    value: Tensor
-    before: Tensor | None
-    after: Tensor | None
-    factor: Factor | None
-
-    @classmethod
-    def of(
-        cls, moments: Moments, merged: Tensor, anchor: Tensor | None, lam: float, factor: Factor | None
-    ) -> _Weights:
-        """The solution; where there is no factor, the merged weights."""
-        if factor is not None:
-            solution = solve_ridge(moments, anchor, lam=lam, factor=factor)
-            after = solution.objective
-            return cls(
-                solution.weight, None if after is None else after + solution.excess(merged), after, factor
-            )
-        weight = merged.to(moments.gram)
-        if moments.target_energy is None:
-            return cls(weight, None, None, None)
-        objective = moments.misfit(weight)
-        if anchor is not None:
-            objective = objective + lam * (weight - anchor).square().sum(dim=1)
-        return cls(weight, objective, objective, None)
-
-
-def _report(
-    problem: LinearProblem, site: Site, weights: _Weights, lam: float, error: float | None
-) -> SiteReport:
-    weight_sum = float(problem.moments.weight_sum)
-    factor = weights.factor
-    return SiteReport(
-        site=site.name,
-        kind=site.kind,
-        lam=lam,
-        objective_before=None if weights.before is None else float(weights.before.sum()),
-        objective_after=None if weights.after is None else float(weights.after.sum()),
-        weight_change=relative_change(weights.value, problem.merged[f"{site.name}.weight"]),
-        condition_estimate=None if factor is None else factor.condition,
-        smallest_eigenvalue=None if factor is None else factor.smallest_eigenvalue,
-        task_weight_sum=weight_sum,
-        task_weight_share=weight_sum / (weight_sum + lam) if site.name in problem.expert_bias else None,
-        stationarity_error=error,
-    )
 
 
 def relative_change(new: Tensor, old: Tensor) -> float | None:
@@ -279,11 +250,6 @@ class FeatCal(ClosedFormBase):
     def at_merged(self) -> Self:
         """The same at rho 1."""
         return self.changed(rho=1)
-
-    @property
-    def moments_key(self) -> Hashable:
-        """Ridge and anchor only enter the solve."""
-        return self.alpha, self.eps, self.last_block_tokens, self.solve_dtype
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
         """A share `alpha` of the expert in the target; sites whose outputs other tokens read keep their own rule."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from driftlens.base.errors import DataError, SingularGramError, SpecError
+from driftlens.base.errors import SingularGramError, SpecError
 from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import relative_change
@@ -16,12 +16,9 @@ from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.steps import Stepwise
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 
-_METRIC_EFFORT = 2.2
-"""FeatCal's processor times that `mu=0.9` adds: 4.2 on real images, 2.1 on a Llama's texts, 1.6 on T5's."""
-
 
 @calibrators.register("residual")
-class ResidualCal(Calibrator, Stepwise):
+class ResidualCal(Stepwise, Calibrator):
     """Cross-validated closed-form calibration towards the experts' own outputs and residual streams.
 
     Weights and biases of linear modules are solved for, step by step in the order in which a block runs them; norms,
@@ -79,10 +76,6 @@ class ResidualCal(Calibrator, Stepwise):
         self.mu = mu
         self.seed = seed
 
-    def cost(self, times: float = 1.0) -> float:
-        """As of every calibrator; the solve with an output metric takes as long whatever the samples."""
-        return super().cost(times) + (_METRIC_EFFORT if self.mu else 0)
-
     def check(self, *, has_base: bool = True) -> None:
         """Refuse settings that make no sense."""
         super().check(has_base=has_base)
@@ -96,14 +89,6 @@ class ResidualCal(Calibrator, Stepwise):
     def num_folds(self) -> int:
         """Parts that the samples fall into; 1 where nothing is held out."""
         return self.folds if self.cv == "on" else 1
-
-    def require_samples(self, count: int, task: str) -> None:
-        """Refuse fewer samples than folds."""
-        if count < self.num_folds:
-            raise DataError(
-                f"task {task} has {count} calibration samples, which {self.num_folds} folds can't share",
-                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
-            )
 
     def solve(self, problem: StepProblem) -> list[SiteUpdate]:
         """New weights and biases of sites that share a Gram matrix, and with it their ridges and share."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from driftlens.base.devices import beside, moved
 from driftlens.base.settings import Bounds, Label
-from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import Course, FinalFeatures
+from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, calibrators
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]
@@ -104,7 +103,6 @@ class Surgery(LowRankTrained):
 
     title = "Surgery"
     source = "arXiv:2402.02705"
-    effort = 1.0
 
     def __init__(
         self,

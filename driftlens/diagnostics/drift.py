@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from driftlens.base.diagnostic import Seen, diagnostic
 from driftlens.base.intervals import RESAMPLES
 from driftlens.engine.walk import drift_columns
-from driftlens.linalg.cka import linear_cka
+from driftlens.linalg.measures import linear_cka
 from driftlens.runs.schema import LAYERS, SAMPLES
 
 QUANTILES = (10, 25, 75, 90)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,29 +29,83 @@ from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import StateSource
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
-from driftlens.engine.expert_features import ExpertFeatures
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import (
     CalibratedLayer,
-    LinearProblem,
     NormProblem,
     Problem,
     SiteReport,
     SiteUpdate,
     StepProblem,
 )
-from driftlens.engine.sites import site_path
-from driftlens.engine.walk import FeatureStore, Parts, Passage, forward_order
+from driftlens.engine.sites import SiteRows, rows_and_output, site_path
+from driftlens.engine.walk import FeatureStore, Parts, Passage, WaitingBatch, forward_order
 from driftlens.linalg.gram import GramPool
-from driftlens.models.chain import Layer, Parameters, Pool, Site
+from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 
 EXPERT, MERGED = "expert", "merged"
 FEATURE_BUDGET = 2 * 2**30
 """Bytes of waiting features that stay in memory where nobody says otherwise."""
 
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem)
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
+
+
+_Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
+
+
+@dataclass
+class ExpertFeatures:
+    """A cache of what experts' sites read and return, and of what leaves their layers; 0 bytes cache nothing.
+
+    An expert's features don't depend on the merged model or on a calibrator's settings. A later calibration on the same
+    samples that wants the same sites takes them from here, and gets bit-identical weights.
+    """
+
+    budget: int = 0
+    _num_bytes: int = field(default=0, init=False)
+    _passes: dict[_Key, tuple[SiteRows, State]] = field(default_factory=dict, init=False)
+
+    def rows_and_output(
+        self,
+        task: str,
+        batch: WaitingBatch,
+        layer: Layer,
+        expert: Parameters,
+        state: State,
+        inputs: Collection[str],
+        outputs: Collection[str],
+        *,
+        stops: bool,
+    ) -> tuple[SiteRows, State]:
+        """Return what `rows_and_output` returns of an expert's layer, from the cache where it was computed before.
+
+        Args:
+            task: whose expert it is.
+            batch: some of the task's samples; a cache is asked for the same batches every time.
+            layer: the layer to run.
+            expert: the expert's parameters of the layer.
+            state: the expert's features before the layer.
+            inputs: sites whose inputs are wanted.
+            outputs: sites whose outputs are wanted.
+            stops: whether the layer is left after the last of these sites.
+        """
+        key = task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
+        if key in self._passes:
+            return self._passes[key]
+        found = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)
+        num_bytes = self._num_bytes + _bytes_of(*found)
+        if num_bytes <= self.budget:
+            self._num_bytes = num_bytes
+            self._passes[key] = found
+        return found
+
+
+def _bytes_of(rows: SiteRows, state: State) -> int:
+    """Return the memory of all tensors; sites that read the same tensor share it."""
+    tensors: list[Tensor] = [*rows.inputs.values(), *rows.outputs.values(), *state.values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 @dataclass(frozen=True)
@@ -149,29 +203,7 @@ class Ground:
             )
 
 
-class Method:
-    """What every way to calibrate says of itself.
-
-    Attributes:
-        takes_sites: whether a user may say which modules it solves for.
-    """
-
-    takes_sites: ClassVar[bool] = True
-
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
-        """What is calibrated on some ground, by settings that were checked; see `Calibrator.calibrate`."""
-        raise NotImplementedError(f"{type(self).__name__} doesn't say how it calibrates")
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Layers that it attaches something to."""
-        return ()
-
-    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
-        """Of a task, what waits within the budget of features beside them, where these sites are solved."""
-        return 0
-
-
-class ClosedForm(Method, ABC):
+class ClosedForm:
     """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments.
 
     Attributes:
@@ -182,12 +214,12 @@ class ClosedForm(Method, ABC):
     solve_dtype: str = "float64"
     update: Sequence[str] = ("linear", "bias", "norm")
 
-    @abstractmethod
-    def check(self, *, has_base: bool) -> None:
-        """Refuse settings that make no sense."""
+    def solve(self, problem: Any) -> Sequence[SiteUpdate]:
+        """Return new parameters of a problem's sites."""
+        raise NotImplementedError
 
     def least_rows(self, width: int) -> int:
-        """How many rows an expert of a mixture needs in every fold, by its inputs; with fewer it stays as merged."""
+        """Return how many rows an expert of a mixture needs in every fold, by its inputs; else it stays as merged."""
         return 1
 
 
@@ -198,9 +230,9 @@ class CalibrationWalk(ABC):
     process, which adds them in the order of the tasks and solves.
     """
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: Ground, calibrator: ClosedForm) -> None:
         ground.require_tasks()
-        self.ground, self.grams = ground, GramPool()
+        self.ground, self.closed_form, self.grams = ground, calibrator, GramPool()
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
         self.owners = self.team.owners(self.tasks)
         self.parts = {task: self.ground.parts[task] for task in self.team.mine(self.tasks)}
@@ -303,116 +335,65 @@ class CalibrationWalk(ABC):
         read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
         return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}
 
-    def solved(
-        self,
-        layer: Layer,
-        problems: Iterable[_P],
-        solve: Callable[[_P], Sequence[SiteUpdate]],
-        least_rows: Callable[[int], int],
-    ) -> Solved:
-        """Solve problems in the main process, and return the solutions in all."""
-        stored_in = self.ground.stored_in
-        work = partial(solve_layer, self.pool, layer, problems, solve, least_rows, stored_in=stored_in)
-        return self.team.once(work)
+    def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> Solved:
+        """Return new parameters and a report per site, solved in the main process; problems are from one snapshot.
 
+        Parameters hold only what the dtype can hold that a tensor of the calibrated model will be saved in, so that
+        whatever is computed with them is what the saved model will compute; they are on the pool's device in its dtype.
+        The report has what that rounding leaves of their way from the merged model's.
+        """
+        return self.team.once(partial(self._solve_all, layer, problems))
 
-@summing()
-def solve_layer(
-    pool: ModelPool,
-    layer: Layer,
-    problems: Iterable[_P],
-    solve: Callable[[_P], Sequence[SiteUpdate]],
-    least_rows: Callable[[int], int],
-    *,
-    stored_in: Callable[[str], torch.dtype],
-) -> tuple[dict[str, Tensor], list[SiteReport]]:
-    """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
+    @summing()
+    def _solve_all(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> Solved:
+        updates: dict[str, Tensor] = {}
+        reports: list[SiteReport] = []
+        for problem in problems:
+            started = time.perf_counter()
+            solved = self._solve_one(layer, problem)
+            seconds = (time.perf_counter() - started) / len(solved)
+            paths = {site.name: site_path(layer, site) for site in _sites(problem)}
+            for update in solved:
+                reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
+                updates |= update.parameters
+        return updates, reports
 
-    Parameters hold only what the dtype can hold that a tensor of the calibrated model will be saved in, `stored_in` of
-    its key, so that whatever is computed with them is what the saved model will compute; they are on the pool's device
-    in its dtype. What that rounding leaves of their way from the merged model's stands in the report.
-    """
-    updates: dict[str, Tensor] = {}
-    reports: list[SiteReport] = []
+    def _solve_one(self, layer: Layer, problem: Problem | StepProblem) -> list[SiteUpdate]:
+        """Solve a problem and round the solution; nothing of the unrounded one is kept while the next is solved."""
+        try:
+            rounded_updates = []
+            for update in self._solved_or_kept(problem):
+                rounded = {
+                    name: self._rounded(layer, name, value) for name, value in update.parameters.items()
+                }
+                change = sum((change for _, change in rounded.values()), Change(""))
+                parameters = {name: value for name, (value, _) in rounded.items()}
+                rounded_updates.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
+            return rounded_updates
+        except NumericsError as error:
+            named = ", ".join(site_path(layer, site) for site in _sites(problem))
+            raise type(error)(
+                f"layer {layer.index}, {named}: {error.message}",
+                hint=error.hint,
+                **{**error.context, "layer": layer.index, "sites": named},
+            ) from error
 
-    def stored(name: str, value: Tensor) -> tuple[Tensor, Change]:
+    def _solved_or_kept(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
+        """Solve a problem; an expert of a mixture that was sent too few tokens stays as it is."""
+        solve = self.closed_form.solve
+        if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
+            return solve(problem)
+        rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
+        if min(problem.num_rows) < self.closed_form.least_rows(width):
+            return [SiteUpdate.kept(site, rows) for site in problem.sites]
+        return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
+
+    def _rounded(self, layer: Layer, name: str, value: Tensor) -> tuple[Tensor, Change]:
         slot = layer.parameters[name]
-        dtype = stored_in(slot.key)
+        dtype = self.ground.stored_in(slot.key)
         # In float64 a solve differs by its own rounding from what it leaves as it is.
-        change = written(pool.source("merged"), slot.key, slot.stored(value).float(), dtype, slot.rows)
-        return value.to(dtype).to(pool.device, pool.dtype), change
-
-    for problem in problems:
-        started = time.perf_counter()
-        of_sites = _solved(layer, problem, partial(_solved_or_kept, solve, least_rows), stored)
-        seconds = (time.perf_counter() - started) / len(of_sites)
-        paths = {site.name: site_path(layer, site) for site in _sites(problem)}
-        for update in of_sites:
-            reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
-            updates |= update.parameters
-    return updates, reports
-
-
-def _solved(
-    layer: Layer,
-    problem: _P,
-    solve: Callable[[_P], Sequence[SiteUpdate]],
-    stored: Callable[[str, Tensor], tuple[Tensor, Change]],
-) -> list[SiteUpdate]:
-    """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
-    try:
-        solved, rounded_updates = solve(problem), []
-        if fault := _fault(problem, solved):
-            raise SpecError(
-                f"layer {layer.index}, {_named(layer, problem)}: the solution {fault}",
-                hint="A calibrator's `solve` returns `SiteUpdate`s, whose parameters have names and shapes of "
-                "`problem.merged`.",
-            )
-        for update in solved:
-            rounded = {name: stored(name, value) for name, value in update.parameters.items()}
-            change = sum((change for _, change in rounded.values()), Change(""))
-            parameters = {name: value for name, (value, _) in rounded.items()}
-            rounded_updates.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
-        return rounded_updates
-    except NumericsError as error:
-        named = _named(layer, problem)
-        raise type(error)(
-            f"layer {layer.index}, {named}: {error.message}",
-            hint=error.hint,
-            **{**error.context, "layer": layer.index, "sites": named},
-        ) from error
-
-
-def _named(layer: Layer, problem: Problem | StepProblem) -> str:
-    return ", ".join(site_path(layer, site) for site in _sites(problem))
-
-
-def _fault(problem: Problem | StepProblem, solved: object) -> str:
-    """Why what a calibrator returned, which anybody may have written, is no solution; "" where it is one."""
-    if not isinstance(solved, Sequence) or not solved:
-        return f"is {'empty' if solved == [] else type(solved).__name__}"
-    merged: object = getattr(problem, "merged", None)
-    shapes = {name: [*value.shape] for name, value in merged.items()} if isinstance(merged, Mapping) else {}
-    known = f"one of {', '.join(shapes)}"
-    for update in solved:
-        if not isinstance(update, SiteUpdate):
-            return f"holds {type(update).__name__}, expected SiteUpdate"
-        for name, value in update.parameters.items() if shapes else ():
-            if shapes.get(name) != [*value.shape]:
-                return f"has {name} {[*value.shape]}, expected {shapes.get(name, known)}"
-    return ""
-
-
-def _solved_or_kept(
-    solve: Callable[[_P], Sequence[SiteUpdate]], least_rows: Callable[[int], int], problem: _P
-) -> Sequence[SiteUpdate]:
-    """What solves a problem; an expert of a mixture that was sent too few tokens stays as it is."""
-    if not isinstance(problem, LinearProblem | StepProblem) or problem.sites[0].expert is None:
-        return solve(problem)
-    rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
-    if min(problem.num_rows) < least_rows(width):
-        return [SiteUpdate.kept(site, rows) for site in problem.sites]
-    return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
+        change = written(self.pool.source("merged"), slot.key, slot.stored(value).float(), dtype, slot.rows)
+        return value.to(dtype).to(self.pool.device, self.pool.dtype), change
 
 
 def _sites(problem: Problem | StepProblem) -> Sequence[Site]:

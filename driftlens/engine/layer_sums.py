@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.devices import place_of_sums
-from driftlens.engine.problems import (
-    InputSums,
-    LinearProblem,
-    NormProblem,
-    TaskMoments,
-    TaskSums,
-    Wanted,
-    WeightedFold,
-)
+from driftlens.base.devices import place_of_sums, summing
+from driftlens.engine.problems import LinearProblem, NormProblem, Wanted
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, stacked
-from driftlens.linalg.gram import GramPool, GramSum
-from driftlens.linalg.output_cross import OutputCross
-from driftlens.linalg.ridge import NormMoments
+from driftlens.linalg.gram import GramPool, GramSum, OutputCross, OutputSums, add_scaled, single
+from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 if TYPE_CHECKING:
@@ -64,13 +55,12 @@ class LayerSums:
             if site.kind == "linear":
                 grouped.setdefault((site.input, wanted), []).append(site)
             else:
-                norm = NormSums(site, rule=wanted.token_weights, fold=calibrator.fold_norm, dtype=dtype)
-                self._norms.append(norm)
+                self._norms.append(NormSums(site, rule=wanted.token_weights, dtype=dtype))
         self._groups = [
             LinearSums(
                 sites,
                 wanted=wanted,
-                fold=calibrator.fold(memory),
+                task_weight=calibrator.task_weight,
                 dtype=dtype,
                 objectives=objectives,
                 grams=memory,
@@ -136,23 +126,68 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+class InputSums(NamedTuple):
+    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
+
+    `num_rows` [] are those that count anything.
+    """
+
+    gram: GramSum
+    rows: Tensor
+    weight_sum: Tensor
+    num_rows: Tensor
+
+    def add(self, rows: Tensor, weights: Tensor | None) -> None:
+        """Add rows [T, k] that each count as `weights` say, [T]; None counts each 1."""
+        rows, weights = single(rows), None if weights is None else single(weights)
+        if weights is None:
+            self.weight_sum.add_(len(rows))
+            self.num_rows.add_(len(rows))
+            self.rows.add_(rows.sum(dim=0).to(self.rows.device))
+        else:
+            parts = weights.sum(), weights.count_nonzero(), weights @ rows
+            for total, part in zip((self.weight_sum, self.num_rows, self.rows), parts, strict=True):
+                total += part.to(total.device)
+            # With both factors of the product scaled by the root, each row counts its weight.
+            rows = rows * weights.sqrt()[:, None]
+        self.gram.add_rows(rows)
+
+
+@dataclass(frozen=True)
+class TaskSums:
+    """Sums over the rows of one task: the unit that calibrators fold, and that processes send.
+
+    `outputs` are of the wanted outputs with the inputs, `biases` the expert's, by site.
+    """
+
+    inputs: InputSums
+    outputs: OutputSums
+    biases: Mapping[str, Tensor]
+
+
 @dataclass(eq=False)
 class LinearSums:
     """Sums over rows of one group of sites: one Gram matrix, and the outputs wanted from every site, stacked.
 
-    All sites read the same rows, and the same is wanted of them. Sums are in `dtype`, products in that of the rows;
+    All sites read the same rows, and the same is wanted of them. Sums are in `dtype`, products in that of the rows.
+    Those over tasks are of each task's mean, times what `task_weight` makes of the Frobenius norm of its Gram matrix.
     `kept` holds sums of inputs that sites of other layers read, too, by task; None for a layer's own.
     """
 
     sites: Sequence[Site]
     wanted: Wanted
-    fold: WeightedFold
+    task_weight: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     objectives: bool
     grams: GramPool
     kept: dict[Hashable, InputSums] | None = None
-    _task: TaskMoments | None = field(default=None, init=False)
+    _inputs: InputSums = field(init=False)
+    _has_inputs: bool = field(default=False, init=False)
+    _cross: OutputCross | None = field(default=None, init=False)
     _gram: GramSum | None = field(default=None, init=False)  # its memory serves task after task
+    _total: GramSum | None = field(default=None, init=False)
+    _energy: Tensor | None = field(default=None, init=False)
+    _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def add(
         self,
@@ -170,10 +205,9 @@ class LinearSums:
         `expert_outputs` what each site of the expert makes of that, [T, o]; each row counts as `weights` say, [T], None
         counts each 1.
         """
-        if self._task is None:
-            weight = stacked(expert, self.sites)
-            cross = OutputCross(
-                weight,
+        if self._cross is None:
+            self._cross = OutputCross(
+                stacked(expert, self.sites),
                 _stacked_bias(expert, self.sites),
                 alpha=self.wanted.expert_share,
                 num_rows=num_rows,
@@ -181,14 +215,15 @@ class LinearSums:
                 energies=self.objectives,
             )
             key = task, self.sites[0].stream, self.wanted
-            shared = self.kept.get(key) if self.kept is not None else None
-            inputs = shared or self._inputs(rows)
+            self._has_inputs = self.kept is not None and key in self.kept
+            self._inputs = self.kept[key] if self.kept and self._has_inputs else self._empty(rows)
             if self.kept is not None:
-                self.kept[key] = inputs
-            self._task = TaskMoments(inputs, cross, is_known=shared is not None)
-        self._task.add(rows, expert_rows, expert_outputs, weights)
+                self.kept[key] = self._inputs
+        self._cross.add(rows, expert_rows, expert_outputs, weights)
+        if not self._has_inputs:
+            self._inputs.add(rows, weights)
 
-    def _inputs(self, rows: Tensor) -> InputSums:
+    def _empty(self, rows: Tensor) -> InputSums:
         """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
         k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
         if self.kept is not None:
@@ -199,29 +234,63 @@ class LinearSums:
         zeros = torch.zeros(k, dtype=self.dtype, device=device)
         return InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
 
+    @summing()
     def end_task(self, expert: Parameters) -> TaskSums | None:
         """Return the sums of the task at hand, and begin with the next; None if the layer saw nothing of it."""
-        task, self._task = self._task, None
-        if task is None:
+        cross, self._cross = self._cross, None
+        if cross is None:
             return None
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
-        return task.sums({name: bias for name, bias in biases.items() if bias is not None})
+        known = {name: bias for name, bias in biases.items() if bias is not None}
+        return TaskSums(self._inputs, cross.sums(self._inputs.gram), known)
 
+    @summing()
     def fold_task(self, task: TaskSums) -> None:
-        """Fold a task into the sums over tasks."""
-        self.fold.add(task)
+        """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
+        inputs, sums = task.inputs, task.outputs
+        total = self._begun(len(sums.target), inputs.rows)
+        self._count += inputs.num_rows
+        weight = self.task_weight(inputs.gram.norm() / inputs.weight_sum)
+        # A branch in Python would synchronize with the device for every task and group.
+        omega = torch.where(inputs.num_rows > 0, weight, 0.0)
+        scale = torch.where(inputs.num_rows > 0, weight / inputs.weight_sum, 0.0)
+        total.add(inputs.gram, scale)
+        add_scaled(self._output_cross, sums.cross, scale)
+        if sums.energy is not None:
+            energy = scale * sums.energy.to(self._rows)
+            self._energy = energy if self._energy is None else self._energy + energy
+        self._rows += scale * inputs.rows
+        self._targets += (scale * sums.target).to(self._rows.device)
+        self._weight += omega
+        for name, bias in task.biases.items():
+            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
+
+    def _begun(self, num_outputs: int, like: Tensor) -> GramSum:
+        if self._total is None:
+            self._total = self.grams.lend(len(like), like.dtype, like.device)
+            self._output_cross = like.new_zeros(num_outputs, len(like))
+            self._rows, self._targets = torch.zeros_like(like), like.new_zeros(num_outputs)
+            self._weight, self._count = like.new_zeros(()), like.new_zeros(())
+        return self._total
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
-        """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        moments = self.fold.moments()
-        place = moments.gram.device
+        """Return what is to be solved; `merged` and `base` are the whole layer's parameters."""
+        assert self._total is not None
+        place = self._total.device
         return LinearProblem(
             sites=tuple(self.sites),
-            moments=moments,
-            expert_bias=self.fold.mean_bias(),
+            moments=Moments(
+                gram=self._total.full().div_(self._weight),
+                output_cross=self._output_cross.div_(self._weight),
+                mean_in=self._rows / self._weight,
+                mean_target=self._targets / self._weight,
+                target_energy=None if self._energy is None else self._energy / self._weight,
+                weight_sum=self._weight,
+            ),
+            expert_bias={name: bias / self._weight for name, bias in self._bias.items()},
             merged=_of_sites(merged, self.sites, place),
             base=None if base is None else _of_sites(base, self.sites, place),
-            num_rows=() if self.sites[0].expert is None else (self.fold.num_rows,),
+            num_rows=() if self.sites[0].expert is None else (int(self._count),),
         )
 
 
@@ -235,12 +304,11 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 class NormSums:
     """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
 
-    Tokens count by `rule`, and `fold` takes a task's moments into those of the tasks before.
+    Tokens count by `rule`, tasks all alike.
     """
 
     site: Site
     rule: str
-    fold: Callable[[NormMoments | None, NormMoments], NormMoments]
     dtype: torch.dtype
     _task: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
     _total: NormMoments | None = field(default=None, init=False)
@@ -282,7 +350,7 @@ class NormSums:
 
     def fold_task(self, task: NormMoments) -> None:
         """Fold a task into the moments over tasks."""
-        self._total = self.fold(self._total, task)
+        self._total = task if self._total is None else self._total + task
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""

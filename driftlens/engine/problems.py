@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from driftlens.base.devices import summing
 from driftlens.engine.attached import Attachment
-from driftlens.linalg.gram import GramPool, GramSum, JointMoments, add_scaled, single
-from driftlens.linalg.output_cross import OutputCross, OutputSums
+from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind
 
@@ -144,133 +141,6 @@ class Wanted:
 
     expert_share: float
     token_weights: str
-
-
-class InputSums(NamedTuple):
-    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
-
-    `num_rows` [] are those that count anything.
-    """
-
-    gram: GramSum
-    rows: Tensor
-    weight_sum: Tensor
-    num_rows: Tensor
-
-
-class TaskMoments:
-    """Growing sums over the rows of one task.
-
-    `gram` [k, k] and `rows` [k] are of what the merged model feeds the sites, `cross` of the wanted outputs with that,
-    `weight_sum` says how much all rows count together.
-    """
-
-    def __init__(self, inputs: InputSums, cross: OutputCross, *, is_known: bool = False) -> None:
-        self.gram, self.rows, self.weight_sum, self.num_rows = inputs
-        self.cross = cross
-        self._is_known = is_known
-
-    @summing()
-    def sums(self, biases: Mapping[str, Tensor]) -> TaskSums:
-        """Return the sums of all rows, with the expert's biases by site."""
-        inputs = InputSums(self.gram, self.rows, self.weight_sum, self.num_rows)
-        return TaskSums(inputs, self.cross.sums(self.gram), biases)
-
-    def add(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> None:
-        """Add rows, arguments as for `LinearSums.add`."""
-        self.cross.add(rows, expert_rows, expert_outputs, weights)
-        if self._is_known:
-            return
-        rows, weights = single(rows), None if weights is None else single(weights)
-        if weights is None:
-            self.weight_sum += len(rows)
-            self.num_rows += len(rows)
-            self.rows += rows.sum(dim=0).to(self.rows.device)
-        else:
-            parts = weights.sum(), weights.count_nonzero(), weights @ rows
-            for total, part in zip((self.weight_sum, self.num_rows, self.rows), parts, strict=True):
-                total += part.to(total.device)
-            # With both factors of the product scaled by the root, each row counts its weight.
-            rows = rows * weights.sqrt()[:, None]
-        self.gram.add_rows(rows)
-
-
-@dataclass(frozen=True)
-class TaskSums:
-    """Sums over the rows of one task: the unit that calibrators fold, and that processes send.
-
-    `outputs` are of the wanted outputs with the inputs, `biases` the expert's, by site.
-    """
-
-    inputs: InputSums
-    outputs: OutputSums
-    biases: Mapping[str, Tensor]
-
-
-class WeightedFold:
-    """Moments of linear sites: sums over tasks, each divided by its rows' weight and multiplied by its task weight.
-
-    `task_weight` says how much a task counts, from the Frobenius norm of its mean Gram matrix.
-    """
-
-    def __init__(self, grams: GramPool, task_weight: Callable[[Tensor], Tensor]) -> None:
-        self._grams = grams
-        self._task_weight = task_weight
-        self._gram: GramSum | None = None
-        self._energy: Tensor | None = None
-        self._bias: dict[str, Tensor] = {}
-
-    def _begun(self, num_outputs: int, like: Tensor) -> GramSum:
-        if self._gram is None:
-            self._gram = self._grams.lend(len(like), like.dtype, like.device)
-            self._cross = like.new_zeros(num_outputs, len(like))
-            self._rows, self._targets = torch.zeros_like(like), like.new_zeros(num_outputs)
-            self._weight, self._count = like.new_zeros(()), like.new_zeros(())
-        return self._gram
-
-    @summing()
-    def add(self, task: TaskSums) -> None:
-        """Take in one task, unless no row of it counts; its memory serves the next task afterwards."""
-        inputs, sums = task.inputs, task.outputs
-        gram = self._begun(len(sums.target), inputs.rows)
-        self._count += inputs.num_rows
-        weight = self._task_weight(inputs.gram.norm() / inputs.weight_sum)
-        # Not asked in Python, which would have to wait for every task and group: a task without rows adds zeros.
-        omega = torch.where(inputs.num_rows > 0, weight, 0.0)
-        scale = torch.where(inputs.num_rows > 0, weight / inputs.weight_sum, 0.0)
-        gram.add(inputs.gram, scale)
-        add_scaled(self._cross, sums.cross, scale)
-        if sums.energy is not None:
-            energy = scale * sums.energy.to(self._rows)
-            self._energy = energy if self._energy is None else self._energy + energy
-        self._rows += scale * inputs.rows
-        self._targets += (scale * sums.target).to(self._rows.device)
-        self._weight += omega
-        for name, bias in task.biases.items():
-            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows of all tasks count anything."""
-        return int(self._count)
-
-    def moments(self) -> Moments:
-        """Of all tasks together, divided by the sum of their task weights."""
-        assert self._gram is not None
-        return Moments(
-            gram=self._gram.full().div_(self._weight),
-            output_cross=self._cross.div_(self._weight),
-            mean_in=self._rows / self._weight,
-            mean_target=self._targets / self._weight,
-            target_energy=None if self._energy is None else self._energy / self._weight,
-            weight_sum=self._weight,
-        )
-
-    def mean_bias(self) -> dict[str, Tensor]:
-        """The experts' biases by site, each counting its task weight."""
-        return {name: bias / self._weight for name, bias in self._bias.items()}
 
 
 @dataclass(frozen=True)

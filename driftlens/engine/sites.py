@@ -389,12 +389,6 @@ def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def stacked_shape(parameters: Parameters, sites: Sequence[Site]) -> tuple[int, int]:
-    """The shape of what `stacked` makes, which isn't made for that."""
-    weights = [parameters[f"{site.name}.weight"] for site in sites]
-    return sum(map(len, weights)), weights[0].shape[1]
-
-
 def added_to(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:

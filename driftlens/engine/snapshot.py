@@ -28,21 +28,18 @@ from driftlens.engine.calibrating import (
     Solved,
     in_words,
 )
-from driftlens.engine.layer_sums import LayerSums
+from driftlens.engine.layer_sums import InputSums, LayerSums
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import (
     CalibratedLayer,
-    InputSums,
     Problem,
     SiteReport,
     SiteUpdate,
     Wanted,
-    WeightedFold,
 )
 from driftlens.engine.sites import SiteRows, rows_and_output
 from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.gram import GramPool, solve_bytes
-from driftlens.linalg.ridge import NormMoments
+from driftlens.linalg.gram import solve_bytes
 from driftlens.models.chain import Layer, Parameters, Site, State
 
 
@@ -70,14 +67,6 @@ class Layerwise(ClosedForm):
         """How much a task counts whose Gram matrix has this Frobenius norm."""
         return torch.ones_like(gram_norm)
 
-    def fold(self, grams: GramPool) -> WeightedFold:
-        """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
-        return WeightedFold(grams, self.task_weight)
-
-    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
-        """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
-        return task if total is None else total + task
-
     @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; nothing that is handed in is modified.
@@ -99,7 +88,7 @@ class SnapshotWalk(CalibrationWalk):
     """
 
     def __init__(self, ground: Ground, calibrator: Layerwise) -> None:
-        super().__init__(ground)
+        super().__init__(ground, calibrator)
         self.calibrator = calibrator
         self.sums: LayerSums
         self.kept: dict[int, dict[Hashable, InputSums]] = {}
@@ -228,7 +217,7 @@ class SnapshotWalk(CalibrationWalk):
         """New parameters and reports of the layer."""
         # What a solved problem holds makes room for the next one.
         problems = (part.problem(merged, self._base(layer, part.sites)) for part in self.sums.parts)
-        return self.solved(layer, problems, self.calibrator.solve, self.calibrator.least_rows)
+        return self.solved(layer, problems)
 
     def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
         """The base's parameters of some sites, where there is a base."""

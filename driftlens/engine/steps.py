@@ -40,7 +40,6 @@ from driftlens.engine.sites import (
     require_rule,
     rows_and_output,
     stacked,
-    stacked_shape,
     stream_of,
 )
 from driftlens.engine.step_weights import (
@@ -159,7 +158,7 @@ class StepWalk(CalibrationWalk):
     """
 
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
-        super().__init__(ground)
+        super().__init__(ground, calibrator)
         self.calibrator = calibrator
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
@@ -222,7 +221,7 @@ class StepWalk(CalibrationWalk):
             # Every group is summed up in a pass of its own, and solved before the next.
             sums = self._sums(layer, student, merged, at, group, streams)
             problems = (sums.problem(group, merged, has_views=self.ground.has_views) for _ in range(1))
-            updates, reports = self.solved(layer, problems, self.calibrator.solve, self.calibrator.least_rows)
+            updates, reports = self.solved(layer, problems)
             solved[0].update(updates)
             solved[1].extend(reports)
             self.grams.take_back()
@@ -583,9 +582,3 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
         return weight
     bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
-
-
-def _shape(parameters: Parameters, group: Group) -> tuple[int, int]:
-    """Of what `_affine` makes."""
-    outputs, inputs = stacked_shape(parameters, group.sites)
-    return outputs, inputs + group.has_bias

@@ -30,8 +30,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "title": kind.title or name,
                 "source": kind.source,
                 "kind": "closed form" if kind.takes_sites else "trained",
-                "needs_task_id": kind.needs_task_id,
-                "leaves": kind.leaves(),
+                "needs_task_id": not kind.takes_sites,
                 "effort": kind.effort,
                 "settings": schemas_of(settings_of(kind)),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
@@ -85,7 +84,6 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
         for name, method in methods.items():
             source = f", {method['source']}" if method["source"] else ""
             reads = f"; reads {method['reads']}" if "reads" in method else ""
-            reads += f"; leaves {method['leaves']}" if "leaves" in method else ""
             reads += ", wants to know the task of an input" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():

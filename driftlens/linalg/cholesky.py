@@ -184,11 +184,6 @@ SINGLE = torch.finfo(torch.float32).eps
 """Below this share of the largest singular value, and that by width, float32 entries hold nothing but rounding."""
 
 
-def svd_operations(count: int, rows: int, columns: int) -> float:
-    """Roughly what so many decompositions of a matrix take; far from a product's rate, so each counts tenfold."""
-    return count * 220.0 * rows * columns * min(rows, columns)
-
-
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     """rows [o, k] times the pseudoinverse of `gram` [k, k], both in float64; by Cholesky where it is regular.
 

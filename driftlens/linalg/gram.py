@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from driftlens.base.devices import near_float64, place_of_sums, summing
-from driftlens.base.errors import ShapeError
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
 _ENTRIES = 2**18  # converted at a time: about what a core's own cache holds
@@ -75,8 +75,6 @@ class GramSum:
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows' outer products, rows' rows; `rows` is [T, k]."""
-        if rows.dim() != 2 or rows.shape[1] != self.k:
-            raise ShapeError(f"want rows [T, {self.k}], got {list(rows.shape)}")
         rows = single(rows)
         for tile in self._tiles:
             self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
@@ -177,6 +175,124 @@ def _tiles(start: int, stop: int) -> Iterator[_Tile]:
     yield slice(middle, stop), slice(start, middle)
     yield from _tiles(start, middle)
     yield from _tiles(middle, stop)
+
+
+class OutputSums(NamedTuple):
+    """Sums over rows: of (W t) x', [O, k], of W t, [O], and of (W t)^2, [O], or None where nobody asked for it."""
+
+    cross: Tensor
+    target: Tensor
+    energy: Tensor | None
+
+
+class OutputCross:
+    """Growing sums of wanted outputs with inputs, in the way that takes fewer operations.
+
+    W is an expert's weight and b its bias, x the input that the merged model feeds the site, u the one that the expert
+    feeds it, and wanted is W t of t = alpha * u + (1 - alpha) * x (FeatCal, arXiv:2605.13030, Eq. 10). The expert's
+    outputs y = W u + b are known, since it has run. With T rows, W x of every row costs T O k operations and the
+    product of W t with the input T O k more; the sum of t x' alone costs T k^2, and O k^2 once at the end.
+
+    Through the inputs that is C, the sum of t x', and W once at the end. For the energies the expert's outputs make up
+    for a Gram matrix of t: row by row w of W, with G the sum of x x',
+
+        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
+
+    Args:
+        weight: W, [O, k].
+        bias: b, [O].
+        alpha: share of the expert in what is wanted.
+        num_rows: about how many rows there will be.
+        dtype: of the sums.
+        energies: whether (W t)^2 is wanted.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        alpha: float,
+        num_rows: int,
+        dtype: torch.dtype,
+        energies: bool,
+    ) -> None:
+        outputs, k = weight.shape
+        through_inputs = num_rows * k**2 + outputs * k**2 + (outputs * k**2 // 2 if energies else 0)
+        self.row_by_row = 2 * num_rows * outputs * k <= through_inputs
+        self._weight = single(weight)
+        self._bias = single(bias)
+        self._alpha = alpha
+        self._dtype = dtype
+        self._energies = energies
+        self._sums: OutputSums | None = None
+
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        """Add rows x, [T, k], with the expert's own u, [T, k].
+
+        `expert_outputs` are y, [T, o] of each site whose weight is stacked in W; `weights` [T] say how much each row
+        counts, None counts each 1.
+        """
+        of_these = self._of_outputs if self.row_by_row else self._of_inputs
+        outputs_of_sites = [*map(single, expert_outputs)]
+        more = of_these(
+            single(rows), single(expert_rows), outputs_of_sites, None if weights is None else single(weights)
+        )
+        if self._sums is not None:
+            held = self._sums
+            more = OutputSums(
+                grown(held.cross, more.cross, self._dtype),
+                grown(held.target, more.target, self._dtype),
+                None if more.energy is None else grown(held.energy, more.energy, self._dtype),
+            )
+        self._sums = more
+
+    def _of_outputs(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> OutputSums:
+        wanted = rows @ self._weight.mT
+        for part_wanted, part_expert in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
+            part_wanted.lerp_(part_expert, self._alpha)
+        wanted.sub_(self._bias, alpha=self._alpha)
+        energy = _total(wanted.square(), weights) if self._energies else None
+        counted = wanted if weights is None else wanted * weights[:, None]
+        return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
+
+    def _of_inputs(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> OutputSums:
+        targets = torch.lerp(rows, expert_rows, self._alpha)
+        if weights is not None:
+            targets *= weights[:, None]
+        energy = None
+        if self._energies:
+            parts = zip(expert_outputs, _split(self._bias, expert_outputs), strict=True)
+            energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
+        return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
+
+    def sums(self, gram: GramSum) -> OutputSums:
+        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
+        assert self._sums is not None
+        if self.row_by_row:
+            return self._sums
+        cross, target, energy = self._sums
+        weight, rest = self._weight, 1 - self._alpha
+        cross = cross.to(weight)
+        if energy is not None:
+            quadratic = rest * gram.quadratic(weight, scale=-rest, more=cross)
+            energy = self._alpha**2 * energy + quadratic.to(energy.device)
+        return OutputSums(weight @ cross, weight @ target.to(weight), energy)
+
+
+def _split(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Parts of the last axis, as wide as these."""
+    return torch.split(stacked, [part.shape[-1] for part in like], dim=-1)
+
+
+def _total(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.sum(dim=0) if weights is None else weights @ rows
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import ShapeError, SingularGramError, SpecError
+from driftlens.base.errors import SingularGramError
 from driftlens.linalg.cholesky import Factor, factorize
 
 
@@ -15,7 +15,7 @@ from driftlens.linalg.cholesky import Factor, factorize
 class Moments:
     """Weighted averages over rows x of a linear map's input and y of its wanted output (without bias).
 
-    `a + b` are the moments of both sets of rows together. Letters: k inputs, o outputs.
+    Letters: k inputs, o outputs.
 
     Attributes:
         gram: E[x x'], [k, k], symmetric; G of FeatCal (arXiv:2605.13030), Eq. 13.
@@ -33,14 +33,6 @@ class Moments:
     target_energy: Tensor | None
     weight_sum: Tensor
 
-    def __add__(self, other: Moments) -> Moments:
-        total = self.weight_sum + other.weight_sum
-        left, right = self.weight_sum / total, other.weight_sum / total
-        known = self.target_energy is not None and other.target_energy is not None
-        names = [name for name in _AVERAGES if known or name != "target_energy"]
-        averages = {name: left * getattr(self, name) + right * getattr(other, name) for name in names}
-        return Moments(**{"target_energy": None, **averages}, weight_sum=total)
-
     def of_outputs(self, rows: slice) -> Moments:
         """Those of some outputs alone."""
         energy = None if self.target_energy is None else self.target_energy[rows]
@@ -55,64 +47,12 @@ class Moments:
         return self.weight_sum * (quadratic - 2 * mixed + self.target_energy)
 
 
-_AVERAGES = ("gram", "output_cross", "mean_in", "mean_target", "target_energy")
-
-
 def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
     """Cholesky factor of scale * gram + lam * I, which serves every site with this Gram matrix; see `factorize`.
 
     The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
     """
-    if not lam >= 0:  # also refuses NaN
-        raise SpecError(f"lam must be at least 0, got {lam}", hint="0.05 is the paper's value for CLIP.")
     return factorize(gram, what=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
-
-
-def solve_weight(
-    gram: Tensor,
-    output_cross: Tensor,
-    anchor: Tensor | None,
-    *,
-    lam: float,
-    factor: Factor | None = None,
-) -> Tensor:
-    """Weight closest to the outputs experts would give, pulled towards `anchor`.
-
-    Minimises over W, with all tasks already summed into the moments,
-
-        E |W x - y|^2 + lam * |W - anchor|_F^2,
-
-    where x is what the *merged* model feeds this site and y the output wanted from it. The minimiser is
-    (output_cross + lam * anchor) (gram + lam * I)^-1.  Source: FeatCal (arXiv:2605.13030), Eq. 17.
-
-    Args:
-        gram: E[x x'], [k, k], symmetric, no unit (each task is divided by its Frobenius norm).
-        output_cross: E[y x'], [o, k], divided by the same norms; rows of several sites may be stacked.
-        anchor: [o, k], in the unit of the weight; None drops both terms with `lam`.
-        lam: lambda >= 0, relative to a Gram matrix of Frobenius norm 1.
-        factor: `ridge_factor(gram, lam)` (lam 0 without an anchor), where it is known already.
-
-    Returns:
-        [o, k], in the dtype of `gram`; give float32 or float64, a half-precision Cholesky factor is noise. At
-        lam = 1e-5 float32 is good to about 1e-3 only.
-
-    Raises:
-        ShapeError: the three shapes disagree.
-        SpecError: `lam` is negative or NaN.
-        NumericsError: a moment holds NaN or infinite entries.
-        SingularGramError: not positive definite. Nothing is damped or pseudo-inverted behind the caller's back.
-    """
-    k = gram.shape[-1]
-    wanted = output_cross if anchor is None else anchor
-    if gram.shape != (k, k) or output_cross.shape[-1:] != (k,) or output_cross.shape != wanted.shape:
-        raise ShapeError(
-            "want gram [k, k], output_cross [o, k] and anchor [o, k], "
-            f"got {list(gram.shape)}, {list(output_cross.shape)} and {list(wanted.shape)}"
-        )
-    if factor is None:
-        factor = ridge_factor(gram, 0.0 if anchor is None else lam)
-    right = output_cross.clone() if anchor is None else torch.add(output_cross, anchor, alpha=lam)
-    return factor.solve_rows(right)
 
 
 def solve_bias(
@@ -164,18 +104,34 @@ class RidgeSolution:
 def solve_ridge(
     moments: Moments, anchor: Tensor | None, *, lam: float, factor: Factor | None = None
 ) -> RidgeSolution:
-    """Weight and objective from the moments of all tasks together; see `solve_weight`.
+    """Return the weight closest to the outputs experts would give, pulled towards `anchor`, and its objective.
 
-    `moments` are of the site, or of several stacked sites, and `weight_sum` is the sum of the task weights; `factor` is
-    `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
+    Minimises over W, with all tasks already summed into the moments,
+
+        weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2,
+
+    where x is what the *merged* model feeds this site and y the output wanted from it. With G = weight_sum * E[x x']
+    and R = weight_sum * E[y x'], the minimiser is (R + lam * anchor) (G + lam * I)^-1.
+    Source: FeatCal (arXiv:2605.13030), Eq. 17.
+
+    Args:
+        moments: of one site, or of several that are stacked; `weight_sum` is the sum of the task weights. Use float64:
+            a half-precision Cholesky factor is noise, and at lam = 1e-5 float32 is good to about 1e-3 only.
+        anchor: [o, k], in the unit of the weight; None drops both terms with `lam`.
+        lam: lambda >= 0, relative to a Gram matrix of Frobenius norm 1.
+        factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
+
+    Raises:
+        NumericsError: a moment holds NaN or infinite entries.
+        SingularGramError: not positive definite. Nothing is damped or pseudo-inverted instead.
     """
     cross = moments.output_cross * moments.weight_sum
     if factor is None:
         factor = ridge_factor(moments.gram, 0.0 if anchor is None else lam, scale=moments.weight_sum)
-    weight = solve_weight(moments.gram, cross, anchor, lam=lam, factor=factor)
+    weight = factor.solve_rows(cross.clone() if anchor is None else torch.add(cross, anchor, alpha=lam))
     if moments.target_energy is None:
         return RidgeSolution(weight, factor, None)
-    # At the solution W H = R, so that W's quadratic form needs no product with H.
+    # At the solution W G = R, so that W's quadratic form needs no product with G.
     objective = moments.weight_sum * moments.target_energy - torch.linalg.vecdot(cross, weight)
     if anchor is not None:
         objective = objective + lam * torch.linalg.vecdot(anchor, anchor - weight)
@@ -225,7 +181,9 @@ class NormMoments:
         total = self.weight_sum + other.weight_sum
         left, right = self.weight_sum / total, other.weight_sum / total
         averages = {
-            name: left * getattr(self, name) + right * getattr(other, name) for name in _NORM_AVERAGES
+            name: left * value + right * getattr(other, name)
+            for name, value in vars(self).items()
+            if name != "weight_sum"
         }
         return NormMoments(**averages, weight_sum=total)
 
@@ -235,9 +193,6 @@ class NormMoments:
         if shift is not None:
             error = error + 2 * scale * shift * self.mean + shift**2 - 2 * shift * self.shift_target
         return self.weight_sum * error.sum()
-
-
-_NORM_AVERAGES = ("mean", "second", "scale_target", "shift_target", "target_energy")
 
 
 def solve_layer_norm(

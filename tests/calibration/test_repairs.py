@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.errors import IncompatibleModelsError
+from driftlens.calibration.calibrator import Course, FinalFeatures
 from driftlens.calibration.surgery import LowRank, ProbSurgery, Surgery, prob_surgery_loss, uniform
-from driftlens.engine.training import Course, FinalFeatures
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import quiet
 

@@ -30,11 +30,10 @@ TRAINED = [name for name, kind in calibrators.items() if issubclass(kind, Traine
 def test_all_others_are_one_model() -> None:
     for name, kind in calibrators.items():
         if name not in TRAINED:
-            assert not kind.needs_task_id and kind.leaves() == "a checkpoint"
+            assert kind.takes_sites
             require_task_id("unknown", name)
     for name in TRAINED:
-        assert calibrators[name].needs_task_id
-        assert calibrators[name].leaves() == "a checkpoint and attachments"
+        assert not calibrators[name].takes_sites
         with pytest.raises(SpecError, match=f"{name} has a map for every task, and task_id is unknown"):
             require_task_id("unknown", name)
     assert {*TRAINED} == {"surgery", "prob_surgery"}

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.base.errors import ShapeError
-from driftlens.linalg.cka import linear_cka
+from driftlens.linalg.measures import linear_cka
 from driftlens.linalg.state import cross_entropy_change, expert_cosine, softmax_change
 
 
@@ -32,11 +31,6 @@ def test_a_row_and_itself_give_one_and_opposite_rows_minus_one() -> None:
 def test_a_zero_row_has_no_cosine() -> None:
     found = expert_cosine(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     assert found.isnan().tolist() == [True, False]
-
-
-def test_rows_must_match() -> None:
-    with pytest.raises(ShapeError, match=r"\[2, 3\] and \[2, 4\]"):
-        expert_cosine(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
 @pytest.fixture
@@ -114,11 +108,6 @@ def test_it_is_the_estimator_written_out(features: tuple[Tensor, Tensor]) -> Non
 def test_too_few_samples_or_no_variation_give_nan(generator: torch.Generator) -> None:
     assert linear_cka(torch.eye(3), torch.eye(3)).isnan()
     assert linear_cka(torch.ones(6, 2), torch.randn(6, 2, generator=generator)).isnan()
-
-
-def test_samples_must_match() -> None:
-    with pytest.raises(ShapeError, match="same n"):
-        linear_cka(torch.zeros(5, 2), torch.zeros(6, 2))
 
 
 ranges = st.sampled_from([0.0, 1.0, 30.0, 131.0])

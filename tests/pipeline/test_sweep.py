@@ -21,8 +21,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.corruption import corrupt
 from driftlens.engine import expert_features
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.expert_features import ExpertFeatures
+from driftlens.engine.calibrating import ExpertFeatures, Ground
 from driftlens.engine.sites import rows_and_output, select_sites
 from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control

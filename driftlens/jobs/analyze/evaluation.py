@@ -29,7 +29,7 @@ from driftlens.engine.walk import FiniteWatch, forward, require_finite, waiting_
 from driftlens.findings.measures import interval_of, results
 from driftlens.findings.reading import estimate
 from driftlens.jobs.study.study import Study
-from driftlens.linalg.ranking import DEEPEST, RANKINGS, similarities
+from driftlens.linalg.measures import DEEPEST, RANKINGS, similarities
 from driftlens.linalg.state import expert_cosine, lengths
 from driftlens.models.chain import Pool
 from driftlens.models.heads import gives_one_score, is_of_vocabulary

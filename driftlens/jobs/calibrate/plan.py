@@ -270,8 +270,7 @@ def plan_calibration(
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
-    for task, drawn in samples.items():
-        calibrator.require_samples(len(drawn), task)
+    for drawn in samples.values():
         viewed(drawn)  # refuses views that can't be made
     if request.control:
         _require_control(samples, calibrator, method)
@@ -304,7 +303,7 @@ def plan_calibration(
         control,
         patterns=tuple(patterns or ()),
         seed=study.seed,
-        boundaries=calibrator.boundaries(len(chain.layers)),
+        boundaries=(len(chain.layers),) if chooses_itself else (),
         out_dtype=request.out_dtype or "",
         shrink=_shrink_of(request.shrink),
     )
@@ -322,7 +321,7 @@ def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:
     """Refuse to shrink where there is no base, or nothing but what is attached."""
     if not study.has_base:
         raise SpecError("shrink goes towards the base, and the run has none", hint="Leave shrink out.")
-    if calibrator.needs_task_id:
+    if not calibrator.takes_sites:
         raise SpecError(
             f"{method} attaches maps and leaves the weights alone, so that nothing can be shrunk towards the base",
             hint="Leave shrink out, or choose a method that changes weights.",

@@ -420,11 +420,11 @@ def _entrants(
         views = Views(copies=7 if is_few else 3)
         name = f"{method_called(dearest)} views={views.copies}"
         title = f"{_title(name, dearest, start)} and {views.copies} views of every sample"
-        viewed = [Entrant(name, title, dearest, dearest.cost(1 + views.copies), views)]
+        viewed = [Entrant(name, title, dearest, dearest.effort * (1 + views.copies), views)]
         # On no suite of docs/arena.md were the same settings better without views, and they are dear.
         repairs = {key: kept for key, kept in repairs.items() if kept is start or _is_other(kept, dearest)}
     entrants = [
-        Entrant(key, _title(key, repair, start), repair, repair.cost()) for key, repair in repairs.items()
+        Entrant(key, _title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
     ] + viewed
     if not others:
         return entrants

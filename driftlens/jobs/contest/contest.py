@@ -36,8 +36,7 @@ from driftlens.base.variants import expert_of
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
 from driftlens.engine.attached import Attachment
-from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.expert_features import ExpertFeatures
+from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import Kept

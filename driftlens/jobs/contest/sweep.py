@@ -24,7 +24,7 @@ from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.corruption import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
-from driftlens.engine.expert_features import ExpertFeatures
+from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of

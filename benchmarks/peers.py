@@ -246,9 +246,8 @@ def _fusionbench(name: str, folder: Path, tasks: list[str]) -> Work:
 
 def _surgery(case: Case, side: str) -> Work:
     """Maps behind a task arithmetic of open_clip's towers, all beginning at the same numbers."""
-    from driftlens.calibration.descent import uniform
-
     from benchmarks.calibration import _tower
+    from driftlens.calibration.surgery import uniform
 
     pixels = case.pixels
     base, *others = (_tower(seed, BLOCKS) for seed in range(1 + case.tasks))

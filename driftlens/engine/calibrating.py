@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.devices import summing, wide
-from driftlens.base.errors import DataError, NumericsError, SpecError
+from driftlens.base.errors import DataError, NumericsError, ShapeError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
 from driftlens.base.team import ALONE, Team
@@ -389,10 +389,12 @@ class CalibrationWalk(ABC):
         return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
     def _rounded(self, layer: Layer, name: str, value: Tensor) -> tuple[Tensor, Change]:
-        slot = layer.parameters[name]
+        slot, source = layer.parameters[name], self.pool.source("merged")
+        if (expected := slot.shape(source.headers[slot.key].shape)) != value.shape:  # it would be broadcast
+            raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
         dtype = self.ground.stored_in(slot.key)
         # In float64 a solve differs by its own rounding from what it leaves as it is.
-        change = written(self.pool.source("merged"), slot.key, slot.stored(value).float(), dtype, slot.rows)
+        change = written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
         return value.to(dtype).to(self.pool.device, self.pool.dtype), change
 
 

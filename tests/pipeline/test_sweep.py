@@ -20,7 +20,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.corruption import corrupt
-from driftlens.engine import expert_features
+from driftlens.engine import calibrating
 from driftlens.engine.calibrating import ExpertFeatures, Ground
 from driftlens.engine.sites import rows_and_output, select_sites
 from driftlens.findings.before_after import before_after
@@ -68,7 +68,7 @@ def test_cached_expert_features_give_the_same_weights_as_none(
         runs.append(layer.path)
         return rows_and_output(layer, *args, **options)
 
-    monkeypatch.setattr(expert_features, "rows_and_output", run)
+    monkeypatch.setattr(calibrating, "rows_and_output", run)
 
     def solved(cache: ExpertFeatures) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
         runs.clear()

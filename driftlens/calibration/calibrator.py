@@ -22,9 +22,8 @@ from driftlens.base.errors import IncompatibleModelsError, SpecError, did_you_me
 from driftlens.base.registry import Registry
 from driftlens.base.settings import read, settings_of
 from driftlens.base.variants import expert_of
-from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.snapshot import Layerwise
 from driftlens.engine.walk import OnStep, Passage, WaitingBatch, forward_order

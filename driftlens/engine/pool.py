@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.base.variants import task_of
 from driftlens.base.words import some_of
 from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
-from driftlens.engine.attached import Attachment, Attachments, behind, final_module
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
-from driftlens.models.frames import known_on_host
+from driftlens.data.samples import SampleSet
+from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
+from driftlens.models.frames import features_of, known_on_host
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.taking_apart.interception import buffers_on, plain_experts
 
@@ -122,6 +123,26 @@ def _stacks(layer: Layer) -> dict[str, dict[str, Slot]]:
         if slot.is_stacked:
             stacks.setdefault(slot.key, {})[name] = slot
     return stacks
+
+
+class Attachment(Protocol):
+    """A pure, differentiable map of the final feature of one variant, for one task."""
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """Return corrected features of the same shape, [n, t, d] or [n, d]."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return all numbers that make up the map, by name: what is saved of it.
+
+        An attribute `code` may hold Python that computes `f` anew from `f` and from these tensors, `t`, for others to
+        read.
+        """
+        ...
+
+
+Attachments = Mapping[str, Attachment]
+"""Task -> its correction of the final feature."""
 
 
 @dataclass(frozen=True)
@@ -547,3 +568,115 @@ def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any
         (owner._buffers if is_buffer else owner._parameters, leaf, is_buffer)
         for owner, leaf, is_buffer in owned
     ]
+
+
+def attachment_tensors(attachments: Attachments, last: int) -> dict[str, Tensor]:
+    """Return all tensors by their names in files, `last/tensor/task`; `last` is the index of the last layer."""
+    return {
+        f"{last}/{name}/{task}": value.detach()
+        for task, attachment in sorted(attachments.items())
+        for name, value in attachment.tensors().items()
+    }
+
+
+def attachments_from(
+    tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor]], Attachment]
+) -> dict[str, Attachment]:
+    """Build the corrections from what `attachment_tensors` returned; `make` takes the tensors of one task."""
+    by_task: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, value in tensors:
+        _, name, task = key.split("/", 2)
+        by_task[task][name] = value
+    return {task: make(of_task) for task, of_task in by_task.items()}
+
+
+def portable_tensors(chain: LayerChain, attachments: Attachments, prefix: str = "") -> dict[str, Tensor]:
+    """Return all tensors as `module/tensor/task`, by the path of the module whose output is the final feature.
+
+    `prefix` is what the path begins with where the library's whole model holds the module.
+    """
+    path = f"{prefix}{final_module(chain)}".rstrip(".") if attachments else ""
+    return {
+        f"{path}/{name}/{task}": value.detach()
+        for task, attachment in attachments.items()
+        for name, value in attachment.tensors().items()
+    }
+
+
+def final_module(chain: LayerChain) -> str:
+    """Return the path of the library's module whose output is the final feature; raise where there is none."""
+    last = chain.layers[-1]
+    path = last.path if last.role == "block" else chain.final
+    if path is None:
+        raise IncompatibleModelsError(
+            f"what leaves the {last.role} is no module's output in {chain.architecture}, so nothing can be "
+            "attached to the library's own model there",
+            hint="Choose a method that changes weights.",
+        )
+    return path
+
+
+def behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a forward hook of the module at a path that applies the map to its features."""
+
+    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        changed = attachment(features_of(path, output))
+        return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
+
+    return change
+
+
+class Asked:
+    """One task's samples before a score map; `pool` tells how a model computes."""
+
+    def __init__(self, pool: ModelPool, samples: SampleSet, head: ScoreMap, pooling: Pool) -> None:
+        self._samples, self._pool, self._head, self._pooling = samples, pool, head, pooling
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The weights that scores depend on."""
+        more = self._head.lm.keys if isinstance(self._head, LmHead) else ()
+        return tuple(dict.fromkeys((*self._pool.chain.parameter_keys(), *more)))
+
+    @property
+    def parts(self) -> tuple[tuple[str, tuple[int, int] | None], ...]:
+        """The parameter tensors behind them: keys, and the rows of what a file fuses."""
+        slots = [slot for layer in self._pool.chain.layers for slot in layer.parameters.values()]
+        rows: dict[str, list[tuple[int, int] | None]] = {key: [] for key in self.keys}
+        for key, place in dict.fromkeys((slot.key, slot.rows) for slot in slots):
+            rows[key].append(place)
+        fused = {key: places for key, places in rows.items() if places and None not in places}
+        return tuple((key, place) for key in rows for place in fused.get(key, [None]))
+
+    def placed(self, weight: Tensor) -> Tensor:
+        """A weight where and in what it is computed."""
+        return weight.to(self._pool.device, self._pool.dtype)
+
+    def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
+        """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
+        state, side = self._pool.begun(self._samples.load(rows))
+        held = _Held(weights)
+        for layer in self._pool.chain.layers:
+            parameters = {
+                name: slot.own(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
+            }
+            state = layer.call(parameters, state, side)
+        head = self._head.of(held) if isinstance(self._head, LmHead) else self._head
+        return torch.log_softmax(head.scores(layer.vectors(state, side, self._pooling)), dim=-1)
+
+
+class _Held:
+    """Weights as a source that keeps their gradients."""
+
+    name = "the weights in memory"
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in weights.items()}
+        self._weights = weights
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it."""
+        return self._weights[key] if rows is None else self._weights[key][slice(*rows)]

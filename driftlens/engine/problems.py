@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from driftlens.engine.attached import Attachment
+from driftlens.engine.pool import Attachment
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind

@@ -24,8 +24,7 @@ from driftlens.base.diagnostic import diagnostics
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.attached import attachment_tensors
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.walk import forward
 from driftlens.merging.method import merge_methods
 from driftlens.models.chain import LayerChain, adapters

@@ -25,8 +25,8 @@ from driftlens.base.team import ALONE
 from driftlens.calibration.calibrator import require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import OnDemand
-from driftlens.engine.attached import attachment_tensors
 from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.sites import coverage
 from driftlens.engine.walk import require_closed

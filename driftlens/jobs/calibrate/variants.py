@@ -27,7 +27,7 @@ from driftlens.checkpoints.sources import (
     TensorsSource,
     content_digest,
 )
-from driftlens.engine.attached import Attachment, Attachments, attachment_tensors, portable_tensors
+from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.jobs.calibrate.plan import CalibrationPlan
 from driftlens.jobs.study.opening import OpenModels, head_files

@@ -35,8 +35,8 @@ from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
-from driftlens.engine.attached import Attachment
 from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
+from driftlens.engine.pool import Attachment
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.study.reopening import Kept

@@ -37,7 +37,7 @@ from driftlens.base.variants import calibrated
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import halving_batches
-from driftlens.engine.attached import Attachments, attachments_from
+from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.study import Study
 from driftlens.models.saving import save_state_dict

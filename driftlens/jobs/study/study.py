@@ -16,9 +16,7 @@ from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sources import InDtypes, StateSource, TensorsSource, content_digest, floats_in
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.attached import Attachments, attachment_tensors
-from driftlens.engine.pool import ModelPool
-from driftlens.engine.scored import Asked
+from driftlens.engine.pool import Asked, Attachments, ModelPool, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.manifest import ModelInfo

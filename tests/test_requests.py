@@ -44,7 +44,7 @@ SAID = [
     ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})], keep=True),
     AnalysisRequest(out="runs/x", force=True),
     PreflightRequest(deep=True),
-    ExportRequest(tasks=["a", "b"], width=3.5, everything=True, strict=True),
+    ExportRequest(tasks=["a", "b"], style="slide", strict=True),
 ]
 
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -24,6 +24,11 @@ from driftlens_app.settings import Settings, in_url
 _PAGES = [file.stem for file in Path(views.__path__[0]).glob("[!_]*.py")]
 # Relative to the page, as Streamlit's own links to its files, so that it holds behind a proxy's prefix too.
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
+
+
+async def _to_first_page(request: Request) -> RedirectResponse:
+    """Lead to the page Runs, which Streamlit serves without a name."""
+    return RedirectResponse(request.url.replace(path="/"))
 
 
 async def _page(_request: Request) -> HTMLResponse:
@@ -78,7 +83,7 @@ net_util.get_external_ip = lambda: None
 
 app = st.App(
     Path(__file__).with_name("main.py"),
-    routes=[Route(f"/{name}", _page) for name in _PAGES],
+    routes=[Route("/runs", _to_first_page), *(Route(f"/{name}", _page) for name in _PAGES)],
     # Streamlit refuses strange names for its websocket alone.
     middleware=[
         Middleware(_OwnAnswers),

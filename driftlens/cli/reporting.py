@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError
 from driftlens.cli.app import JsonFlag, RunFolder, app, flagged, note, say, say_json
 from driftlens.spec.requests import ExportRequest, ViewRequest
 from driftlens.spec.words import parts
@@ -33,10 +33,10 @@ def report(
     sections: Annotated[
         str,
         typer.Option(
-            help="summary, standard, calibration or full; or names of sections joined by commas, such as layers,checks."
+            help="summary, standard, calibration or full (single samples, too); or sections joined by commas, such as "
+            "layers,checks."
         ),
     ] = "standard",
-    raw: Annotated[bool, typer.Option("--raw", help="Also charts and tables of single samples.")] = False,
     checks: Annotated[
         Path | None, typer.Option("--checks", metavar="FILE", help="YAML file of checks to show results of.")
     ] = None,
@@ -52,7 +52,6 @@ def report(
         run,
         chosen[0] if is_preset else "standard",
         sections=None if is_preset else chosen,
-        raw=raw,
         checks=checks,
     )
     wanted = ["latex" if name == "tex" else name for name in parts(formats)]
@@ -82,38 +81,26 @@ def export(
     """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
     from driftlens.runs.run import open_run
     from driftlens_reports.card import save_card
-    from driftlens_reports.paper.export import exhibit_options
+    from driftlens_reports.paper.exhibit import ExhibitOptions
     from driftlens_reports.paper.export import export as write
 
+    names = [*request.figures, *request.tables]
     if request.card:
         for run in runs:
             place = request.out / ("card.png" if len(runs) == 1 else f"{run.resolve().name}/card.png")
             note(f"wrote {' and '.join(map(str, save_card(run, place)))}")
-        if not (request.figures or request.tables or request.everything):
+        if not names:
             return
     written = write(
         [open_run(run) for run in runs],
         request.out,
-        names=None if request.everything else _named(request.figures, request.tables),
+        names=names or None,
         formats=["tex" if name == "latex" else name for name in parts(request.formats)],
-        options=exhibit_options(request),
+        options=ExhibitOptions.of(request),
     )
     _tell(written, runs, request.out, as_json)
     if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
-
-
-def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:
-    from driftlens_reports.paper.exhibit import exhibits
-    from driftlens_reports.paper.export import check_kind
-
-    chosen = [check_kind(name, "figure") for name in figures] + [check_kind(name, "table") for name in tables]
-    if not chosen:
-        raise SpecError(
-            "nothing to export",
-            hint=f"Give --figure ID, --table ID or --all; there are {', '.join(exhibits)}.",
-        )
-    return chosen
 
 
 def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:

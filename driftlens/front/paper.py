@@ -3,7 +3,7 @@
     dl.paper.figure("intro", run).save("fig1.pdf")
     dl.paper.table("accuracy", runs).to_latex("tab1.tex")
 
-`driftlens export RUN --all` writes all of them. Nothing here needs torch.
+`driftlens export RUN` writes all of them. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitReque
 
     Keywords are the fields of `driftlens.spec.requests.ExhibitRequest`, for example `style` or `task`.
     """
-    return _drawn("figure", name, runs, request)
+    return _drawn(name, runs, request)
 
 
 @keywords(request=ExhibitRequest)
 def table(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     """The table called `name`, with `to_latex`, `save`, `caption` and `data`; keywords as for `figure`."""
-    return _drawn("table", name, runs, request)
+    return _drawn(name, runs, request)
 
 
 def names() -> dict[str, str]:
@@ -43,9 +43,10 @@ def names() -> dict[str, str]:
     return {name: entry.title for name, entry in exhibits.items()}
 
 
-def _drawn(kind: str, name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
+def _drawn(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.export import check_kind, draw, exhibit_options
+    from driftlens_reports.paper.exhibit import ExhibitOptions
+    from driftlens_reports.paper.export import draw
 
     given = [runs] if isinstance(runs, DriftRun) else list(runs)
-    return draw(check_kind(name, kind), given, exhibit_options(request))
+    return draw(name, given, ExhibitOptions.of(request))

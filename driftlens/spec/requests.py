@@ -434,7 +434,9 @@ class ExhibitRequest(Request, title="export"):
         layer: layer index, "final" or module path, for exhibits of one layer.
     """
 
-    style: Text = asked("Width of the venue: neurips, icml-column or slide.", "neurips")
+    style: Literal["neurips", "icml-column", "slide"] = asked(
+        "Width of the venue: neurips, icml-column or slide.", "neurips"
+    )
     task: str | None = asked(
         "Task of exhibits about one; if left out, that of median gain in intro, else the one that drifts most."
     )
@@ -444,11 +446,6 @@ class ExhibitRequest(Request, title="export"):
         is_list=False,
     )
     tasks: tuple[str, ...] | None = asked("Only these tasks, joined by commas.", read=parts, is_list=False)
-    variants: tuple[str, ...] | None = asked(
-        "Variants to compare, joined by commas; merged and calibrated if left out.",
-        read=parts,
-        is_list=False,
-    )
     names: dict[str, str] = asked(
         "What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
         dict,
@@ -456,7 +453,6 @@ class ExhibitRequest(Request, title="export"):
         read=names_shown,
         is_list=False,
     )
-    width: Annotated[float, Field(ge=1, le=20)] | None = asked("Width in inches, instead of the style's.")
     method: str = asked("Projection of features: pca, umap or tsne.", "pca")
     layer: int | str = unspoken("final")
 
@@ -464,10 +460,17 @@ class ExhibitRequest(Request, title="export"):
 class ExportRequest(ExhibitRequest, title="analyze"):
     """Files of figures and tables for a paper."""
 
-    figures: tuple[str, ...] = asked("A figure; repeatable.", (), name="--figure", metavar="ID")
+    figures: tuple[str, ...] = asked(
+        "A figure; repeatable. Without names, every figure and table that shows a measured number is written.",
+        (),
+        name="--figure",
+        metavar="ID",
+    )
     tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
-    card: Flag = asked("Also a picture to share, 1200 x 630 pixels, with a badge.", False)
-    everything: Flag = asked("Every figure and table that shows a measured number.", False, name="--all")
+    card: Flag = asked(
+        "A picture to share, 1200 x 630 pixels, with a badge; only that unless figures or tables are named.",
+        False,
+    )
     formats: str = asked(
         "Of figures and tables; csv, json and txt are always written.",
         "pdf,svg,png,tex,csv",

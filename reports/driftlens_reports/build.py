@@ -44,9 +44,8 @@ class Report:
 
     Args:
         run: a run, or its folder.
-        preset: which sections and charts: summary, standard, calibration or full.
+        preset: which sections and charts: summary, standard, calibration, or full, which has single samples too.
         sections: only these sections, with the preset's charts; None is all of the preset.
-        raw: whether to include charts and tables of single samples.
         checks: results of checks, a YAML file of them, or the mapping in it, shown beside the self-checks.
 
     Raises:
@@ -60,11 +59,10 @@ class Report:
         preset: str = "standard",
         *,
         sections: Sequence[str] | None = None,
-        raw: bool = False,
         checks: Checks | None = None,
     ) -> None:
         self.run = run if isinstance(run, DriftRun) else open_run(run)
-        self._outline = outline(preset, sections, raw=raw)
+        self._outline = outline(preset, sections)
         self._checks = (
             checks if checks is None or isinstance(checks, CheckReport) else check(self.run, checks)
         )
@@ -150,7 +148,6 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
     content = ReportContent(
         driftlens=driftlens.__version__,
         preset=outline.preset,
-        raw=outline.raw,
         run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
         stamps=(*facts.stamps(run), *overlap_notes(run)),
         verdict=judged,

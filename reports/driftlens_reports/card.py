@@ -24,7 +24,7 @@ from driftlens.runs.writer import attach
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.formats.headline import called, reach
-from driftlens_reports.paper.style import PAGE, sheet
+from driftlens_reports.paper.exhibit import PAGE, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

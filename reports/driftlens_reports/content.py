@@ -13,7 +13,7 @@ from driftlens.findings.reading import Kind
 from driftlens.findings.table import Part, Table
 from driftlens.runs.tables import plain
 
-VERSION = "2.3"
+VERSION = "3.0"
 """Of the JSON format. Within a major version fields are only ever added."""
 
 
@@ -166,7 +166,6 @@ class ReportContent(Part):
     )
     driftlens: str = Field(description="Version of DriftLens that wrote it.")
     preset: str
-    raw: bool = Field(description="Whether charts of single samples are included.")
     run: RunInfo
     stamps: tuple[str, ...] = Field(description="What a reader must know before any number.")
     verdict: Verdict

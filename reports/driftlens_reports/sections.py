@@ -104,26 +104,23 @@ class Outline:
 
     preset: str
     sections: tuple[str, ...]
-    raw: bool
 
     def charts_of(self, section: str) -> list[Chart]:
         """The charts that stand in a section of this report, by rank."""
         return by_rank(
             chart
             for chart in charts.values()
-            if chart.place.report == section
-            and (self.raw or not chart.per_sample)
-            and (self.preset in ("full", *chart.presets) or chart.per_sample)
+            if chart.place.report == section and self.preset in ("full", *chart.presets)
         )
 
 
-def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, raw: bool = False) -> Outline:
+def outline(preset: str = "standard", sections: Sequence[str] | None = None) -> Outline:
     """The outline of a preset, or of the sections named, with the preset's charts; SpecError names an unknown one."""
     check_known("preset", [preset], PRESETS)
     if sections is not None:
         check_known("section", sections, TITLES)
     chosen = PRESETS[preset] if sections is None else sections
-    return Outline(preset, tuple(name for name in TITLES if name in chosen), raw)
+    return Outline(preset, tuple(name for name in TITLES if name in chosen))
 
 
 def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import zipfile
 from pathlib import Path
 
@@ -11,37 +10,16 @@ import pyarrow as pa
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.base.errors import DataError
+from driftlens.base.errors import DataError, RunError
 from driftlens.findings.compare import compare
 from driftlens.runs.run import open_run
-from driftlens_app import processes
 from driftlens_app.views.compare import of_task
-from driftlens_app.views.export import Built, build, zipped
+from driftlens_app.views.export import zipped
+from driftlens_reports import build
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import errors, said
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
-
-STAND_IN = """
-import pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-if "json" in sys.argv or "broken" in sys.argv:
-    print("reading", file=sys.stderr)
-    sys.exit("error: a table is *damaged*\\nhint: run verify")
-out.mkdir()
-(out / "report-light.html").write_text("<html><body>all is well</body></html>")
-if "csv" in sys.argv:
-    (out / "csv").mkdir()
-    (out / "csv" / "layers.csv").write_text("task\\n")
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command line that writes two files, and fails when asked for JSON."""
-    file = tmp_path / "stand_in.py"
-    file.write_text(STAND_IN)
-    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(file)))
 
 
 @pytest.mark.parametrize("table", few(["accuracy", "outputs", "calibration"], ["outputs"]))
@@ -119,25 +97,41 @@ def test_numbers_below_zero_have_a_minus_in_tables_and_are_sorted_as_numbers(
     assert table.value["95 % low"].str.startswith("−").any()
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats without charts: a page, a folder of two files, and one that fails."""
+
+    def fail(*_: object) -> dict[str, bytes]:
+        raise RunError("a table is *damaged*", hint="run verify")
+
+    made = {
+        "html-light": lambda *_: {"report-light.html": b"<html><body>all is well</body></html>"},
+        "csv": lambda *_: {"csv/layers.csv": b"task\n", "csv/layers.units.csv": b"unit\n"},
+        "json": fail,
+    }
+    monkeypatch.setattr(build, "_FORMATS", {**build._FORMATS, **made})
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_format_that_fails_says_why_and_the_others_are_offered(open_app: Open, root: Path) -> None:
+    before = sorted(root.rglob("*"))
     app = open_app(root, "export")
     app.multiselect(key="formats").set_value(["html-light", "json", "csv"])
     app.button[0].click().run()
     (error,) = app.error
     assert "a table is *damaged*" in error.value.replace("\\", "") and r"\*damaged" in error.value
-    assert "reading" in app.code[0].value
     labels = [button.proto.label.replace("\\", "") for button in app.get("download_button")]
     assert [label.partition(" (")[0] for label in labels] == [
         "HTML without scripts, for mail",
         "CSV, a file per table",
     ]
-    assert "Preview" in said(app)
+    assert "Preview" in said(app) and sorted(root.rglob("*")) == before
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("quick")
 def test_what_was_built_of_a_run_is_not_offered_once_the_run_has_changed(open_app: Open, root: Path) -> None:
     app = open_app(root, "export")
+    app.multiselect(key="formats").set_value(["html-light"])
     app.button[0].click().run()
     assert app.get("download_button")
     manifest = root / "full" / "manifest.json"
@@ -146,23 +140,11 @@ def test_what_was_built_of_a_run_is_not_offered_once_the_run_has_changed(open_ap
     assert not app.get("download_button") and not app.error
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_building_collects_every_file_and_leaves_none_behind(tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    built = build("csv", ("report", "RUN", "--format", "csv"), tmp_path)
-    assert set(built.files) == {"report-light.html", "csv/layers.csv"} and not built.problem
-    assert built.file_name == "csv.zip"
-    with zipfile.ZipFile(io.BytesIO(built.download())) as archive:
+def test_several_files_are_one_archive_of_the_same_bytes() -> None:
+    files = {"csv/layers.csv": b"task\n"}
+    with zipfile.ZipFile(io.BytesIO(zipped(files))) as archive:
         assert archive.read("csv/layers.csv") == b"task\n"
-    broken = build("x", ("report", "broken"), tmp_path)
-    assert broken.problem.startswith("a table is *damaged*") and not broken.files and "reading" in broken.log
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_single_file_is_handed_out_as_it_is() -> None:
-    built = Built("json", {"report.json": b"{}"})
-    assert (built.file_name, built.download()) == ("report.json", b"{}")
-    assert zipped({"a": b"1"}) == zipped({"a": b"1"})
+    assert zipped(files) == zipped(files)
 
 
 def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:

@@ -48,4 +48,4 @@ def standard(full: DriftRun) -> Report:
 @pytest.fixture(scope="session")
 def everything(full: DriftRun) -> Report:
     """The report with every section, chart and sample."""
-    return Report(full, "full", raw=True)
+    return Report(full, "full")

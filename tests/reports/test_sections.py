@@ -63,10 +63,8 @@ def test_a_figures_data_is_what_its_chart_plots(full: DriftRun, standard: Report
         assert [list(row) for row in figure.data.rows] == expected
 
 
-def test_every_chart_is_in_the_full_report_and_single_samples_only_in_a_raw_one(everything: Report) -> None:
+def test_every_chart_is_in_the_full_report(everything: Report) -> None:
     assert {figure.name for figure in everything.content.figures} == {*charts}
-    tame = {chart.name for section in ORDER for chart in outline("full").charts_of(section)}
-    assert tame == {name for name, chart in charts.items() if not chart.per_sample}
 
 
 def test_a_figure_that_can_not_be_drawn_names_the_command_that_helps(bare: DriftRun) -> None:

@@ -79,7 +79,6 @@ class Chart:
         hint: how to read it, and what it can't tell.
         needs: a table of the run, and the columns of it that the chart can't do without.
         presets: the report presets that it belongs to besides `full`.
-        per_sample: whether it has a mark for every sample: only a report that asks for raw data shows it.
         rows: the rows that it draws, where a number in every needed column is not enough to have any.
         also: what a spec must give besides for there to be rows.
         lacks: what `missing` says where rows are not the question either.
@@ -94,7 +93,6 @@ class Chart:
     hint: str
     needs: tuple[str, tuple[str, ...]]
     presets: tuple[str, ...] = ()
-    per_sample: bool = False
     rows: Callable[[DriftRun, ChartOptions], pd.DataFrame] | None = None
     also: str = ""
     lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None

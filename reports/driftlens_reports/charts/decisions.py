@@ -124,7 +124,6 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     title="Score drift and its bound",
     section="scores",
     rank=60,
-    per_sample=True,
     needs=("outputs", ("score_drift_l2", "score_gain")),
     rows=lambda run, options: _bounds(run, options).dropna(subset=[*_ESTIMATES], how="all"),
     also="heads",

@@ -47,7 +47,6 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     title="Cosine of every sample, before and after",
     section="features",
     rank=20,
-    per_sample=True,
     needs=("samples", ("cos",)),
     lacks=_no_pairs,
     caption="Cosine to the expert's feature for all diagnosis samples, the baseline's on x and the other variants' on "

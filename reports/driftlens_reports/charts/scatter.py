@@ -82,7 +82,6 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     title="Features side by side",
     section="plane",
     rank=30,
-    per_sample=True,
     needs=("samples", ("drift_l2",)),
     lacks=_missing,
     caption="Features of one task's diagnosis samples on a plane, expert and variants side by side in one joint layout "

@@ -21,7 +21,6 @@ from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent
 from driftlens_reports.formats.headline import block
 from driftlens_reports.paper.exhibit import ExhibitOptions
-from driftlens_reports.paper.style import PAGE, encode
 
 if TYPE_CHECKING:
     import jinja2
@@ -48,8 +47,6 @@ _EXHIBITS = {
     "scatter": "scatter-grid",
 }
 """Charts, and the paper figures that a page without scripts shows in their place."""
-_WIDTH = 7.0
-"""Inches: width of these figures."""
 
 
 def interactive_page(
@@ -61,7 +58,7 @@ def interactive_page(
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
     sources = [f"'{digest(source)}'" for source in scripts]
     if any(trace.type.endswith("gl") for entry in drawn.values() for trace in entry.figure.data):
-        # Plotly's WebGL traces compile their drawing commands; only a report with raw points has any.
+        # Plotly's WebGL traces compile their drawing commands; only a full report has any.
         sources.append("'unsafe-eval'")
     # Two scripts of ours, and what plotly needs: images that it makes of charts, and styles that it sets.
     policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
@@ -110,9 +107,9 @@ def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
     pictures = {}
     for name in names:
         if name in _EXHIBITS:
-            drawn = draw(_EXHIBITS[name], [run], ExhibitOptions(width=_WIDTH))
-            if drawn.figure is not None and len(drawn.data):
-                encoded = base64.b64encode(encode(drawn.figure, "png", PAGE)).decode()
+            drawn = draw(_EXHIBITS[name], [run], ExhibitOptions())
+            if len(drawn.data):
+                encoded = base64.b64encode(drawn.content("png")).decode()
                 pictures[name] = Picture(f"data:image/png;base64,{encoded}", drawn.caption)
     return pictures
 

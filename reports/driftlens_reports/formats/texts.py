@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -16,11 +15,11 @@ from driftlens.findings.table import Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
-from driftlens_reports.content import VERSION, ReportContent
+from driftlens_reports.content import ReportContent
 from driftlens_reports.paper import latex
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
-"""Tables of the run with a row per sample: only in a report with raw data."""
+"""Tables of the run with a row per sample: only in a full report."""
 
 
 def json_document(content: ReportContent) -> bytes:
@@ -29,20 +28,11 @@ def json_document(content: ReportContent) -> bytes:
     return f"{text}\n".encode()
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the format, as the model declares it; `report.schema.json` ships the same."""
-    return {
-        **ReportContent.model_json_schema(mode="serialization"),
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"DriftLens report {VERSION.partition('.')[0]}",
-    }
-
-
 def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
     """Files by name: `NAME.csv` of the run's tables, the report's, and those behind its figures; `NAME.units.csv`."""
     every: list[tuple[str, pd.DataFrame, pd.DataFrame]] = []
     for name in schema.TABLES:
-        if content.raw or name not in _BY_SAMPLE:
+        if content.preset == "full" or name not in _BY_SAMPLE:
             about = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
             # A run's tables are its methods.
             every.append(

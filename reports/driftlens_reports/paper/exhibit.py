@@ -5,9 +5,15 @@ Call `exhibits[name].draw(runs, options)`, or `driftlens_reports.paper.export.dr
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import pathlib
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
@@ -24,26 +30,79 @@ from driftlens.spec.requests import ExhibitRequest
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.words import between, named, overlap_notes
 from driftlens_reports.facts import stamps
-from driftlens_reports.paper.style import sheet, venue_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Kind = Literal["figure", "table"]
 
+WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
+"""Width of each venue's text or column, in inches."""
+
+PAGE = "page"
+"""The style of pictures that are read on a screen."""
+
+PICTURES = ("pdf", "svg", "png")
+"""Formats of figures."""
+
+_UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+# matplotlib's settings are global; a server may draw in several threads.
+_SETTINGS = threading.RLock()
+
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 """The last sentence of the caption of figures that print numbers."""
 
 
-class ExhibitOptions(ExhibitRequest):
-    """The user's choices, and what they mean for a run; `width` is in inches."""
+@contextlib.contextmanager
+def sheet(venue: str) -> Iterator[None]:
+    """Within it, matplotlib's settings are those packaged for a venue or a `PAGE`; missing letters are boxes."""
+    import matplotlib.style
 
-    width: float = 5.5
+    folder = pathlib.Path(__file__).parent
+    files = [folder / f"{name}.mplstyle" for name in ("common", venue)]
+    with _SETTINGS, matplotlib.style.context(files, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
+
+
+def settle(figure: Figure) -> None:
+    """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
+    from matplotlib.figure import SubFigure
+
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+    # The layout's solver ends in other last digits from time to time.
+    for part in figure.findobj(SubFigure):
+        part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
+    for axes in figure.axes:
+        axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
+
+
+def encode(figure: Figure, file_format: str, venue: str) -> bytes:
+    """Return a figure's bytes as pdf, svg or png, the same at every call."""
+    written = io.BytesIO()
+    with sheet(venue):
+        figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
+    return written.getvalue()
+
+
+class ExhibitOptions(ExhibitRequest):
+    """The user's choices, and what they mean for a run."""
+
+    @classmethod
+    def of(cls, request: ExhibitRequest) -> ExhibitOptions:
+        """Return the options of a request, which may say more."""
+        return cls(**{name: getattr(request, name) for name in cls.model_fields})
+
+    @property
+    def width(self) -> float:
+        """The width of a figure, in inches."""
+        return WIDTHS[self.style]
 
     @property
     def is_narrow(self) -> bool:
         """True if the figure fills one column, so that panels are stacked."""
-        return venue_of(self.width) == "icml-column"
+        return self.style == "icml-column"
 
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
         """Return the tasks to show, in the order of the run. Raise DataError for one that the run lacks."""
@@ -85,9 +144,7 @@ class ExhibitOptions(ExhibitRequest):
         return self.calibrated is None or variant in self.calibrated_of(run)
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
-        """Return the variants to compare: those asked for, or merged and calibrated."""
-        if self.variants is not None:
-            return tuple(_check("variant", variant, run.variants) for variant in self.variants)
+        """Return the variants to compare: merged and calibrated."""
         wanted = dict.fromkeys(("merged", *self.calibrated_of(run)))
         return tuple(variant for variant in wanted if variant in run.variants)
 
@@ -174,7 +231,7 @@ def figure(name: str, *, title: str) -> Callable[[Draw], Draw]:
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             if not runs:
                 raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(venue_of(options.width)), named(options.names_of(runs)):
+            with sheet(options.style), named(options.names_of(runs)):
                 return draw(runs, options)
 
         exhibits.register(name)(Exhibit(name, "figure", title, drawn))

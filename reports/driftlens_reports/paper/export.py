@@ -16,13 +16,18 @@ from driftlens.base.files import PathLike, atomic_path
 from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
-from driftlens.spec.requests import ExhibitRequest
-from driftlens_reports.paper import style
-from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
-
-DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType(
-    {"figure": style.FORMATS, "table": ("tex",)}
+from driftlens_reports.paper.exhibit import (
+    PICTURES,
+    Exhibit,
+    Exhibited,
+    ExhibitOptions,
+    Gap,
+    Kind,
+    encode,
+    exhibits,
 )
+
+DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
 """What a figure or a table itself can be saved as."""
 
 SIBLINGS = ("csv", "json", "txt")
@@ -69,7 +74,7 @@ class Artifact(Exhibited):
         """The bytes of the file in a format, the same at every call in one environment."""
         _possible(self.exhibit, [file_format])
         if self.figure is not None and file_format in DRAWN["figure"]:
-            return style.encode(self.figure, file_format)
+            return encode(self.figure, file_format, self.options.style)
         if file_format == "csv":
             return csv_text(self.data).encode()
         if file_format == "json":
@@ -84,7 +89,7 @@ class Artifact(Exhibited):
             "kind": self.exhibit.kind,
             "title": self.exhibit.title,
             "command": command(self.exhibit, self.runs, self.options),
-            "options": self.options.model_dump(exclude={"style"}),
+            "options": self.options.model_dump(),
             "runs": [_run(run) for run in self.runs],
             "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
             "missing": [dataclasses.asdict(gap) for gap in self.missing],
@@ -155,36 +160,16 @@ def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
     return path
 
 
-def exhibit_options(request: ExhibitRequest) -> ExhibitOptions:
-    """What a request says of exhibits; the width is its own, or that of its style."""
-    if request.width is None and request.style not in style.WIDTHS:
-        raise SpecError(f"no style called {request.style!r}", hint=f"There are {', '.join(style.WIDTHS)}.")
-    settings = {name: getattr(request, name) for name in ExhibitOptions.model_fields}
-    return ExhibitOptions(**{**settings, "width": request.width or style.WIDTHS[request.style]})
-
-
-def check_kind(name: str, kind: Kind) -> str:
-    """The name, refused unless the exhibit is of this kind."""
-    if exhibits[name].kind != kind:
-        raise SpecError(
-            f"{name!r} is no {kind} but a {exhibits[name].kind}",
-            hint=f"Ask for it with --{exhibits[name].kind} {name}.",
-        )
-    return name
-
-
 def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
     """The command line that draws the exhibit again, with the runs by the names of their folders."""
     folders = [run.path.resolve().name for run in runs]
-    flags = [f"--{exhibit.kind}", exhibit.name, "--style", style.venue_of(options.width)]
-    for name in ("calibrated", "task", "tasks", "variants", "method"):
+    flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]
+    for name in ("calibrated", "task", "tasks", "method"):
         value = getattr(options, name)
         if value != getattr(ExhibitOptions(), name):
             flags += [f"--{name}", value if isinstance(value, str) else ",".join(value)]
     if options.names:
         flags += ["--names", ",".join(f"{name}={shown}" for name, shown in options.names.items())]
-    if options.width not in style.WIDTHS.values():
-        flags += ["--width", f"{options.width:g}"]
     return shlex.join(["driftlens", "export", *folders, *flags])
 
 

@@ -18,8 +18,7 @@ from numpy.typing import ArrayLike
 from driftlens.findings.reading import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.theme import look
-from driftlens_reports.paper.exhibit import Exhibited, Gap, together
-from driftlens_reports.paper.style import settle
+from driftlens_reports.paper.exhibit import Exhibited, Gap, settle, together
 
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
 """Columns of the plotted numbers; figures of sweeps also have the settings."""

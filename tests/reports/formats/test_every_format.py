@@ -196,7 +196,7 @@ def test_the_runs_own_tables_are_in_csv_with_every_digit(full: DriftRun, files: 
 
 def test_single_samples_are_in_csv_only_if_asked_for(full: DriftRun, files: dict[str, bytes]) -> None:
     assert "csv/samples.csv" not in files
-    raw = Report(full, "summary", raw=True).files(["csv"])
+    raw = Report(full, "full").files(["csv"])
     assert len(raw["csv/samples.csv"].splitlines()) == len(full.samples()) + 1
 
 
@@ -329,7 +329,7 @@ def hostile_pages(tmp_path_factory: pytest.TempPathFactory) -> list[Page]:
         class_names=[BREAKING, "b"],
         size=Size(1, 4, 3, 2, 10),
     )
-    files = Report(folder, raw=True).files(["html", "html-light"])
+    files = Report(folder, "full").files(["html", "html-light"])
     return [Page(data.decode()) for data in files.values()]
 
 
@@ -435,7 +435,7 @@ def test_embedded_charts_are_the_charts_and_never_end_their_element(
 
 def test_every_picture_is_a_paper_figure_that_says_what_it_shows(light: str, full: DriftRun) -> None:
     pictures = [attributes for tag, attributes in Page(light).tags if tag == "img"]
-    captions = {draw(name, [full], ExhibitOptions(width=7.0)).caption for name in ("intro", "drift")}
+    captions = {draw(name, [full], ExhibitOptions()).caption for name in ("intro", "drift")}
     assert captions <= {picture["alt"] for picture in pictures}
     assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in pictures)
 

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from driftlens.cli import main
 from driftlens.runs.run import DriftRun
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
+from driftlens_reports.paper.exhibit import WIDTHS, Exhibited, ExhibitOptions, exhibits, sheet
 from driftlens_reports.paper.plate import GUIDE
-from driftlens_reports.paper.style import sheet, venue_of
 
 Array = NDArray[np.float64]
 PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}%s
@@ -100,7 +99,7 @@ def shows(numbers: Array, value: float) -> bool:
 
 def texts(figure: Figure) -> list[Text]:
     """Every text with letters in it; titles, ticks and legends included."""
-    with sheet(venue_of(figure.get_figwidth())):
+    with sheet(next(name for name, width in WIDTHS.items() if width == figure.get_figwidth())):
         figure.draw_without_rendering()
     return [text for text in figure.findobj(Text) if text.get_text().strip()]
 

@@ -15,8 +15,7 @@ import pytest
 
 from driftlens.base.errors import DataError, RunError
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.paper.exhibit import exhibits
-from driftlens_reports.paper.style import FORMATS, WIDTHS, encode
+from driftlens_reports.paper.exhibit import PICTURES, encode, exhibits
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
@@ -166,7 +165,7 @@ def test_notes_stand_on_the_figure_with_their_command(bare: DriftRun) -> None:
 
 @quick_figures
 def test_one_task_and_one_sample_fill_a_column(name: str, tiny: DriftRun) -> None:
-    figure = draw(name, tiny, width=WIDTHS["icml-column"]).figure
+    figure = draw(name, tiny, style="icml-column").figure
     assert figure.get_figwidth() == 3.25
     assert any(axes.has_data() for axes in figure.axes)
 
@@ -185,28 +184,28 @@ def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
         other = draw(name, open_run(run.path)).figure
         formats = (
-            FORMATS if name == "intro" else ("svg",)
+            PICTURES if name == "intro" else ("svg",)
         )  # one figure in all formats: the others take no other way
-        again = {file_format: encode(other, file_format) for file_format in formats}
+        again = {file_format: encode(other, file_format, "neurips") for file_format in formats}
     for file_format in formats:
-        assert encode(draw(name, run).figure, file_format) == again[file_format], file_format
+        assert encode(draw(name, run).figure, file_format, "neurips") == again[file_format], file_format
 
 
 def test_names_are_no_markup_in_files(hostile: DriftRun) -> None:
-    drawn = ElementTree.fromstring(encode(draw("intro", hostile, task=HOSTILE[1]).figure, "svg"))
+    drawn = ElementTree.fromstring(encode(draw("intro", hostile, task=HOSTILE[1]).figure, "svg", "neurips"))
     assert "script" not in {element.tag.rpartition("}")[2] for element in drawn.iter()}
 
 
 def test_files_hold_their_fonts_and_no_date(run: DriftRun) -> None:
     figure = draw("intro", run).figure
-    pdf, svg = encode(figure, "pdf"), encode(figure, "svg")
+    pdf, svg = encode(figure, "pdf", "neurips"), encode(figure, "svg", "neurips")
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
     assert b"CreationDate" not in pdf and b"dc:date" not in svg
 
 
 def test_settings_of_the_user_are_left_alone(run: DriftRun) -> None:
     before = dict(matplotlib.rcParams)
-    encode(draw("intro", open_run(run.path)).figure, "pdf")
+    encode(draw("intro", open_run(run.path)).figure, "pdf", "neurips")
     assert dict(matplotlib.rcParams) == before
 
 

@@ -16,10 +16,9 @@ from driftlens.base.errors import DataError
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.paper.export import draw
 from driftlens_reports.paper.latex import table
-from driftlens_reports.paper.style import WIDTHS
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
 from tests.reports.paper.drawn import bars, code_of, line_points, lines, segments, texts, typeset, words
@@ -134,13 +133,13 @@ def test_commands_can_be_pasted_from_the_pdf(tmp_path: Path, encoding: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [3.25, 5.5])
-def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: Path, width: float) -> None:
+@pytest.mark.parametrize("style", ["icml-column", "neurips"])
+def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: Path, style: str) -> None:
     if shutil.which("pdftotext") is None:
         pytest.skip("pdftotext is not installed")
     bare = open_run(run.path)
     bare._frames["sweeps"] = run.sweeps().iloc[:0]
-    draw("sweeps", [bare], ExhibitOptions(width=width)).save(tmp_path / "all.pdf")
+    draw("sweeps", [bare], ExhibitOptions(style=style)).save(tmp_path / "all.pdf")
     subprocess.run(["pdftotext", "-layout", "all.pdf"], cwd=tmp_path, check=True)
     said = (tmp_path / "all.txt").read_text().split()
     assert "--param" in said
@@ -161,11 +160,11 @@ def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
 
 @pytest.mark.parametrize(
     "which",
-    few([*itertools.product(FIGURES, WIDTHS.values())], [("drift", 3.25), ("drift", WIDTHS["slide"])]),
+    few([*itertools.product(FIGURES, WIDTHS)], [("drift", "icml-column"), ("drift", "slide")]),
 )
-def test_type_is_never_below_7_pt(which: tuple[str, float], run: DriftRun) -> None:
-    name, width = which
-    figure = drawn(name, run, width=width).figure
+def test_type_is_never_below_7_pt(which: tuple[str, str], run: DriftRun) -> None:
+    name, style = which
+    figure = drawn(name, run, style=style).figure
     assert figure is not None
     small = [text.get_text() for text in texts(figure) if text.get_visible() and text.get_fontsize() < 7]
     assert not small

@@ -90,12 +90,12 @@ def test_an_unknown_keyword_ends_with_the_one_that_was_meant(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"samples": 0}, "samples: expected at least 1, got 0"),
-        ({"samples": True}, "samples: expected a whole number, got True"),
-        ({"layers": "*.mlp"}, "layers: expected a list"),
+        ({"samples": 0}, "samples: Input should be greater"),
+        ({"samples": True}, "samples: Input should be a valid integer, got True"),
+        ({"layers": "*.mlp"}, "layers: Input should be a valid tuple"),
         ({"layers": [1], "top_layers": 1}, "both choose layers"),
-        ({"resume": "yes"}, "resume: expected true or false"),
-        ({"name": None}, "name: expected text"),
+        ({"resume": "yes"}, "resume: Input should be a valid boolean"),
+        ({"name": None}, "name: Input should be a valid string"),
     ],
     ids=str,
 )

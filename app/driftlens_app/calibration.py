@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.settings import Schema, choices_of, entry_of, expected, model_of, read
 from driftlens.base.words import counted
-from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype
-from driftlens.spec.words import layers_named
+from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, layers_named
 from driftlens_app.processes import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, coded, is_narrow, note, plain

@@ -11,8 +11,7 @@ import typer
 
 from driftlens.base.errors import DataError
 from driftlens.cli.app import JsonFlag, RunFolder, app, flagged, note, say, say_json
-from driftlens.spec.requests import ExportRequest, ViewRequest
-from driftlens.spec.words import parts
+from driftlens.spec.requests import ExportRequest, ViewRequest, parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,8 +32,8 @@ from driftlens.spec.requests import (
     ComparisonRequest,
     MergeRequest,
     PreflightRequest,
+    parts,
 )
-from driftlens.spec.words import parts
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec

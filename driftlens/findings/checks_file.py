@@ -20,8 +20,7 @@ from driftlens.base.errors import did_you_mean
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import ATTACHED, METRICS
 from driftlens.runs.schema import TABLES
-from driftlens.spec.problems import checked
-from driftlens.spec.types import Name, Number, Part, Text, problem
+from driftlens.spec.types import Name, Number, Part, Text, checked, problem
 from driftlens.spec.yaml_text import read_mapping
 
 Relation = Literal[">=", "<=", ">", "<"]

@@ -18,10 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from driftlens.base.errors import SpecError
 from driftlens.base.metrics import METRICS
 from driftlens.base.registry import Registry
-from driftlens.spec.sections import ClassNames, class_names_given
+from driftlens.spec.sections import ClassNames
 from driftlens.spec.types import (
     Count,
     CountOrAll,
@@ -73,9 +72,9 @@ def _views_spelled_out(views: Any) -> Any:
         return {"copies": views}
     if not isinstance(views, str):
         return views
-    match = _VIEWS.fullmatch(views.strip())
-    if match is None or not views.strip():
-        raise problem(f"{views!r} says neither kind nor copies", "For example crop:3, auto or none.")
+    match = _VIEWS.fullmatch(views)
+    if match is None or not views:
+        return views  # which pydantic refuses
     return {
         name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
     }
@@ -135,16 +134,12 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def _word_by_label(given: Any) -> Any:
-    if not isinstance(given, Mapping) or not given:
-        raise problem(f"expected a mapping such as {{0: negative, 1: positive}}; got {given!r}")
-    words = {
+    """Return the labels as text; YAML makes numbers, true and false of some."""
+    if not isinstance(given, Mapping):
+        return given
+    return {
         str(label).lower() if isinstance(label, bool) else str(label): word for label, word in given.items()
     }
-    if odd := [word for word in words.values() if not isinstance(word, str) or not word]:
-        raise problem(
-            f"the word {odd[0]!r} is not text", 'YAML takes a bare yes or no for true or false: write "yes".'
-        )
-    return words
 
 
 def _with_field(template: str) -> str:
@@ -161,10 +156,6 @@ def _with_target(template: str) -> str:
             f"the answer {template!r} has other fields than {{target}}, or none", 'For example " {target}".'
         )
     return template
-
-
-def _flag_or_names(given: Any) -> Any:
-    return given if isinstance(given, bool) else class_names_given(given)
 
 
 class Corpus(Part):
@@ -195,7 +186,7 @@ def _file_alone(given: Any) -> Any:
     return {"file": given} if isinstance(given, str) else given
 
 
-Classes = Annotated[Flag | tuple[Text, ...] | LocalPath | None, BeforeValidator(_flag_or_names)]
+Classes = Flag | ClassNames
 """Whether labels are classes that others name, or the names of all classes, or a JSON file of them."""
 
 
@@ -224,7 +215,7 @@ class TextEntry(Entry):
     prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
     answer: Annotated[Text, AfterValidator(_with_target)] | None = None
     classes: Classes = False
-    words: Annotated[Mapping[str, str], BeforeValidator(_word_by_label)] | None = None
+    words: Annotated[dict[str, Text], Field(min_length=1), BeforeValidator(_word_by_label)] | None = None
     chat: Flag = False
     max_length: Count | None = None
     too_long: Literal["cut", "refuse"] = "cut"
@@ -264,11 +255,8 @@ class TextEntry(Entry):
             return self
         if "label" in given:
             raise problem(
-                "label belongs to images, and texts are asked for",
-                "Take out one of the two; the column of answers is `target`.",
+                "label belongs to images, and texts are asked for", "The column of answers is `target`."
             )
-        if self.words is not None and isinstance(self.classes, str | tuple):
-            raise problem("both words and the names of classes are given", "The words are the names.")
         self._require_one_comparison(given)
         asked = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
         if self.answers in asked:
@@ -324,15 +312,11 @@ class NpzData(Entry):
     diagnosis: NpzArrays | None = None
 
     @model_validator(mode="after")
-    def _every_split_has_a_file(self) -> NpzData:
-        splits = {"calibration": self.calibration, "test": self.test}
-        if self.diagnosis is not None:
-            splits["diagnosis"] = self.diagnosis
-        homeless = [name for name, arrays in splits.items() if arrays is None or arrays.file is None]
-        if self.file is None and homeless:
+    def _every_split_has_a_file(self) -> Self:
+        splits = [self.calibration, self.test, *filter(None, [self.diagnosis])]
+        if self.file is None and not all(arrays and arrays.file for arrays in splits):
             raise problem(
-                f"no file for {' and '.join(homeless)}",
-                "Set `file`, or `calibration: {file, x, y}` and `test: {file, x, y}`.",
+                "a split has no file", "Set `file`, or `calibration: {file, x, y}` and `test: {file, x, y}`."
             )
         return self
 
@@ -379,19 +363,8 @@ Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_valu
 """A file of one split; beside `file`, the value that its rows have in the column `split`."""
 
 
-def _encoding(name: str) -> str:
-    try:
-        "a".encode(name)
-    except (LookupError, ValueError):
-        raise problem(f"there is no encoding {name!r} of text", "Such as utf-8, cp1252 or utf-16.") from None
-    return name
-
-
-def _separator(text: str) -> str:
-    separator = {"tab": "\t", "\\t": "\t"}.get(text, text)
-    if len(separator) != 1 or separator in '\r\n"':
-        raise problem(f"the separator {text!r} is not one character", 'Such as ";", or tab.')
-    return separator
+def _separator(text: Any) -> Any:
+    return "\t" if text in ("tab", "\\t") else text
 
 
 class TableData(TextEntry):
@@ -412,8 +385,8 @@ class TableData(TextEntry):
     image: Text | None = None
     label: Text | None = "label"
     classes: Classes = None
-    encoding: Annotated[Text, AfterValidator(_encoding)] | None = None
-    separator: Annotated[Text, AfterValidator(_separator)] | None = None
+    encoding: Text | None = None
+    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_separator)] | None = None
 
     @property
     def paths(self) -> str:
@@ -447,15 +420,9 @@ data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.spec", "
 
 def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
-    if isinstance(entry, Mapping) and kind is None:
-        raise problem(f"kind is missing; expected one of {', '.join(KINDS)}")
-    if not isinstance(kind, str) or kind in KINDS:
-        return check(entry)
-    try:
-        is_filed = kind in data_kinds
-    except SpecError as error:
-        raise problem(error.message, error.hint) from None
-    return data_kinds[kind].model_validate(entry, context=info.context) if is_filed else check(entry)
+    if isinstance(kind, str) and kind not in KINDS and kind in data_kinds:
+        return data_kinds[kind].model_validate(entry, context=info.context)
+    return check(entry)
 
 
 TaskData = Annotated[

@@ -7,16 +7,14 @@ A field says once what it is called, of which type, within which bounds, what it
 from __future__ import annotations
 
 import json
-import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PlainSerializer,
@@ -27,21 +25,73 @@ from pydantic.fields import FieldInfo
 
 from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.spec.data import ViewsAsked
-from driftlens.spec.problems import spec_error
-from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem
-from driftlens.spec.words import (
-    assignments,
-    layer_named,
-    layers_named,
-    lists,
-    names_shown,
-    parts,
-    spelled_out,
-    with_settings,
-)
+from driftlens.spec.types import Count, Flag, Part, Seed, Text, problem, spec_error
+from driftlens.spec.yaml_text import from_yaml
 
 DEFAULT_METHOD = "featcal"
 """The calibrator where neither a request nor the run's spec names one."""
+
+
+def parts(given: str | Sequence[str]) -> list[str]:
+    """Return the names in comma-separated text; repeated options and comma-separated ones are the same."""
+    joined = given if isinstance(given, str) else ",".join(given)
+    return [part.strip() for part in joined.split(",") if part.strip()]
+
+
+def layer_named(text: str) -> int | str:
+    """Return a layer's number, or what its path is matched with: too many digits number none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
+
+
+def layers_named(given: str | Sequence[str]) -> list[int | str]:
+    """Return the layers in comma-separated text."""
+    return [*map(layer_named, parts(given))]
+
+
+def _pair(text: str, option: str, example: str) -> tuple[str, str]:
+    """Return name and value of `name=value`."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not name or not equals:
+        raise SpecError(f"{option} {text}: expected name=value", hint=f"For example {option} {example}.")
+    return name, value
+
+
+def assignments(given: Sequence[str] | None) -> dict[str, Any]:
+    """Return the values of `--set name=value`, each read as YAML."""
+    pairs = (_pair(text, "--set", "scaling=0.4") for text in given or ())
+    return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
+
+
+def lists(given: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
+    by_name: dict[str, list[Any]] = {}
+    for text in given:
+        name, values = _pair(text, "--param", "lam=0.01,0.05")
+        by_name.setdefault(name, []).extend(from_yaml(f"[{values}]", f"--param {name}"))
+    return by_name
+
+
+def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return methods joined by commas, each with settings behind colons: `ties:scaling=0.4`."""
+    methods = []
+    # Commas inside brackets are those of a list.
+    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
+        name, *settings = text.strip().split(":")
+        methods.append((name, assignments(settings)))
+    return methods
+
+
+def spelled_out(entry: object) -> str:
+    """Return an entry of a list as its option has it: a name, a number, or a method with its settings."""
+    if not isinstance(entry, tuple):
+        return str(entry)
+    method, settings = entry
+    return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
+
+
+def names_shown(given: str) -> dict[str, str]:
+    """Return what names are shown as, from `mnist=MNIST,merged=Ours`."""
+    return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(given))
 
 
 @dataclass(frozen=True)
@@ -160,15 +210,6 @@ def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, A
             )
 
 
-def _calibration_name(name: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
-        return name
-    raise problem(
-        f"{name!r} can't be the name of a calibration",
-        "Use letters, digits, `-`, `_` and `.`, for example featcal.",
-    )
-
-
 def _plain_layers(layers: Any) -> Any:
     """Layers of Python's own kinds: a range and numpy's numbers are none that a record has."""
     if layers is None or isinstance(layers, str | int):
@@ -181,32 +222,15 @@ def _plain_record(record: Any) -> Any:
     return record if record is None or isinstance(record, Mapping) else dict(vars(record))
 
 
-def _share(given: Any) -> Any:
-    """A share of the way from the base, as a number or in words."""
-    try:
-        share = given if given in (None, "auto") else float(given)
-    except (TypeError, ValueError):
-        share = math.nan
-    if isinstance(given, bool) or (isinstance(share, float) and not 0 <= share <= 1.5):
-        raise problem(f"expected auto, or a number from 0 to 1.5; got {given!r}")
-    return share
-
-
 def _jacobian(settings: Any) -> Any:
     """What settings of Jacobians are given as, with a spec's words for the defaults and for none."""
     if settings is None or isinstance(settings, bool):
         return {} if settings else None
-    if isinstance(settings, Mapping) or hasattr(settings, "nodes"):
-        return settings
-    raise ValueError("expected dl.JacobianSettings(...), or False")
+    return settings
 
 
 def _pairs(pairs: Any) -> Any:
     return pairs if pairs is None else [(each, {}) if isinstance(each, str) else each for each in pairs]
-
-
-def _several(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
 
 
 _SAMPLES = "Calibration samples per task."
@@ -220,7 +244,7 @@ _MERGED_TO = (
     "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
     "out."
 )
-Shrink = Annotated[float | Literal["auto"] | None, BeforeValidator(_share)]
+Shrink = Annotated[float, Field(ge=0, le=1.5)] | Literal["auto"] | None
 OutDtype = Literal["float32", "float16", "bfloat16"]
 """Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
@@ -249,7 +273,7 @@ def _parameters(text: str) -> Any:
 class CalibrationRequest(Request):
     """One calibration; what is left out comes from the preset, then from the run's spec."""
 
-    name: Annotated[str, AfterValidator(_calibration_name)] = asked(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = asked(
         "Its variant will be called calibrated:NAME.", ...
     )
     method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Mapping
-from os import PathLike
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
+    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,7 +16,6 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from driftlens.base.diagnostic import diagnostics
 from driftlens.base.errors import SpecError
@@ -37,19 +33,8 @@ from driftlens.spec.types import (
     Text,
     Texts,
     problem,
+    unknown_keys,
 )
-
-
-def _loader_name(loader: str) -> str:
-    scheme, _, target = loader.partition(":")
-    if re.fullmatch(r"[a-z0-9][a-z0-9-]*", loader) or (
-        scheme == "python" and PYTHON_TARGET.fullmatch(target)
-    ):
-        return loader
-    raise problem(
-        f"expected a loader such as hf-clip, or python:package.module:function; got {loader!r}",
-        "`driftlens doctor --methods` lists the loaders.",
-    )
 
 
 class Vocab(Part):
@@ -70,7 +55,7 @@ class Architecture(Part):
         vocab: how language models with other vocabularies than the base's are aligned; null refuses them.
     """
 
-    loader: Annotated[str, AfterValidator(_loader_name)]
+    loader: Annotated[str, Field(pattern=f"^([a-z0-9][a-z0-9-]*|python:{PYTHON_TARGET})$")]
     source: Source | None = None
     blocks: Text | None = None
     vocab: Vocab | None = None
@@ -97,17 +82,8 @@ class _Method(Part):
     Who looks the method up refuses others; here a setting need only be a value that the file can hold.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
-
-    @model_validator(mode="after")
-    def _settings_are_finite(self) -> Self:
-        for name, value in self.parameters.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except ValueError:
-                raise problem(f"the parameter {name} is not finite: {value!r}") from None
-        return self
 
     @property
     def parameters(self) -> dict[str, JsonValue]:
@@ -202,7 +178,7 @@ class Metrics(Part):
         options = {entry.option for entry in diagnostics.values()} if further else set()
         if unknown := [key for key in further if key not in options]:
             allowed = [*usual, *sorted(options - {"", *usual})]
-            raise PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
+            raise unknown_keys(unknown, allowed)
         return section
 
     @property
@@ -211,49 +187,26 @@ class Metrics(Part):
         return frozenset(name for name, value in self if value)
 
 
-def _device_name(device: str) -> str:
-    if re.fullmatch(r"auto|cpu|(cuda|mps|xpu)(:[0-9]+)?", device):
-        return device
-    raise problem(
-        f"expected auto, cpu, cuda, mps or xpu, or cuda:1 for the second of several; got {device!r}",
-        "`driftlens doctor` says what there is.",
-    )
-
-
 class Compute(Part):
     """Where and in which precision numbers are computed; features of a task beyond the budget spill to disk."""
 
-    device: Annotated[Text, AfterValidator(_device_name)] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|mps|xpu)(:[0-9]+)?)$")] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     deterministic: Flag = True
-    feature_budget: Bytes = 2 * 2**30
+    feature_budget: Bytes = ByteSize(2 * 2**30)
 
 
-def class_names_given(given: Any) -> Any:
-    """A list of class names or the path of a file, as a spec gives them; others are refused."""
-    if given is None or (isinstance(given, str | PathLike) and given):
-        return given
-    if not isinstance(given, list | tuple) or not given:
-        raise problem(f"expected a list of class names or a JSON file that holds one; got {given!r}")
-    odd = [name for name in given if not isinstance(name, str) or not name]
-    if odd:
-        raise problem(f"the class name {odd[0]!r} is not text", f'Write it in quotes: "{odd[0]}".')
-    twice = sorted(name for name, count in Counter(given).items() if count > 1)
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise problem(
             f"class names occur more than once: {', '.join(twice)}", "Each row needs a name of its own."
         )
-    return given
+    return names
 
 
-ClassNames = Annotated[tuple[Text, ...] | LocalPath | None, BeforeValidator(class_names_given)]
+ClassNames = Annotated[Texts, AfterValidator(_each_once)] | LocalPath | None
 """Class names in the order of the rows, or a JSON file of them; None leaves naming to the data source."""
-
-
-def _with_placeholder(template: str) -> str:
-    if "{}" not in template:
-        raise problem(f"the template {template!r} has no place for the class name", "Write {} where it goes.")
-    return template
 
 
 def _known_suite(name: str) -> str:
@@ -275,7 +228,7 @@ class TextHead(Part):
     )
 
     suite: SuiteTask | None = None
-    templates: Annotated[tuple[Annotated[str, AfterValidator(_with_placeholder)], ...], Field(min_length=1)]
+    templates: Annotated[tuple[Annotated[str, Field(pattern=r"\{\}")], ...], Field(min_length=1)]
     classes: ClassNames = None
 
     @model_validator(mode="before")

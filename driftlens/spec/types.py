@@ -1,4 +1,7 @@
-"""The small types that sections of the spec are made of: names, paths, counts, byte sizes."""
+"""The small types that sections of the spec are made of, and one error for all that is wrong with a section.
+
+Entry points: `Part`, the base class of sections, and `checked`, which raises a `SpecError` with dotted paths.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,33 @@ import unicodedata
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from driftlens.base.errors import SpecError, harmless
+from driftlens.base.errors import SpecError, did_you_mean, harmless
 from driftlens.base.files import LONGEST_FILE_NAME, escape, expanded
 
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
 
-BYTES_PER_UNIT = {"": 1, "b": 1} | {
-    f"{prefix}{unit}": step**power
-    for unit, step in (("b", 1000), ("ib", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
-PYTHON_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+PYTHON_TARGET = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
 def problem(message: str, hint: str = "") -> PydanticCustomError:
-    """An error for pydantic to collect; `message` and `hint` reach the user as they are."""
+    """Return an error for pydantic to collect; `message` and `hint` reach the user as they are."""
     return PydanticCustomError("driftlens", "{message}", {"message": message, "hint": hint})
 
 
@@ -52,17 +51,18 @@ class Part(BaseModel):
         # Pydantic would refuse them too, but only here are the keys known that could have been meant.
         unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
         if unknown and cls.model_config.get("extra") == "forbid":
-            raise PydanticCustomError(
-                "unknown_keys", "unknown keys", {"keys": unknown, "allowed": list(cls.model_fields)}
-            )
+            raise unknown_keys(unknown, list(cls.model_fields))
         return given
 
 
+def unknown_keys(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
+    """Return the error for keys that a section does not have."""
+    return PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
+
+
 def _checked_name(name: str) -> str:
-    if not isinstance(name, str):  # a key of somebody's dict
-        raise problem(f"the name {name!r} is no text", f"Call it {str(name)!r}.")
-    if not name.strip():
-        raise problem("a name is empty", "Give it at least one visible character.")
+    if not isinstance(name, str) or not name.strip():
+        raise problem(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         raise problem(
             f"the name {name!r} holds a control character", "Any other character may stand in a name."
@@ -91,36 +91,15 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+CountOrAll = Count | Literal["all"]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-def _count_or_all(given: Any) -> Any:
-    if given == "all" or (type(given) is int and 1 <= given < 2**31):
-        return given
-    raise problem(f"expected a whole number of at least 1, or all; got {given!r}")
-
-
-CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_count_or_all)]
-
-
-def _selection(given: Any) -> Any:
-    entries = given if isinstance(given, list | tuple) else [given]
-    numbers_allowed = entries is given
-    if entries and all(
-        (isinstance(entry, str) and entry != "") or (numbers_allowed and type(entry) is int and entry >= 1)
-        for entry in entries
-    ):
-        return given
-    raise problem(f"expected blocks, a pattern, or a list of patterns and layer numbers; got {given!r}")
-
-
-Selection = Annotated[str | tuple[int | str, ...], BeforeValidator(_selection)]
+Selection = Text | Annotated[tuple[Count | Text, ...], Field(min_length=1)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
 
 
 def plain_text(given: Any) -> Any:
-    """A path object as text; anything else as it is."""
+    """Return a path object as text; anything else as it is."""
     return fspath(given) if isinstance(given, PathLike) else given
 
 
@@ -129,7 +108,7 @@ LONGEST_PART, LONGEST_PATH = 255, 4000
 
 
 def resolved(value: str, info: ValidationInfo) -> str:
-    """A path, relative ones against the spec file's folder."""
+    """Return a path, relative ones against the spec file's folder."""
     if (
         harmless(value) != value
         or max(map(len, value.split("/"))) > LONGEST_PART
@@ -165,31 +144,104 @@ LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved
 Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolved_if_a_path)]
 """A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
 
-
-def _bytes(given: Any) -> int:
-    if type(given) is int and 1 <= given < 2**63:
-        return given
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
-    )
-    if match is None or match[2] not in BYTES_PER_UNIT or not 0 < float(match[1]) < 1e15:
-        raise problem(f"expected a number of bytes or a size such as 2GiB; got {given!r}")
-    return round(float(match[1]) * BYTES_PER_UNIT[match[2]])
-
-
 Bytes = Annotated[
-    int,
-    BeforeValidator(_bytes),
+    ByteSize,
+    Field(gt=0, lt=2**63),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}], "examples": ["2GiB"]}),
 ]
 """A number of bytes; may be written `512MB` (powers of ten) or `2GiB` (powers of two)."""
 
-
-def _python_target(value: str) -> str:
-    if not PYTHON_TARGET.fullmatch(value):
-        raise problem(f"expected a Python target package.module:function, got {value!r}")
-    return value
-
-
-PythonTarget = Annotated[str, AfterValidator(_python_target)]
+PythonTarget = Annotated[str, Field(pattern=f"^{PYTHON_TARGET}$")]
 """`package.module:function`; importing it runs code, so it needs the user's trust on the command line."""
+
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
+    """Return values of a spec, or of a part of one, checked.
+
+    Raises:
+        SpecError: its message begins with `where` and names everything that is wrong.
+    """
+    try:
+        return kind.model_validate(raw, context=context)
+    except ValidationError as error:
+        raise spec_error(error, raw, where) from error
+
+
+def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
+    """Return pydantic's findings as one error: a dotted path each, pydantic's words, and a hint if there is one.
+
+    Findings at one path are those of the members of a union; they are one problem.
+    """
+    by_path: dict[str, tuple[list[str], str]] = {}
+    for details in error.errors():
+        for path, text, hint in _findings(details, raw):
+            texts, _ = by_path.setdefault(path, ([], hint))
+            texts.append(text)
+    findings = [
+        (f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint)
+        for path, (texts, hint) in by_path.items()
+    ]
+    problems = [text for text, _ in findings]
+    if len(findings) == 1:
+        ((text, hint),) = findings
+        return SpecError(f"{where}: {text}", hint=hint, problems=problems)
+    lines = [f"  {text}" + (f" ({hint})" if hint else "") for text, hint in findings]
+    return SpecError("\n".join([f"{where}: {len(findings)} problems", *lines]), problems=problems)
+
+
+def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
+    """Return path, text and hint of everything that one of pydantic's findings is about."""
+    kind, context, given = details["type"], details.get("ctx", {}), details["input"]
+    path = _path_of(details["loc"], kind, raw)
+    if kind == "unknown_keys":
+        allowed = context["allowed"]
+        return [
+            (
+                f"{path}.{key}".removeprefix("."),
+                f"unknown key; allowed here: {', '.join(allowed)}",
+                did_you_mean(str(key), allowed),
+            )
+            for key in context["keys"]
+        ]
+    if kind == "driftlens":
+        return [(path, context["message"], context["hint"])]
+    if kind == "missing":
+        return [(path, "missing", "This key is required.")]
+    if kind == "too_short" and given:
+        return []  # Entries that are wrong don't count, and each of them has its own finding.
+    hint = ""
+    if kind in ("literal_error", "union_tag_invalid"):
+        allowed = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
+        hint = did_you_mean(given.get("kind") if kind == "union_tag_invalid" else given, allowed)
+    elif kind == "string_type" and isinstance(given, int | float):
+        hint = f'Write it in quotes: "{given}".'
+    return [(path, f"{details['msg']}, got {_short(given)}", hint)]
+
+
+def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
+    """Return the dotted path of what is wrong, without the names of union members, which stand in no file."""
+    # Where the name itself is what is wrong, the section that holds it.
+    if kind == "invalid_key":
+        location = location[:-1]
+    elif location[-1:] == ("[key]",):
+        location = location[:-2]
+    parts: list[str] = []
+    here = raw
+    for depth, key in enumerate(location):
+        is_entry = isinstance(here, list | tuple) and isinstance(key, int) and key < len(here)
+        if is_entry or (isinstance(here, Mapping) and key in here):
+            here = here[key]
+        elif kind != "missing" or depth < len(location) - 1:
+            continue
+        if isinstance(key, int) and parts:
+            parts[-1] += f"[{key}]"
+        else:
+            parts.append(str(key) if str(key).isprintable() else repr(key))
+    return ".".join(parts)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    shown = "nothing" if value is None else repr(value)
+    return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."

@@ -103,50 +103,20 @@ def _loaded(text: str) -> Any:
 def from_yaml(text: str, where: str) -> Any:
     """The value that `text` spells."""
     if len(text) > MOST_CHARACTERS:
-        raise SpecError(
-            f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read",
-            hint="Lists of class names may stand in files of their own.",
-        )
+        raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
         return copy.deepcopy(_loaded(text)) if len(text) <= _MOST_KEPT else _loaded.__wrapped__(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=_hint(error)) from error
+        hint = "Tags that start with ! are not followed." if "constructor" in str(error.problem) else ""
+        hint = hint or "Check indentation, colons and quotes at that place."
+        raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=hint) from error
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{where}: not YAML: {error}") from error
     except RecursionError:
         # Without its cause: a traceback of a thousand equal lines helps nobody.
-        raise SpecError(
-            f"{where}: lists or mappings are nested too deeply to be read",
-            hint="A spec needs about five levels; look for brackets that are never closed.",
-        ) from None
-
-
-def line_of(text: str, path: str) -> int | None:
-    """The line, from 1, on which the last key stands that `text` has on a dotted path such as `data.cars.test[0]`.
-
-    What stands behind the path, as in a SpecError's problems, and keys that `text` lacks are passed over. None where
-    it has not even the first, or is not YAML.
-    """
-    try:
-        node, line = yaml.compose(text, Loader=_Loader), None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    while node is not None:
-        matches = []
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                name = key.value if isinstance(key.value, str) else ""
-                if name and (end := re.match(rf"{re.escape(name)}(?:[.]|(?=[:\[])|$)", path)):
-                    matches.append((end.end(), key, value))
-        elif isinstance(node, yaml.SequenceNode) and (end := re.match(r"\[(\d{1,9})\][.]?", path)):
-            matches = [(end.end(), entry, entry) for entry in node.value[int(end[1]) :][:1]]
-        if not matches:
-            break
-        length, at, node = max(matches, key=lambda entry: entry[0])  # a task's name may hold dots
-        line, path = at.start_mark.line + 1, path[length:]
-    return line
+        raise SpecError(f"{where}: lists or mappings are nested too deeply to be read") from None
 
 
 def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
@@ -156,29 +126,13 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
         place = file if file.is_relative_to("/dev") else plain_file(file)
         with place.open(encoding="utf-8-sig") as stream:
             raw = from_yaml(stream.read(MOST_CHARACTERS + 1), str(file))
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"{file}: not UTF-8 text ({error.reason})", hint="It should be a YAML file."
-        ) from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         inside = file / "spec.yaml"
         hint = f"Give {inside}." if inside.is_file() else f"Check the path. {start}"
-        raise SpecError(f"{file}: the {what} can't be read: {error.strerror}", hint=hint) from error
+        raise SpecError(f"{file}: the {what} can't be read: {error}", hint=hint) from error
     if not isinstance(raw, dict):
-        kind = "nothing" if raw is None else f"a {type(raw).__name__}"
-        raise SpecError(f"{file}: expected a mapping, found {kind}", hint=start)
+        raise SpecError(f"{file}: expected a mapping, found {type(raw).__name__}", hint=start)
     return raw
-
-
-def _hint(error: yaml.MarkedYAMLError) -> str:
-    text = error.problem or ""
-    if "could not determine a constructor" in text:
-        return "Tags that start with ! name code and are never followed; write plain values."
-    if "another document" in text:
-        return "Write each document, as mergekit-mega's are, to a file of its own."
-    if "occurs twice" in text:
-        return "Keep one of the two."
-    return "Check indentation, colons and quotes at that place."
 
 
 def to_yaml(value: Any) -> str:

@@ -148,7 +148,7 @@ def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
         ({"parameters": {"alpha": 1.5}}, "alpha is 1.5; expected a finite number at least 0 and at most 1"),
         ({"parameters": {"update": ("everything",)}}, "update is .* one of linear, bias, norm"),
         ({"parameters": {"ridge": 1.0}}, "no setting 'ridge'"),
-        ({"samples": 0}, "samples: expected at least 1, got 0"),
+        ({"samples": 0}, "samples: Input should be greater than or equal to 1"),
         ({"preset": "papier"}, "no preset 'papier'"),
         ({"auto": True, "parameters": {"rho": 0.5}}, "rho: given, and to be chosen too"),
         ({"layer": [1]}, "has no 'layer'"),

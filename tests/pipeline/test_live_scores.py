@@ -128,7 +128,7 @@ def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_
 
 
 def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="expected one of cls, mean, last, all; got 'avg'"):
+    with pytest.raises(SpecError, match="'mean', 'last' or 'all', got 'avg'"):
         dl.analyze(**given("avg"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(SpecError, match="expected one of cls, mean, last, all"):

@@ -333,7 +333,7 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
         ({"n": [0]}, {}, "n is 0, expected a whole number", ""),
         ({"n": [2, 7]}, {}, "7 calibration samples asked for", ""),
         ({"lam": [float("nan")]}, {}, "lam is nan", ""),
-        (LAM, {"seeds": 0}, "seeds: expected at least 1, got 0", ""),
+        (LAM, {"seeds": 0}, "seeds: Input should be greater than or equal to 1", ""),
         (LAM, {"methods": ["featcal", "residual"]}, "residual has no parameter 'lam'", ""),
         ({"mu": [1.5]}, {"methods": ["residual"]}, "mu is 1.5", ""),
     ],

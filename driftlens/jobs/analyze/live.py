@@ -53,8 +53,8 @@ from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.data import TextEntry
-from driftlens.spec.problems import checked
 from driftlens.spec.requests import AnalysisRequest, LiveSettings, refuse_unknown
+from driftlens.spec.types import checked
 
 LOADER = "live"
 """Of modules that the caller has built, as the manifest names it."""

@@ -76,7 +76,7 @@ def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
     spec = load_spec(values(world), OVERRIDES)
     assert "toy" in spec.metrics.options and load_spec(spec) == spec
     assert "toy" not in load_spec(values(world), ["metrics.toy=false"]).metrics.options
-    with pytest.raises(SpecError, match=r"metrics\.toy: expected true or false, got 3"):
+    with pytest.raises(SpecError, match=r"metrics\.toy: Input should be a valid boolean, got 3"):
         load_spec(values(world), ["metrics.toy=3"])
     with refusing(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, groups, toy", hint="'toy'"):
         load_spec(values(world), ["metrics.tox=true"])

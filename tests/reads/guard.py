@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens.base.errors import DriftLensError
+from driftlens.base.errors import DriftLensError, from_library
 
 SECONDS = 5.0
 """Of the processor, that reading one input may take."""
@@ -30,7 +30,7 @@ def peak() -> int:
 
 @contextmanager
 def within_bounds() -> Iterator[None]:
-    """A block that reads one input: it may take so long, and may raise only errors of ours that name a cause.
+    """A block that reads one input: it may take so long, and may raise only errors, ours or a library's, that name a cause.
 
     Raises:
         Hang: it took too long.
@@ -44,8 +44,11 @@ def within_bounds() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
-    except DriftLensError as error:
-        assert error.message and error.exit_code in (2, 3, 4), (error.exit_code, error.message)
+    except Exception as error:
+        told = error if isinstance(error, DriftLensError) else from_library(error)
+        if told is None:
+            raise
+        assert told.message and told.exit_code in (2, 3, 4), (told.exit_code, told.message)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

@@ -95,10 +95,6 @@ class Calibrator:
         """The model that solves are pulled towards is base + this * (merged - base); 1 where that is the merged one."""
         return 1.0
 
-    def at_merged(self) -> Self | None:
-        """The same calibration, pulled towards the merged model itself; None where there is no other choice."""
-        return None
-
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
         changed = [

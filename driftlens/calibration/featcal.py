@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -246,10 +246,6 @@ class FeatCal(ClosedFormBase):
     def pull(self) -> float:
         """What H of Eq. 17 adds to a Gram matrix's diagonal: lam, where anything pulls."""
         return 0.0 if self.anchor == "none" else self.lam
-
-    def at_merged(self) -> Self:
-        """The same at rho 1."""
-        return self.changed(rho=1)
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
         """A share `alpha` of the expert in the target; sites whose outputs other tokens read keep their own rule."""

@@ -22,7 +22,6 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
 
         choose = choice_of(request)
     from driftlens.jobs.calibrate.job import calibrate as run_calibration
-    from driftlens.jobs.contest.sweep import control
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
     name, is_watched = request.name, manner.progress == "jsonl"
@@ -39,7 +38,6 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
             on_first=None if is_watched else note,
             on_measured=None if is_watched else show_first,
         )
-        finished = control(run, name, context) if request.control else finished
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import put_beside
 

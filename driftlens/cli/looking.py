@@ -226,9 +226,6 @@ def compare(
     after: Annotated[
         str | None, typer.Option(help="Variant of B; like --before, or without B the calibration added last.")
     ] = None,
-    allow_mismatch: Annotated[
-        bool, typer.Option("--allow-mismatch", help="Compare also where samples, tasks or experts differ.")
-    ] = False,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -244,7 +241,7 @@ def compare(
     from driftlens.runs.verify import TOLERANCE, equality
     from driftlens_reports.terminal import comparison_text
 
-    found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)
+    found = compared(first, second, before=before, after=after)
     if second is None and tolerance is not None:
         raise typer.BadParameter("--tolerance compares two runs; give the second one")
     limit = TOLERANCE if tolerance is None else tolerance

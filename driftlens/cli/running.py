@@ -227,7 +227,7 @@ def merge(
     from driftlens.spec import load_spec
 
     method, out, merges = request.method, request.out, comparison.merges
-    is_alone = out is not None and not (request.parameters or comparison.keep)
+    is_alone = out is not None and not request.parameters
     if (merges is not None and method is not None) or not (merges or method or is_alone):
         raise SpecError(
             "expected exactly one of --method and --compare, or --out alone",
@@ -257,7 +257,7 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, a
     require_place(out)
     wanted = wanted_merges(comparison.merges or ())
     with job.context() as context:
-        compared = compare_merges(spec, wanted, context, out=out, keep=comparison.keep, write=write_merges)
+        compared = compare_merges(spec, wanted, context, out=out, write=write_merges)
     _note_memory()
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
     note(f"wrote {out}: merges.csv, .json, .html")
@@ -278,7 +278,6 @@ def attach(
         Path,
         typer.Option(metavar="FILE", help="The JSON that lm_eval, bigcode's harness or safety-eval wrote."),
     ],
-    as_json: JsonFlag = False,
 ) -> None:
     """Put results of lm-evaluation-harness, bigcode's or safety-eval beside a variant's own scores."""
     from driftlens.jobs.study.card import renew_cards
@@ -287,7 +286,7 @@ def attach(
 
     found = attach_results(run, variant, results)
     renew_cards(found)
-    say_json(found.accuracy()) if as_json else say(accuracy_text(found))
+    say(accuracy_text(found))
 
 
 @app.command()

@@ -96,7 +96,7 @@ def compare(
     if differences and not allow_mismatch:
         raise DataError(
             f"the runs differ in {'; '.join(differences)}",
-            hint="Such numbers are no before and after. --allow-mismatch (allow_mismatch=True) compares the rest.",
+            hint="Such numbers are no before and after. In Python, compare(allow_mismatch=True) compares the rest.",
             mismatches=differences,
         )
     pairs = _pairs(first, second, before, after, within=b is None)

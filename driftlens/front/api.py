@@ -299,15 +299,12 @@ def calibrated(
     on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
-    """The run with the calibration that is asked for, and its control; errors as for `calibrate`."""
+    """Return the run with the calibration that is asked for."""
     from driftlens.jobs.calibrate.job import calibrate as run_calibration
     from driftlens.jobs.contest.automatic import choice_of
-    from driftlens.jobs.contest.sweep import control
 
     folder, choose = _folder(run), choice_of(request)
     run_calibration(folder, request, context, choose=choose, on_first=on_first, on_measured=on_measured)
-    if request.control:
-        control(folder, request.name, context)
     return _with_modules(Run.at(folder), run)
 
 
@@ -364,13 +361,11 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     from driftlens_reports.merges import merges_sheet, write_merges
 
     out = request.out
-    if request.keep and out is None:
-        raise SpecError("keep=True saves every merge in a folder, and there is none", hint="Give out=FOLDER.")
     if out is not None:
         require_place(out)
     wanted = wanted_merges(request.merges or [("all", {})])
     with around.context() as context:
-        ranked = compared(load_spec(spec), wanted, context, out=out, keep=request.keep, write=write_merges)
+        ranked = compared(load_spec(spec), wanted, context, out=out, write=write_merges)
     return merges_sheet(ranked)
 
 

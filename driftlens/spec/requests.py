@@ -283,7 +283,6 @@ class CalibrationRequest(Request):
     views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies", read=str, is_list=False)
     layers: LayerPatterns = asked(_LAYERS, read=layers_named)
     sites: tuple[Text, ...] | None = asked(_SITES, read=parts)
-    top_layers: Count | None = asked("Only so many layers: those that most of the final drift comes from.")
     shrink: Shrink = asked(
         "Keep this share of the way from the base, 0 to 1.5; auto takes the best on held-out calibration samples.",
         unset="1, all of it",
@@ -295,7 +294,6 @@ class CalibrationRequest(Request):
         "samples and, without --method, other merges and what other methods offer.",
         False,
     )
-    control: Flag = asked("Measure the same at rho 1 too.", False)
     save_weights: Path | None = asked(
         "A .safetensors file, or a folder the original library loads, with model card."
     )
@@ -309,12 +307,6 @@ class CalibrationRequest(Request):
         """Whether anything of it is chosen on held-out samples."""
         return self.auto or self.shrink == "auto"
 
-    @model_validator(mode="after")
-    def _one_choice_of_layers(self) -> Self:
-        if self.layers is not None and self.top_layers is not None:
-            raise problem("layers and top_layers both choose layers", "Give one of them.")
-        return self
-
 
 class SweepRequest(Request, title="sweep"):
     """Many calibrations: one or several sweeps, or methods to be compared.
@@ -322,7 +314,6 @@ class SweepRequest(Request, title="sweep"):
     Attributes:
         param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
             `driftlens.data.corruption`) -> the values to visit.
-        control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
     """
 
     param: dict[str, list[Any]] = asked(
@@ -344,17 +335,13 @@ class SweepRequest(Request, title="sweep"):
     )
     preset: Text | None = asked("Published settings for what is not varied.")
     samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
-    accuracy: Flag = asked(
-        "Drift only; the test samples are not read.", True, name="--no-accuracy", parameter="no_accuracy"
-    )
     resume: Flag = asked("Leave out points that are there.", False)
     replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
-    control: str = unspoken("")
 
     @property
     def compares(self) -> bool:
         """Whether nothing is varied, so that the methods themselves are compared."""
-        return self.methods is not None and not (self.param or self.ablate or self.control)
+        return self.methods is not None and not (self.param or self.ablate)
 
     @model_validator(mode="after")
     def _nothing_beside_a_comparison(self) -> Self:
@@ -386,7 +373,6 @@ class ComparisonRequest(Request, title="compare_merges"):
         read=with_settings,
     )
     out: Path | None = asked(_MERGED_TO)
-    keep: Flag = asked("Save every compared model too, in the folder.", False)
 
 
 class AnalysisRequest(Request, title="analyze"):

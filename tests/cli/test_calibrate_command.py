@@ -37,13 +37,11 @@ QUIET = ("--progress", "none")
 
 
 @pytest.mark.slow
-def test_the_table_shows_before_after_and_expert_and_the_control_asked_for(
-    folder: Path, run_cli: Cli, tmp_path: Path
-) -> None:
+def test_the_table_shows_before_after_and_expert(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     target = tmp_path / "model"
     result = run_cli(
         *("calibrate", folder, "--name", NAME, "--preset", "paper-clip"),
-        *("--control", "--save-weights", target, *QUIET),
+        *("--save-weights", target, *QUIET),
     )
     assert result.code == 0
     lines = [line.split() for line in result.out.splitlines()]
@@ -54,11 +52,6 @@ def test_the_table_shows_before_after_and_expert_and_the_control_asked_for(
         values = [run.accuracy(task, name)["value"].iloc[0] for name in ("base", "expert", "merged", VARIANT)]
         assert row[1:9:2] == [f"{100 * value:.1f}" for value in values]
     assert not any(line[:3] == ["featcal,", "anchor", "only"] for line in lines)  # `-v` tells it
-    control = run.sweeps()
-    (row,) = [line for line in lines if line[:4] == ["featcal", "at", "rho", "1"]]
-    assert set(control["sweep"]) == {"control"} and set(control["rho"]) == {1.0}
-    assert row[4] == f"{100 * control['accuracy'].mean():.1f}"
-    assert row[-2] == f"{100 * control['drift_rel'].mean():.1f}"
     assert "rescaling" not in result.out
     assert f"wrote {target}" in result.out
     assert "Notice: the stem" in result.out and "was not calibrated" not in result.err
@@ -134,7 +127,6 @@ def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
         (("--set", "lambda=1"), 2, "lambda"),
         (("--samples", 0), 2, "--samples"),
         (("--samples", 100), 4, "100"),
-        (("--layers", "2", "--top-layers", 1), 2, "one of them"),
         (("--method", "surgery9"), 2, "surgery9"),
         (("--device", "tpu"), 2, "tpu"),
         (("--method", "residual", "--set", "fold=3"), 2, "Did you mean 'folds'"),

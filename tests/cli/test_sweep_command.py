@@ -30,24 +30,21 @@ def test_the_table_holds_means_over_tasks_and_seeds(folder: Path, run_cli: Cli) 
     assert "means of 2 tasks, 2 seeds" in shown.out
     step = "(merged - base), so {0} times the step of Task Arithmetic"
     assert f"the anchor is base + 2 {step.format(2)}" in shown.out
-    shown = run_cli(
-        "sweep", folder, "--param", "rho=1,2", "--param", "n=2", "--grid", "--no-accuracy", *QUIET
-    )
+    shown = run_cli("sweep", folder, "--param", "rho=1,2", "--param", "n=2", "--grid", *QUIET)
     assert f"the anchor is base + rho {step.format('rho')}" in shown.out
-    shown = run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET)
+    shown = run_cli("sweep", folder, "--param", "rho=1", *QUIET)
     assert shown.code == 0 and "anchor" not in shown.out
 
 
 @pytest.mark.slow
 def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(folder: Path, run_cli: Cli) -> None:
-    assert run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET).code == 0
-    flags = ("--param", "lam=0.1", "--param", "lam=0.2", "--param", "alpha=0,1", "--grid", "--no-accuracy")
+    assert run_cli("sweep", folder, "--param", "rho=1", *QUIET).code == 0
+    flags = ("--param", "lam=0.1", "--param", "lam=0.2", "--param", "alpha=0,1", "--grid")
     found = json.loads(run_cli("sweep", folder, *flags, "--json", *QUIET).out)
     assert found["sweeps"] == ["lam+alpha"] and len(found["rows"]) == 8
     assert {(row["lam"], row["alpha"]) for row in found["rows"]} == {
         (lam, alpha) for lam in (0.1, 0.2) for alpha in (0.0, 1.0)
     }
-    assert {row["accuracy"] for row in found["rows"]} == {None}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import CalibrationRequest
 from driftlens.spec.sections import Calibration
-from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request
+from tests.pipeline.calibrating import NAME, VARIANT, files_of, request
 from tests.zoo.world import TASKS, World
 
 QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
@@ -61,16 +61,6 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
-@pytest.mark.slow
-def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tmp_path: Path) -> None:
-    folder = copied(finished, tmp_path / "run")
-    rows = finished.layers(variant="merged").query("role == 'block'")
-    shares = {layer: rows[rows["layer"] == layer]["final_share"].mean() for layer in (2, 3, 4)}
-    best = max(shares, key=lambda layer: shares[layer])
-    run = calibrate(folder, request(top_layers=1))
-    assert run.manifest.calibrations[NAME].layers == [best] and moved_blocks(run) == {best - 2}
-
-
 @pytest.mark.parametrize("asked", [{"layers": [2]}, {"sites": ["*attn*"]}])
 def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: dict[str, Any]) -> None:
     """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""
@@ -88,16 +78,6 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: 
         else:
             with pytest.raises(SpecError, match="surgery was given sites"):
                 open_calibration(folder, wanted)
-
-
-def test_top_layers_need_the_shares_of_all_blocks(folder: Path) -> None:
-    with pytest.raises(SpecError, match="of 0 of 3 blocks"):
-        calibrate(folder, request(top_layers=1))
-
-
-def test_more_top_layers_than_blocks_are_refused(folder: Path) -> None:
-    with pytest.raises(SpecError, match="top_layers is 99; the model has 3 blocks"):
-        calibrate(folder, request(top_layers=99))
 
 
 @pytest.mark.slow

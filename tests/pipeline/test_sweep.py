@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.corruption import corrupt
@@ -25,9 +23,8 @@ from driftlens.engine.calibrating import ExpertFeatures, Ground
 from driftlens.engine.sites import rows_and_output, select_sites
 from driftlens.findings.before_after import before_after
 from driftlens.findings.swept import ablation_sheets, rho_control
-from driftlens.jobs.calibrate import plan
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.sweep import control, sweep
+from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.study.reopening import reopened
 from driftlens.jobs.study.study import Study
 from driftlens.runs.run import DriftRun, open_run
@@ -111,72 +108,36 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
 
 
 @pytest.mark.slow
-def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
-    folder: Path, light: DriftRun, tmp_path: Path
-) -> None:
-    part = {"layers": [2], "sites": ["*c_fc"], "samples": 3, "progress": "none"}
-    run = dl.calibrate(
-        folder, name=NAME, parameters={"rho": 2.0, "lam": 0.2}, attribution=False, control=True, **part
-    )
-    other = {"parameters": {"rho": 2.0, "lam": 0.2}, "samples": 3}
-    run = calibrate(folder, request("whole", **other, attribution=False))
-    rows = rows_of(run, "layers 2; sites *c_fc:control")
-    plain = dl.calibrate(
-        copied(light, tmp_path / "plain"), name=NAME, parameters={"rho": 1.0, "lam": 0.2}, **part
-    )
-    for row in rows.itertuples():
-        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
-        assert row.drift_l2_mean == pytest.approx(final["drift_l2_mean"], rel=1e-5)
-    assert tuple(rows["task"]) == TASKS and set(rows["rho"]) == {1.0}
-    measured = {(at.task, at.about.name): at for at in rho_control(run, NAME)}
+def test_a_point_at_rho_1_is_the_control_of_a_calibration_that_is_else_the_same(folder: Path) -> None:
+    settings = {"rho": 2.0, "lam": 0.2}
+    calibrate(folder, request("whole", parameters=settings, samples=3, attribution=False))
+    calibrate(folder, request(layers=[2], parameters=settings, samples=3, attribution=False))
+    assert not rho_control(open_run(folder), "whole")
+    run = sweep(folder, SweepRequest(param={"rho": [1.0], "lam": [0.2]}, grid=True, samples=3))
+    rows = run.sweeps()
+    measured = {(at.task, at.about.name): at for at in rho_control(run, "whole")}
+    assert len(rows) == len(TASKS)
     for _, row in rows.iterrows():
         for name, column in (("drift", "drift_l2_mean"), ("relative", "drift_rel"), ("cosine", "cos_mean")):
             assert measured[row["task"], name].value == row[column]
         score, tested = measured[row["task"], "accuracy"], run.accuracy(row["task"], "merged").iloc[0]
         assert (score.value, score.n) == (row["accuracy"], tested["n"]) and score.low < score.high
-    shown = before_after(run, NAME).set_index(["task", "model"])
-    assert shown.loc[(TASKS[0], f"{NAME} at rho 1"), "relative"] == rows["drift_rel"].iloc[0]
-    assert not rho_control(run, "whole"), "a control of other layers is none"
-    # Another calibration's control is another point of its own sweep; one that is there is not measured again.
-    both = control(folder, "whole")
-    assert rho_control(both, "whole") and set(both.sweeps()["sweep"]) == {rows["sweep"][0], "control"}
-    assert control(folder, "whole").sweeps().equals(both.sweeps())
-    assert "control: means of" in sweep_text(both, "control")
-
-
-def test_a_method_without_rho_has_no_control(folder: Path) -> None:
-    asked = request(
-        method=next(name for name in calibrators if "rho" not in calibrators[name]().get_params())
-    )
-    with pytest.raises(SpecError, match="towards no other model than the merged one, so there is no control"):
-        calibrate(folder, asked.changed(control=True))
-    assert NAME not in open_run(folder).manifest.calibrations
-
-
-def test_a_control_of_unequal_counts_is_refused_before_anything_is_solved(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts, begin = dict(zip(TASKS, itertools.count(3), strict=False)), plan._beginning
-    monkeypatch.setattr(
-        plan, "_beginning", lambda samples, _, task: begin(samples, counts.get(task, 4), task)
-    )
-    before = files_of(folder)
-    with pytest.raises(SpecError, match="equally many samples of every task, and there are 3 to 4") as caught:
-        calibrate(folder, request(control=True))
-    assert "--samples to at most 3" in caught.value.hint and files_of(folder) == before
+    shown = before_after(run, "whole").set_index(["task", "model"])
+    assert shown.loc[(TASKS[0], "whole at rho 1"), "relative"] == rows["drift_rel"].iloc[0]
+    assert not rho_control(run, NAME), "a control of other layers is none"
 
 
 @pytest.mark.slow
 def test_one_factor_at_a_time_or_all_combinations(folder: Path) -> None:
     values = {"lam": [0.01, 0.05], "alpha": [0.0, 0.3, 1.0]}
-    run = sweep(folder, SweepRequest(param=values, accuracy=False))
+    run = sweep(folder, SweepRequest(param=values))
     one = run.sweeps()
     assert set(one["sweep"]) == {"lam", "alpha"} and one["accuracy"].isna().all()
     lam, alpha = rows_of(run, "lam", task=TASKS[0]), rows_of(run, "alpha", task=TASKS[0])
     assert lam["lam"].tolist() == [0.01, 0.05] and set(lam["alpha"]) == {0.3}
     assert alpha["alpha"].tolist() == [0.0, 0.3, 1.0] and set(alpha["lam"]) == {0.05}
     assert lam["drift_l2_mean"][1] == alpha["drift_l2_mean"][1], "one calibration serves both sweeps"
-    run = sweep(folder, SweepRequest(param=values, grid=True, accuracy=False))
+    run = sweep(folder, SweepRequest(param=values, grid=True))
     both = rows_of(run, "lam+alpha", task=TASKS[0])
     assert list(zip(both["lam"], both["alpha"], strict=True)) == [
         (lam, alpha) for lam in values["lam"] for alpha in values["alpha"]
@@ -200,20 +161,20 @@ def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun
 
 @pytest.mark.slow
 def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: Path) -> None:
-    sweep(folder, SweepRequest(param={"lam": [0.3, 0.01]}, accuracy=False))
-    run = sweep(folder, SweepRequest(param={"lam": [0.1, 0.3]}, accuracy=False))
+    sweep(folder, SweepRequest(param={"lam": [0.3, 0.01]}))
+    run = sweep(folder, SweepRequest(param={"lam": [0.1, 0.3]}))
     points = rows_of(run, "lam", task=TASKS[0]).set_index("lam")["point"].to_dict()
     assert points == {0.3: 0, 0.01: 1, 0.1: 2}
 
 
 @pytest.mark.slow
 def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder: Path) -> None:
-    sweep(folder, SweepRequest(param=LAM | {"rho": [1.0]}, accuracy=False))
+    sweep(folder, SweepRequest(param=LAM | {"rho": [1.0]}))
     before = files_of(folder)
     with pytest.raises(SpecError, match=r"with rho 2; now rho is 2\.2") as caught:
-        sweep(folder, SweepRequest(param=LAM, preset="demo-clip", accuracy=False))
+        sweep(folder, SweepRequest(param=LAM, preset="demo-clip"))
     assert "--replace" in caught.value.hint and files_of(folder) == before
-    run = sweep(folder, SweepRequest(param={"lam": [0.7]}, preset="demo-clip", accuracy=False, replace=True))
+    run = sweep(folder, SweepRequest(param={"lam": [0.7]}, preset="demo-clip", replace=True))
     assert set(rows_of(run, "lam")["lam"]) == {0.7} and set(rows_of(run, "rho")["rho"]) == {1.0}
 
 
@@ -251,8 +212,8 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
 def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_points(
     folder: Path,
 ) -> None:
-    sweep(folder, SweepRequest(param={"lam": [0.7, 0.8]}, preset="demo-clip", accuracy=False))
-    asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0]}, accuracy=False, replace=True)
+    sweep(folder, SweepRequest(param={"lam": [0.7, 0.8]}, preset="demo-clip"))
+    asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0]}, replace=True)
     token = CancelToken()
 
     def stop(event: ProgressEvent) -> None:
@@ -271,9 +232,9 @@ def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_po
 
 @pytest.mark.slow
 def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: Path) -> None:
-    before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False))
+    before = sweep(folder, SweepRequest(param=LAM, samples=1))
     with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:
-        sweep(folder, SweepRequest(param={"lam": [0.0, 0.3]}, samples=1, accuracy=False, replace=True))
+        sweep(folder, SweepRequest(param={"lam": [0.0, 0.3]}, samples=1, replace=True))
     assert "All other points are in the run" in raised.value.hint
     found = rows_of(open_run(folder), "lam")
     assert set(found["lam"]) == {0.3}
@@ -283,16 +244,10 @@ def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(fold
 
 
 def test_replacing_by_what_cannot_be_solved_for_takes_nothing_away(folder: Path) -> None:
-    before = sweep(folder, SweepRequest(param=LAM, samples=1, accuracy=False)).sweeps()
+    before = sweep(folder, SweepRequest(param=LAM, samples=1)).sweeps()
     with pytest.raises(SingularGramError):
-        sweep(folder, SweepRequest(param={"lam": [0.0]}, samples=1, accuracy=False, replace=True))
+        sweep(folder, SweepRequest(param={"lam": [0.0]}, samples=1, replace=True))
     pd.testing.assert_frame_equal(open_run(folder).sweeps(), before)
-
-
-@pytest.mark.slow
-def test_resuming_scores_points_that_have_no_accuracy_yet(folder: Path) -> None:
-    sweep(folder, SweepRequest(param=LAM, accuracy=False))
-    assert sweep(folder, SweepRequest(param=LAM, resume=True)).sweeps()["accuracy"].notna().all()
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def peak() -> int:
 
 @contextmanager
 def within_bounds() -> Iterator[None]:
-    """A block that reads one input: it may take so long, and may raise only errors, ours or a library's, that name a cause.
+    """A block that reads one input: it ends within limits, or raises an error, ours or a library's, that names a cause.
 
     Raises:
         Hang: it took too long.

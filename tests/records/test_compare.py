@@ -112,7 +112,7 @@ def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: Pat
     other = write_full_run(tmp_path / "b", size=dataclasses.replace(SIZE, samples=7))
     with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd") as refused:
         compare(full, other)
-    assert "test samples" not in refused.value.message and "--allow-mismatch" in refused.value.hint
+    assert "test samples" not in refused.value.message and "allow_mismatch=True" in refused.value.hint
     found = compare(full, other, allow_mismatch=True)
     assert found.mismatches == ("diagnosis samples of cars, mnist, dtd",)
     assert set(found.tasks["paired_n"]) == {7}  # those that both have

@@ -272,12 +272,10 @@ def plan_calibration(
     }
     for drawn in samples.values():
         viewed(drawn)  # refuses views that can't be made
-    if request.control:
-        _require_control(samples, calibrator, method)
     patterns = request.sites
     if patterns is None and section is not None and (section.method == method or not chooses_itself):
         patterns = section.sites
-    layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
+    layers = request.layers
     if chooses_itself and (layers is not None or patterns is not None):
         raise SpecError(
             f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
@@ -328,19 +326,6 @@ def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:
         )
 
 
-def _require_control(samples: Mapping[str, SampleSet], calibrator: Calibrator, method: str) -> None:
-    """Refuse what can't be calibrated once more, pulled towards the merged model itself."""
-    if calibrator.at_merged() is None:
-        raise SpecError(
-            f"{method} is pulled towards no other model than the merged one, so there is no control without that"
-        )
-    if len(counts := set(map(len, samples.values()))) > 1:
-        raise SpecError(
-            f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
-            hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
-        )
-
-
 def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
     """All hyperparameters as JSON would give them back."""
     settings = calibrator.get_params()
@@ -360,26 +345,6 @@ def _beginning(samples: SampleSet | None, count: int | None, task: str) -> Sampl
         available = 0 if samples is None else len(samples)
         raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are asked for")
     return samples if count is None else part_of(samples, range(count))
-
-
-def _top_layers(run: DriftRun, count: int) -> list[int]:
-    """The blocks with the largest mean share of the merged model's final drift, by the run's own attribution."""
-    blocks = [layer.index for layer in run.manifest.layers if layer.role == "block"]
-    if count > len(blocks):
-        raise SpecError(
-            f"top_layers is {count}; the model has {len(blocks)} blocks",
-            hint=f"Ask for at most {len(blocks)}, or leave it out to calibrate them all.",
-        )
-    rows = run.layers(variant="merged")
-    shares = rows[rows["role"] == "block"].groupby("layer")["final_share"].mean().dropna()
-    if set(shares.index) != set(blocks):
-        raise SpecError(
-            f"top_layers needs every block's share of the final drift; the run has those of {len(shares)} of "
-            f"{len(blocks)} blocks",
-            hint="Analyze with metrics.contributions and `layers: {select: blocks}`, or choose with --layers.",
-        )
-    ranked = shares.sort_values(ascending=False, kind="stable").index
-    return sorted(int(layer) for layer in ranked[:count])
 
 
 def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]) -> list[str]:

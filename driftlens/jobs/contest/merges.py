@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +40,13 @@ from driftlens.jobs.contest.contest import (
     try_each,
     unlabelled,
 )
-from driftlens.jobs.study.merging import merged_source, save_merge
+from driftlens.jobs.study.merging import merged_source
 from driftlens.jobs.study.opening import OpenModels, open_study
 from driftlens.jobs.study.reopening import Begun, Kept
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.suspicion import companions
 from driftlens.merging.method import merge_called, merge_methods
-from driftlens.models.saving import require_target
 from driftlens.runs import layout
 from driftlens.runs.manifest import ids_digest
-from driftlens.runs.writer import remove_tree
 from driftlens.spec import RunSpec
 
 PHASE = "compare"
@@ -85,7 +80,6 @@ def compare_merges(
     context: Context = Context(),
     *,
     out: PathLike | None = None,
-    keep: bool = False,
     write: Callable[[Mapping[str, Any], Path], object] = lambda comparison, folder: None,
 ) -> dict[str, Any]:
     """Merges ranked by how near their final features and class probabilities are to the experts', as plain values.
@@ -96,13 +90,13 @@ def compare_merges(
     `nearer` is by how much one is nearer than the `present` one, which the spec names or makes.
 
     That is compared too, and so is the base. What is measured is kept under `out` until
-    all is written there, so that the same comparison, once stopped, goes on; `keep` saves every merge there, too.
+    all is written there, so that the same comparison, once stopped, goes on.
     Of the `merges`, best first, one that can't be made has a `reason` instead of numbers.
     """
     study, models = open_study(spec, access=context.access)
     place = None if out is None else Path(out)
     merges, present = _with_present(spec, merges)
-    compared = _Compared(study, models, merges, place if keep else None, context.reporter(), context.cancel)
+    compared = _Compared(study, models, merges, context.reporter(), context.cancel)
     with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
         outcomes = compared.outcomes(kept)
         comparison = {
@@ -126,17 +120,10 @@ class _Compared:
         study: Study,
         models: OpenModels,
         merges: Sequence[Candidate],
-        keep: Path | None,
         reporter: Reporter,
         cancel: CancelToken | None,
     ) -> None:
         self._study, self._models, self._merges, self._reporter = study, models, merges, reporter
-        self._places = (
-            {} if keep is None else {merge.name: keep / re.sub(r"[ /]", "_", merge.name) for merge in merges}
-        )
-        for place in self._places.values():
-            if not place.exists():
-                require_target(models.architecture, place)
         self._quiet = Reporter(cancel=cancel)
         self.held_out = any(merge_methods[merge.method].runs_models for merge in merges)
         self.shown, self.judged = _samples(study, held_out=self.held_out)
@@ -157,9 +144,6 @@ class _Compared:
             self._study.pool.add(LANE, source)
             return Outcome(held_out.of(LANE), seconds)
 
-        for name, place in self._places.items():
-            if not place.exists():
-                kept.forget(name)
         with temporary_folder() as folder:
             for task in self.judged:
                 held_out.expert(task)
@@ -170,19 +154,11 @@ class _Compared:
         self._reporter.step(PHASE, len(self._merges), len(self._merges))
         return [(candidate, met[candidate.name]) for candidate in (*existing, *self._merges)]
 
-    @cached_property
-    def _doubts(self) -> list[str]:
-        """What is odd about the models, which is the same of all their merges."""
-        return [doubt.text for doubt in companions(self._models)]
-
     def _made(self, merge: Candidate, folder: Path) -> tuple[StateSource, float]:
-        """A merge, saved where it is to be kept, and the seconds that took."""
+        """Return a merge and the seconds that it took."""
         started, shown = time.perf_counter(), self._study.blinded(self.shown)
         method = merge_called(merge.method, merge.settings)
         source = merged_source(self._models, method, shown, beside=folder / "merged", reporter=self._quiet)
-        if (place := self._places.get(merge.name)) is not None:
-            remove_tree(place)  # of a sitting that was stopped before it was measured
-            save_merge(self._models, method, place, shown, source=source, notices=self._doubts)
         return source, round(time.perf_counter() - started, 3)
 
     def _measured(self, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Values]:

@@ -26,7 +26,7 @@ from driftlens.data.corruption import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
-from driftlens.findings.swept import ABLATION, CONTROL, rho_control, scope, settings_of, sweep_named
+from driftlens.findings.swept import ABLATION, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
 from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
 from driftlens.jobs.calibrate.plan import (
@@ -165,17 +165,6 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     return open_run(folder)
 
 
-def control(path: PathLike, name: str, context: Context = Context()) -> DriftRun:
-    """The run with what a calibration reaches pulled towards the merged model, unless it is there; else as `sweep`."""
-    run = open_run(path)
-    info = run.manifest.calibrations[name]
-    kind = calibrators[info.method]
-    calibrator = kind(**resolve(kind, info.settings, info.method))
-    if calibrator.anchor_reach == 1 or rho_control(run, name):
-        return run
-    return sweep(path, SweepRequest(control=name), context)
-
-
 def _open(
     folder: pathlib.Path, request: SweepRequest, context: Context
 ) -> tuple[OpenCalibration, list[Setting]]:
@@ -189,7 +178,6 @@ def _open(
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
     requests = _asked(folder, request, None if count is None else max(count, largest, 1))
-    count = requests[0].samples if request.control else count
     opened = open_calibration(folder, requests[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
     if largest > fewest:  # of samples that were handed in as many were taken as calibrations take
@@ -203,19 +191,6 @@ def _open(
 
 def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
     """The calibrations that sweeps vary around, one a method."""
-    if request.control:
-        info = open_run(folder).manifest.calibrations[request.control]
-        layers, sites = info.layers or None, info.sites or None
-        return [
-            CalibrationRequest(
-                name=PHASE,
-                method=info.method,
-                parameters=dict(info.settings),
-                samples=max(info.samples.values()),
-                layers=None if layers is None else tuple(layers),
-                sites=None if sites is None else tuple(sites),
-            )
-        ]
     around = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
     has_preset = [name for name in around if request.preset in calibrators[name].presets] or [*around]
     if not around:
@@ -256,9 +231,7 @@ def _as_drawn(samples: SampleSet, opened: OpenCalibration) -> SampleSet:
     return part_of(samples, order)
 
 
-def _measured(
-    study: Study, model: str, task: str, features: Tensor, expert: Tensor, *, accuracy: bool
-) -> dict[str, Any]:
+def _measured(study: Study, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Any]:
     """Drift and accuracy of one model on one task, as columns of the sweep table."""
     row = {"task": task, **final_drift(features, expert)}
     judge = Judge(study)
@@ -266,7 +239,7 @@ def _measured(
         row["kl"] = float(judge.divergence(model, task, features, expert).mean())
     # One process has the task, whatever others do meanwhile.
     alone = dataclasses.replace(study, team=ALONE)
-    scored = scores_of(alone, task, [model], Reporter()) if accuracy else None
+    scored = scores_of(alone, task, [model], Reporter())
     for score in scored.rows if scored is not None else ():
         row |= {
             score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
@@ -288,7 +261,7 @@ class _Visits:
     @property
     def scored(self) -> tuple[str, ...]:
         """The tasks whose test samples are scored too."""
-        tasks = self.study.tasks.items() if self.request.accuracy else ()
+        tasks = self.study.tasks.items()
         return tuple(task for task, data in tasks if data.test is not None and metrics_of(self.study, task))
 
     def visit(
@@ -340,13 +313,12 @@ class _Visits:
 
     @cached_property
     def _held_out(self) -> HeldOut[dict[str, Any]]:
-        measure = functools.partial(_measured, self.study, accuracy=self.request.accuracy)
+        measure = functools.partial(_measured, self.study)
         return HeldOut(self.study, {task: data.diagnosis for task, data in self.study.tasks.items()}, measure)
 
     def _sites(self, update: Collection[str]) -> Mapping[int, Sequence[str]]:
-        layers = self.plan.layers if self.request.control else None
         chain = self.study.pool.chain
-        return select_sites(chain, layers=layers, sites=self.plan.patterns or None, update=update)
+        return select_sites(chain, sites=self.plan.patterns or None, update=update)
 
 
 class _Table:
@@ -432,7 +404,7 @@ def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
 
 def _require_something(request: SweepRequest) -> None:
     """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
-    if not request.param and not request.ablate and not request.control:
+    if not request.param and not request.ablate:
         raise SpecError(
             "a sweep needs something to vary",
             hint="For example --param lam=0.01,0.05,0.25, or --methods all.",
@@ -464,18 +436,11 @@ def _settings_of(
             sweeps[sweep_named(ABLATION, start.method)] = [start, *map(start.changed, ablations)]
         elif request.ablate:
             raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
-    if request.control:
-        name = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
-        unpulled = around[0].calibrator.at_merged()
-        sweeps[sweep_named(name, around[0].method)] = [
-            around[0].changed({} if unpulled is None else unpulled.get_params())
-        ]
     return sweeps
 
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], earlier: Collection[Setting]) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
-    varied = [*values] if varied == [CONTROL] else varied  # each calibration is a point of its own
     if varied == [ABLATION]:
         varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
     for name, value in values.items():

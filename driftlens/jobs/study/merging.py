@@ -513,18 +513,18 @@ def save_merge(
     study: Study | None = None,
     reporter: Reporter | None = None,
     *,
-    source: StateSource | None = None,
     notices: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge, unless that was done already, and write the result in the format of the base; a folder gets a card.
+    """Merge, and write the result in the format of the base; a folder gets a card.
 
     Returns what a run says of a merge, and beside the `notices` of the models what its number type has lost.
     """
     architecture, chain = models.architecture, models.architecture.chain
     require_target(architecture, path)
-    if source is None and (merge.method.runs_models or merge.method.reads == "model"):
+    source: StateSource
+    if merge.method.runs_models or merge.method.reads == "model":
         source = merged_source(models, merge, study, beside=path, reporter=reporter)
-    elif source is None:
+    else:
         source = StreamedMerge(models, merge, reporter or Reporter())
     record = merge.record
     if merge.method.runs_models and study is not None:

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from typing import Any
 
-from driftlens_reports.explorer.page import Explorer
+from driftlens_reports.explorer import Explorer
 from tests.browser.chromium import lacking, launch
 from tests.records.full_run import Size, write_full_run
 

@@ -25,7 +25,7 @@ from driftlens_app.settings import require_inside
 from driftlens_app.show import component, is_dark, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.picking import chosen_variants
-from driftlens_reports.explorer.page import Explorer
+from driftlens_reports.explorer import Explorer
 
 _FRAME = "iframe { display: block; width: 100%; border: 0; }"
 _HEIGHTS = {"": 1000, "points": 520, "wall": 700}

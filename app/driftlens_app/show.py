@@ -46,7 +46,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import merged, palette
 from driftlens_reports.charts.words import labels
-from driftlens_reports.formats.headline import shown_alone
+from driftlens_reports.formats.page import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28

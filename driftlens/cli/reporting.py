@@ -24,7 +24,7 @@ def report(
     run: RunFolder,
     formats: Annotated[
         str,
-        typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas."),
+        typer.Option("--format", help="html, html-light, json, md, csv; several joined by commas."),
     ] = "html",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the files; the run's own `reports` if left out.")
@@ -53,8 +53,7 @@ def report(
         sections=None if is_preset else chosen,
         checks=checks,
     )
-    wanted = ["latex" if name == "tex" else name for name in parts(formats)]
-    paths = made.attach(wanted) if out is None else made.save(out, wanted)
+    paths = made.attach(parts(formats)) if out is None else made.save(out, parts(formats))
     if as_json:
         say_json(paths)
         return
@@ -64,7 +63,7 @@ def report(
 
 def _beginnings(paths: list[Path]) -> list[str]:
     """A line per file, but one per folder of many files."""
-    folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
+    folders = dict.fromkeys(path.parent for path in paths if path.parent.name == "csv")
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
     return [*files, *(f"{count} files in {folder}" for folder, count in counts)]
@@ -94,7 +93,7 @@ def export(
         [open_run(run) for run in runs],
         request.out,
         names=names or None,
-        formats=["tex" if name == "latex" else name for name in parts(request.formats)],
+        formats=parts(request.formats),
         options=ExhibitOptions.of(request),
     )
     _tell(written, runs, request.out, as_json)
@@ -131,6 +130,6 @@ def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json:
 @flagged
 def view(run: RunFolder, request: ViewRequest) -> None:
     """Write a page to explore samples in: they move from model to model; select, filter, search, export. No server."""
-    from driftlens_reports.explorer.page import Explorer
+    from driftlens_reports.explorer import Explorer
 
     say(f"wrote {Explorer(run, request).save(request.out)}")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from driftlens.jobs.preflight.job import Preflight
     from driftlens.spec import RunSpec
     from driftlens_reports.charts.chart import Plots
-    from driftlens_reports.explorer.page import Explorer
+    from driftlens_reports.explorer import Explorer
 
     SpecLike = Path | str | Mapping[str, Any] | RunSpec
 
@@ -142,7 +142,7 @@ class Run(DriftRun):
 
         Keywords are the fields of `ViewRequest`: tasks, method, samples, and `out` to write it at once.
         """
-        from driftlens_reports.explorer.page import Explorer
+        from driftlens_reports.explorer import Explorer
 
         made = Explorer(self, request)
         if request.out is not None:
@@ -153,7 +153,7 @@ class Run(DriftRun):
         """Headline and summary as wide as a notebook's cell, in which a wide table scrolls."""
         from driftlens.findings.headline import headline
         from driftlens_reports.content import Headline
-        from driftlens_reports.formats.headline import shown_alone
+        from driftlens_reports.formats.page import shown_alone
 
         first = shown_alone(Headline.model_validate(headline(self)))
         return f'{first}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'

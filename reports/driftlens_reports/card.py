@@ -23,7 +23,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
-from driftlens_reports.formats.headline import called, reach
+from driftlens_reports.formats.page import called, reach
 from driftlens_reports.paper.exhibit import PAGE, sheet
 
 if TYPE_CHECKING:

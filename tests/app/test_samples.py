@@ -17,7 +17,7 @@ from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.layout import thumbs_file
 from driftlens.runs.run import open_run
 from driftlens_app.samples import pictures
-from driftlens_reports.explorer.page import Explorer
+from driftlens_reports.explorer import Explorer
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
 from tests.records.full_run import write_full_run, write_run

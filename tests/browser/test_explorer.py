@@ -14,9 +14,9 @@ from playwright.sync_api import expect
 from driftlens.findings.outcomes import outcomes
 from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
+from driftlens_reports.explorer import Explorer
+from driftlens_reports.explorer import page as explorer_page
 from driftlens_reports.explorer.gathering import gathered
-from driftlens_reports.explorer.page import Explorer
-from driftlens_reports.explorer.page import page as explorer_page
 from tests.browser.reading import Opened, eventually
 from tests.records.full_run import Size, write_full_run
 

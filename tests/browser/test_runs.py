@@ -15,7 +15,7 @@ from driftlens.runs.run import open_run
 from driftlens_app.processes import write_job
 from driftlens_app.show import pages
 from driftlens_reports.build import Report
-from driftlens_reports.explorer.page import Explorer
+from driftlens_reports.explorer import Explorer
 from tests.app.pages import failed
 from tests.browser.reading import drawn, eventually, settled, visit
 from tests.records.full_run import write_full_run

@@ -17,7 +17,7 @@ from driftlens.findings.reading import signs, unbroken
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
 from driftlens_reports.content import Headline
-from driftlens_reports.formats.headline import bar, block
+from driftlens_reports.formats.page import bar, block
 from tests.records.drawn_runs import CAL, Right, interval, run_of, tables
 from tests.records.full_run import write_run
 

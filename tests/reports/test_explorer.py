@@ -23,9 +23,8 @@ from driftlens.findings.projection import project, stored_projection
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec.requests import ProjectionRequest, ViewRequest
-from driftlens_reports.explorer import gathering
+from driftlens_reports.explorer import Explorer, gathering
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
-from driftlens_reports.explorer.page import Explorer
 from tests.records.full_run import Size, write_full_run, write_run
 
 EVIL = (

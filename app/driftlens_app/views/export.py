@@ -34,7 +34,6 @@ _FORMATS = {
     "json": "JSON",
     "md": "Markdown, for a pull request",
     "csv": "CSV, a file per table",
-    "latex": "LaTeX",
 }
 _EXHIBIT_FORMATS = {"figure": ("pdf", "png", "csv", "json", "txt"), "table": ("tex", "csv", "json", "txt")}
 _MOST_PREVIEW = 5_000_000

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.base.registry import Registry
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.picking import ChartOptions, absent, lacking
+from driftlens_reports.charts.picking import ChartOptions, lacking
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,8 @@ class Chart:
         hint: how to read it, and what it can't tell.
         needs: a table of the run, and the columns of it that the chart can't do without.
         presets: the report presets that it belongs to besides `full`.
-        rows: the rows that it draws, where a number in every needed column is not enough to have any.
         also: what a spec must give besides for there to be rows.
-        lacks: what `missing` says where rows are not the question either.
+        lacks: what `missing` says where a number in every needed column is not enough to draw.
         render: draws it; call `draw`.
     """
 
@@ -93,7 +92,6 @@ class Chart:
     hint: str
     needs: tuple[str, tuple[str, ...]]
     presets: tuple[str, ...] = ()
-    rows: Callable[[DriftRun, ChartOptions], pd.DataFrame] | None = None
     also: str = ""
     lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None
     render: Render
@@ -110,14 +108,7 @@ class Chart:
         """None, or one sentence that says what the run lacks and which command adds it."""
         if self.lacks is not None:
             return self.lacks(run, options)
-        if self.rows is None:
-            return lacking(run, options, *self.needs)
-        drawable = self.rows(run, options)
-        needed = [name for name in self.needs[1] if name in drawable]
-        if len(drawable) and (not needed or drawable[needed].notna().any(axis=None)):
-            return None
-        reason = "" if self.also else lacking(run, options, *self.needs)
-        return reason or absent(*self.needs, also=self.also)
+        return lacking(run, options, *self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
         """The chart of `run`; DataError says which command adds what the run lacks, in its context without the name."""

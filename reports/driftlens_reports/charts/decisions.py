@@ -30,7 +30,6 @@ def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=40,
     presets=("standard", "calibration"),
     needs=("outputs", ("flipped", "margin")),
-    rows=_decided,
     also="heads of two classes or more",
     caption="Diagnosis samples of all chosen tasks by the expert's margin, its best score minus its second best: how "
     "many decisions the variant keeps and how many it flips, one panel per variant.",
@@ -125,7 +124,6 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     section="scores",
     rank=60,
     needs=("outputs", ("score_drift_l2", "score_gain")),
-    rows=lambda run, options: _bounds(run, options).dropna(subset=[*_ESTIMATES], how="all"),
     also="heads",
     caption="Norm of the score drift of all diagnosis samples against the gain of the score map times the norm of the "
     "final drift plus the mismatch of the score maps, which is 0 where models share one, on logarithmic axes with the "

@@ -13,7 +13,8 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
-NO_RIVAL = f"needs a variant besides the baseline; `{CALIBRATE}` adds one."
+_BASELINE = "merged"
+"""The variant that gains in cosine are counted from."""
 
 
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
@@ -23,11 +24,10 @@ def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task, chosen variant and sample with the baseline's cosine beside the variant's own, of one layer."""
-    samples = picking.rows_at(run, options, "samples", baseline=True)
-    run.layers(variant=options.baseline)  # says which variants there are when this is none
-    rivals = [name for name in picking.chosen_variants(run, options) if name != options.baseline]
+    samples = picking.rows_at(run, options, "samples", _BASELINE)
+    rivals = [name for name in picking.chosen_variants(run, options) if name != _BASELINE]
     measured = samples[samples["cos"].notna()].rename(columns={"cos": "cosine"})
-    before = measured[measured["variant"] == options.baseline][["task", "sample_id", "cosine"]]
+    before = measured[measured["variant"] == _BASELINE][["task", "sample_id", "cosine"]]
     after = measured[measured["variant"].isin(rivals)][["task", "variant", "sample_id", "label", "cosine"]]
     return after.merge(before.rename(columns={"cosine": "baseline cosine"}), on=["task", "sample_id"])
 
@@ -37,9 +37,9 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
         return None
     if picking.rows_at(run, options, "samples")["cos"].isna().all():
         return picking.absent("samples", ["cos"])
-    if any(name not in ("base", "expert", options.baseline) for name in run.variants):
-        return "needs a variant besides the baseline; choose another variant, or another baseline."
-    return NO_RIVAL
+    if any(name not in ("base", "expert", _BASELINE) for name in run.variants):
+        return "needs a variant besides the merged model; choose another variant."
+    return f"needs a variant besides the merged model; `{CALIBRATE}` adds one."
 
 
 @chart(
@@ -49,10 +49,10 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     rank=20,
     needs=("samples", ("cos",)),
     lacks=_no_pairs,
-    caption="Cosine to the expert's feature for all diagnosis samples, the baseline's on x and the other variants' on "
-    "y, with the line of no change and each variant's mean gain beside its symbol, one panel per task.",
-    hint="Points above the line are closer to the expert than with the baseline. Look at the lower left: samples that "
-    "were far off tell more than the mean, and those below the line got worse.",
+    caption="Cosine to the expert's feature for all diagnosis samples, the merged model's on x and the other "
+    "variants' on y, with the line of no change and each variant's mean gain beside its symbol, one panel per task.",
+    hint="Points above the line are closer to the expert than with the merged model. Look at the lower left: samples "
+    "that were far off tell more than the mean, and those below the line got worse.",
 )
 def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of points; all panels have the same axes."""
@@ -61,7 +61,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
     drawn, thinned = picking.thinned_samples(rows, options, rows["variant"].nunique())
     tasks, rivals = list(rows["task"].unique()), rows["variant"].unique()
-    baseline = variants.title(options.baseline)
+    baseline = variants.title(_BASELINE)
     grid = panels.panel_grid(
         words.labels(tasks),
         x_title=f"cosine, {words.literal(baseline)}",

@@ -170,6 +170,11 @@ def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.Data
     return pd.DataFrame({"low": low, "high": high}).reset_index()
 
 
+def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
+    is_there = picking.rows_at(run, options, "layers")["cos_mean"].notna().any()
+    return None if is_there else picking.absent("layers", ["cos_mean"])
+
+
 @chart(
     "task-cosine",
     title="Cosine to the expert, by task",
@@ -177,7 +182,7 @@ def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.Data
     rank=10,
     presets=("standard", "calibration"),
     needs=("layers", ("cos_mean",)),
-    rows=partial(picking.rows_at, table="layers"),
+    lacks=_no_cosines,
     caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
     "task with whiskers over them, and the mean over tasks at the end.",
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length: drift can shrink while the "
@@ -250,7 +255,6 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    rows=_params,
     caption="Mean cosine of each variant's task vector to the same task's expert's, by layer and by "
     "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.base.errors import DataError, did_you_mean
-from driftlens.base.variants import calibration_of, control_of, is_control, is_explained
+from driftlens.base.variants import is_control, is_explained
 from driftlens.findings.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import EXPLAIN, TABLES
@@ -24,29 +24,21 @@ class ChartOptions:
 
     Attributes:
         tasks: only these; None is all.
-        variants: only these; None is all but the base and, without `controls`, those that show an anchor alone.
-        controls: calibrations have their anchor-only control beside them.
+        variants: only these; None is all but the base and those that show an anchor alone.
         layer: layer index, "final" or module path, for charts of one layer.
         band: which dispersion the band shows: the 10-90 % or 25-75 % quantiles, one standard deviation, or none.
         log: a logarithmic value axis, where the chart has one.
         relative: drift against the expert's feature norm instead of in feature units.
-        baseline: the variant that gains are counted from.
-        method: projection of the feature scatter.
-        seed: of that projection's random numbers.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
         dark: the dark theme.
     """
 
     tasks: Sequence[str] | None = None
     variants: Sequence[str] | None = None
-    controls: bool = False
     layer: int | str = "final"
     band: Literal["q10-q90", "q25-q75", "std", "none"] = "q10-q90"
     log: bool = False
     relative: bool = False
-    baseline: str = "merged"
-    method: str = "pca"
-    seed: int = 0
     max_points: int = 20_000
     dark: bool = False
 
@@ -65,15 +57,11 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """The chosen variants in the order of the run, with their controls if these are; the `base` only if asked."""
+    """Return the chosen variants in the order of the run; by default no control, and the `base` only if asked."""
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
-        there = [name for name in everything if base or name != "base"]
-        return [name for name in there if options.controls or not is_control(name)]
-    named = set(_chosen("variant", options.variants, everything))
-    calibrations = [calibration_of(name) for name in named if options.controls]
-    controls = {control_of(name) for name in calibrations if name}
-    return [name for name in everything if name in named | controls]
+        return [name for name in everything if (base or name != "base") and not is_control(name)]
+    return _chosen("variant", options.variants, everything)
 
 
 def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -95,16 +83,14 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
 
 
 def rows_at(
-    run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *, baseline: bool = False
+    run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Rows of the table at the options' layer, of the chosen tasks and variants, and of their `baseline` if asked."""
+    """Return rows of the table at the options' layer, of the chosen tasks and variants, and of `extra` ones."""
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
-    chosen = chosen_variants(run, options)
-    if baseline and options.baseline not in chosen:
-        chosen = [options.baseline, *chosen]
-    return ordered(rows, chosen_tasks(run, options), chosen)
+    variants = dict.fromkeys([*extra, *chosen_variants(run, options)])
+    return ordered(rows, chosen_tasks(run, options), [*variants])
 
 
 def worst_task(run: DriftRun, tasks: Sequence[str], variant: str, layer: int | str = "final") -> str:
@@ -132,47 +118,38 @@ def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.Da
     return chosen(run, options, rows[rows[list(columns)].notna().all(axis=1)])
 
 
-def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str | None:
-    """None where every column of a table has a number among the chosen tasks and variants, else what adds some."""
-    rows = getattr(run, table)()
+def lacking(
+    run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str], also: str = ""
+) -> str | None:
+    """Return None if every column has a number among the chosen tasks and variants, else what adds some."""
+    rows, chosen = getattr(run, table)(), chosen_variants(run, options)
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
-    of_all, chosen = rows, chosen_variants(run, options)
+    nowhere = _without_numbers(rows, columns)
     if "variant" in rows:
         rows = rows[rows["variant"].isin(chosen)]
     empty = _without_numbers(rows, columns)
     if not empty:
         return None
-    nowhere = _without_numbers(of_all, columns)
     layers = run.layers()
     unexplained = {*filter(is_explained, layers.loc[layers["jacobian_samples"].isna(), "variant"])}
     are_all = unexplained.isdisjoint(run.variants if nowhere else chosen)
     command = TABLES[table].filled_by(columns, is_explained=are_all)
     # An analysis with the same settings leaves out the same variants again.
     if nowhere or (command.split(" --add ")[0] == EXPLAIN and any(map(is_explained, chosen))):
-        return absent(table, nowhere or empty, _in_python(command) if is_live(run.manifest) else command)
-    what, has = ("column", "is") if len(empty) == 1 else ("columns", "are")
-    return (
-        f"{what} {', '.join(empty)} of table {table} {has} not measured for {', '.join(chosen)}; "
-        "choose another variant."
-    )
+        if is_live(run.manifest):
+            command = "dl.analyze(...)"  # no command can open live modules
+        return absent(table, nowhere or empty, command, also)
+    names = f"{', '.join(empty)} of table {table}"
+    return f"{names} not measured for {', '.join(chosen)}; choose another variant."
 
 
 def absent(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """The sentence that says which columns have no numbers, what adds them, and what a spec must give besides."""
+    """Return the sentence that says which columns have no numbers, and what adds them, with `also` in the spec."""
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)
     return f"needs {what} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
-
-
-def _in_python(command: str) -> str:
-    """What does for live modules, which no command can open, what `command` does for a run of a spec."""
-    added, _, names_text = command.partition(" --add ")
-    names = names_text.split(",") if added == EXPLAIN else []
-    named = ["jacobian" if name in ("", "contributions", "prefix") else name for name in names]
-    settings = [f"{name}=True" if "." not in name else "jacobian={'spectral': True}" for name in named]
-    return f"dl.analyze({', '.join(['...', *dict.fromkeys(settings)])})"
 
 
 def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from driftlens.base import variants
 from driftlens.base.errors import DataError
-from driftlens.findings.projection import Projection, project, stored_projection
+from driftlens.findings.projection import Projection, looked_at
 from driftlens.findings.reading import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.spec.requests import ProjectionRequest
@@ -39,17 +39,9 @@ _INDICATIVE = (
 
 
 def shown_task(run: DriftRun, options: ChartOptions) -> str:
-    """The task that is drawn: of the chosen ones, that with the largest mean drift of the baseline."""
+    """Return the task that is drawn: of the chosen ones, that with the largest mean drift of the merged model."""
     tasks = picking.chosen_tasks(run, options)
-    return picking.worst_task(run, tasks, options.baseline, options.layer) if len(tasks) > 1 else tasks[0]
-
-
-def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
-    """The stored layout of all variants, so that it stays where it is whichever are chosen; PCA at once without one."""
-    asked = ProjectionRequest(layer=options.layer, method=options.method, seed=options.seed)
-    task = shown_task(run, options)
-    stored = stored_projection(run, task, asked)
-    return stored or (project(run, task, asked, store_it=False) if options.method == "pca" else None)
+    return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
 
 
 def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
@@ -66,15 +58,11 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
         return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
         run.sample_ids(task)
-        is_there = options.method == "pca" or _projection(run, options) is not None
         for variant in ("expert", *laid_out):
             run.features(task, variant, options.layer)
     except DataError as error:
         return f"{error.message}. {error.hint}".strip()
-    if is_there:
-        return None
-    command = f"driftlens view RUN --task {task} --method {options.method}"
-    return f"needs the {options.method} layout of task {task}; `{command}` adds it."
+    return None
 
 
 @chart(
@@ -93,8 +81,8 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes."""
-    task, layout = shown_task(run, options), _projection(run, options)
-    assert layout is not None  # `missing` says so before
+    task = shown_task(run, options)
+    layout = looked_at(run, task, ProjectionRequest(layer=options.layer))
     names = ["expert", *_laid_out(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
     drawn, thinned = picking.thinned_samples(rows, options, len(names))
@@ -145,9 +133,7 @@ def _samples(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions
 
 
 def _axis_titles(layout: Projection) -> list[str]:
-    if layout.explained_variance is None:
-        return [f"{layout.method} {axis} (no unit)" for axis in (1, 2)]
-    shares = [words.literal(percent(share)) for share in layout.explained_variance]
+    shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]
     return [f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1)]
 
 

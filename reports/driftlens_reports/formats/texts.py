@@ -1,4 +1,4 @@
-"""The formats that are text: JSON, CSV, Markdown as a comment on a pull request, and LaTeX fragments to \\input."""
+"""The formats that are text: JSON, CSV, and Markdown as a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens_reports.content import ReportContent
-from driftlens_reports.paper import latex
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a full report."""
@@ -45,8 +44,8 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name, rows, units in every:
         if len(rows):
-            files[f"{layout.escape(name)}.csv"] = csv_text(rows).encode()
-            files[f"{layout.escape(name)}.units.csv"] = csv_text(units).encode()
+            files[f"csv/{layout.escape(name)}.csv"] = csv_text(rows).encode()
+            files[f"csv/{layout.escape(name)}.units.csv"] = csv_text(units).encode()
     return files
 
 
@@ -120,40 +119,3 @@ def prose(text: str) -> str:
     """A sentence, escaped, with what stands between backticks as code."""
     marked = with_code(signs(printable(text)), escape, "`{}`".format)
     return unbroken(marked)
-
-
-_LEFT_OUT = {"glossary", "environment", "layers"}
-"""Tables that no paper prints."""
-
-
-def fragments(content: ReportContent) -> dict[str, bytes]:
-    """Return files by name: a table environment for every table of the report."""
-    return {
-        f"{layout.escape(table.name)}.tex": _fragment(content, table).encode()
-        for table in content.tables
-        if table.name not in _LEFT_OUT
-    }
-
-
-_MOST_ROWS = 40
-"""Rows of a table that fit on a page below a caption and above the notes."""
-
-
-def _fragment(content: ReportContent, table: Table) -> str:
-    """Return a table in as many environments as it needs pages, with the notes in the last one."""
-    notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
-    head, *rows = table.texts(gap="--")
-    columns = [latex.escape(signs(name)) for name in head]
-    parts = []
-    for nth, start in enumerate(range(0, max(len(rows), 1), _MOST_ROWS), start=1):
-        cells = [[latex.escape(signs(cell)) for cell in row] for row in rows[start : start + _MOST_ROWS]]
-        is_last = start + _MOST_ROWS >= len(rows)
-        parts.append(
-            latex.table(
-                pd.DataFrame(cells, columns=columns),
-                table.name if nth == 1 else f"{table.name}-{nth}",
-                f"{table.title}{'' if nth == 1 else ' (continued)'}.",
-                notes=[note for note in notes if note and is_last],
-            )
-        )
-    return "\n".join(parts)

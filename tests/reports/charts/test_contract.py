@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import pytest
 
 from driftlens.base.errors import DataError, DriftLensError, SpecError
-from driftlens.base.variants import Part, control_of
+from driftlens.base.variants import Part
 from driftlens.findings.reading import error, number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
@@ -140,20 +140,6 @@ def test_names_stay_literal(name: str, hostile: DriftRun) -> None:
         assert any("&lt;script&gt;alert(1)&lt;/script&gt;" in text for text in texts)
 
 
-@pytest.mark.slow
-@every_chart
-def test_the_control_stands_beside_the_calibrated_variant_only_where_it_is_asked_for(
-    name: str, full: DriftRun
-) -> None:
-    asked = ChartOptions(variants=["merged", "calibrated:featcal"])
-    hidden, data = (drawn(name, full, replace(asked, controls=controls)).data for controls in (False, True))
-    if "variant" not in data:
-        pytest.skip("its rows are of no variant")
-    control, there = control_of("featcal"), set(data["variant"])
-    assert "calibrated:featcal" not in there or control in there
-    assert control not in {*hidden["variant"]} and control not in {*drawn(name, full).data["variant"]}
-
-
 @every_chart
 @pytest.mark.parametrize(
     "kind",
@@ -188,7 +174,7 @@ def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> No
     assert chosen_tasks(full, ChartOptions()) == ["cars", "mnist", "dtd"]
     variants = ["merged", "calibrated:featcal"]
     assert chosen_variants(full, ChartOptions()) == variants
-    assert chosen_variants(full, ChartOptions(controls=True)) == ["merged", CONTROL, "calibrated:featcal"]
+    assert chosen_variants(full, ChartOptions(variants=[CONTROL])) == [CONTROL]
     assert chosen_variants(full, ChartOptions(), base=True) == ["base", *variants]
 
 
@@ -196,11 +182,6 @@ def test_names_come_in_the_order_of_the_run_and_once(full: DriftRun) -> None:
     options = ChartOptions(tasks=["dtd", "cars", "dtd"], variants=["merged", "base"])
     assert chosen_tasks(full, options) == ["cars", "dtd"]
     assert chosen_variants(full, options) == ["base", "merged"]
-
-
-def test_a_calibration_brings_its_own_control_and_no_other(crowded: DriftRun) -> None:
-    chosen = chosen_variants(crowded, ChartOptions(variants=["calibrated:two"], controls=True))
-    assert chosen == ["baseline:two-anchor", "calibrated:two"]
 
 
 @pytest.mark.parametrize("tasks", [["car"], []], ids=["unknown", "none"])

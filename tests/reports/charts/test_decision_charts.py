@@ -33,7 +33,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 def test_histograms_count_every_sample_once(wild: DriftRun) -> None:
-    drawn = charts["flips"].draw(wild, ChartOptions(controls=True))
+    drawn = charts["flips"].draw(wild, ChartOptions())
     for variant, rows in drawn.data.groupby("variant"):
         outputs = wild.outputs(variant=str(variant))
         for name, flips in (("flipped", True), ("kept", False)):
@@ -51,11 +51,11 @@ def test_histograms_count_every_sample_once(wild: DriftRun) -> None:
 
 def test_decisions_need_no_labels(bare: DriftRun) -> None:
     for name in ("flips", "bound"):
-        assert charts[name].missing(bare, ChartOptions(controls=True)) is None
+        assert charts[name].missing(bare, ChartOptions()) is None
 
 
 def test_one_class_has_no_margins(one_class: DriftRun) -> None:
-    reason = charts["flips"].missing(one_class, ChartOptions(controls=True))
+    reason = charts["flips"].missing(one_class, ChartOptions())
     assert reason is not None and "heads of two classes or more" in reason
 
 

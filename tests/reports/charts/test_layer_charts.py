@@ -31,7 +31,7 @@ every_chart = pytest.mark.parametrize("name", [*BY_CURVE, *BY_PANEL])
 
 def table(run: DriftRun) -> pd.DataFrame:
     rows = run.layers()
-    rows = rows[rows["variant"] != "base"]
+    rows = rows[~rows["variant"].isin(["base", "baseline:featcal-anchor"])]
     spread = rows["amplification"] * rows["jacobian_error"]
     return rows.assign(lower=rows["amplification"] - spread, upper=rows["amplification"] + spread)
 
@@ -46,7 +46,7 @@ def expected(name: str, run: DriftRun) -> Iterator[list[float]]:
 
 @every_chart
 def test_every_trace_draws_the_numbers_of_the_table(name: str, full: DriftRun) -> None:
-    drawn = charts[name].draw(full, ChartOptions(controls=True))
+    drawn = charts[name].draw(full, ChartOptions())
     found = sorted(values for trace in drawn.figure.data if (values := drawn_values(trace)))
     wanted = sorted(values for values in expected(name, full) if values)
     assert len(found) == len(wanted)
@@ -58,12 +58,12 @@ def test_every_trace_draws_the_numbers_of_the_table(name: str, full: DriftRun) -
 
 @every_chart
 def test_the_notes_say_how_many_samples_of_which_split(name: str, full: DriftRun) -> None:
-    assert charts[name].draw(full, ChartOptions(controls=True)).notes[0] == "24 diagnosis samples per task."
+    assert charts[name].draw(full, ChartOptions()).notes[0] == "24 diagnosis samples per task."
 
 
 @pytest.mark.parametrize("name", ["layer-drift", "amplification"])
 def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
-    figure = charts[name].draw(full, ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])).figure
+    figure = charts[name].draw(full, ChartOptions(tasks=["mnist"], variants=["merged"])).figure
     column = BY_CURVE[name][0]
     rows = full.layers("mnist", "merged")
     curves = [trace for trace in figure.data if trace.showlegend]
@@ -73,7 +73,7 @@ def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
 
 
 def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
-    options = ChartOptions(controls=True, variants=["merged"])
+    options = ChartOptions(variants=["merged"])
     figure = charts["contributions-heatmap"].draw(full, options).figure
     cells, axis = figure.data[0], figure.layout.yaxis
     for at, task in enumerate(axis.ticktext):
@@ -89,7 +89,7 @@ def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
 
 
 def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
-    options = ChartOptions(controls=True, variants=["merged"])
+    options = ChartOptions(variants=["merged"])
     drawn = charts["contributions-heatmap"].draw(single, options)
     cells = drawn.figure.data[0]
     assert list(cells.x) == [1, 2, 3, 4] and list(np.isnan(cells.z[0])) == [True, True, False, False]
@@ -97,21 +97,21 @@ def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
 
 
 def test_compared_panels_have_one_scale(full: DriftRun) -> None:
-    figure = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure
+    figure = charts["contributions-heatmap"].draw(full, ChartOptions()).figure
     cells = [trace for trace in figure.data if isinstance(trace, go.Heatmap)]
-    assert len(cells) == 3 and {trace.coloraxis for trace in cells} == {"coloraxis"}
+    assert len(cells) == 2 and {trace.coloraxis for trace in cells} == {"coloraxis"}
     assert all(trace.zmin is None and trace.zmax is None for trace in cells)
     values = [value for trace in cells for value in finite(trace.z)]
     assert figure.layout.coloraxis.cmin <= min(values) and max(values) <= figure.layout.coloraxis.cmax
 
 
 def test_the_scale_of_signed_shares_has_zero_in_its_middle(full: DriftRun) -> None:
-    axis = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure.layout.coloraxis
+    axis = charts["contributions-heatmap"].draw(full, ChartOptions()).figure.layout.coloraxis
     assert axis.cmin == -axis.cmax
 
 
 def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None:
-    drawn = charts["layer-drift"].draw(full, ChartOptions(controls=True, relative=True))
+    drawn = charts["layer-drift"].draw(full, ChartOptions(relative=True))
     assert {"relative drift", "n"} <= set(drawn.data) and "mean drift" not in drawn.data
     assert sorted(finite(drawn.data["relative drift"])) == finite(table(full)["drift_rel"])
     assert all(trace.fill is None for trace in drawn.figure.data) and "no band" in drawn.notes[-1]
@@ -128,7 +128,7 @@ def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None
 def test_the_band_is_the_chosen_dispersion(
     chosen: str, edges: Callable[[pd.DataFrame], list[pd.Series]], full: DriftRun
 ) -> None:
-    options = ChartOptions(controls=True, tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
+    options = ChartOptions(tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
     drawn = charts["layer-drift"].draw(full, options)
     bands = [trace for trace in drawn.figure.data if trace.fill == "toself"]
     assert [drawn_values(trace) for trace in bands] == [
@@ -138,21 +138,21 @@ def test_the_band_is_the_chosen_dispersion(
 
 
 def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
-    figure = charts["layer-drift"].draw(full, ChartOptions(controls=True, log=True)).figure
+    figure = charts["layer-drift"].draw(full, ChartOptions(log=True)).figure
     assert {axis.type for axis in figure.select_yaxes()} == {"log"}
     # Plotly compares what an axis is to include with logarithms: it would cut off what lies above.
-    ratios = charts["amplification"].draw(full, ChartOptions(controls=True, log=True)).figure
+    ratios = charts["amplification"].draw(full, ChartOptions(log=True)).figure
     assert not ratios.layout.yaxis.autorangeoptions.include
 
 
 def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
-    assert "base" not in set(charts["layer-drift"].draw(full, ChartOptions(controls=True)).data["variant"])
-    named = charts["layer-drift"].draw(full, ChartOptions(controls=True, variants=["base"])).data
+    assert "base" not in set(charts["layer-drift"].draw(full, ChartOptions()).data["variant"])
+    named = charts["layer-drift"].draw(full, ChartOptions(variants=["base"])).data
     assert set(named["variant"]) == {"base"}
 
 
 def test_what_was_not_measured_is_named_with_the_command_that_adds_it(unmeasured: DriftRun) -> None:
-    reason = charts["contributions-heatmap"].missing(unmeasured, ChartOptions(controls=True))
+    reason = charts["contributions-heatmap"].missing(unmeasured, ChartOptions())
     assert reason and "final_share of table layers" in reason and "`driftlens analyze RUN`" in reason
 
 
@@ -197,13 +197,13 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
     streams = layers["layer"].le(3).map({True: "encoder", False: "hidden"})
     two = with_rows(full, "layers", layers.assign(stream=streams))
     for name in ("contributions-heatmap", "layer-drift"):
-        figure = charts[name].draw(two, ChartOptions(controls=True)).figure
+        figure = charts[name].draw(two, ChartOptions()).figure
         assert 3.5 in [shape.x0 for shape in figure.layout.shapes], name
         assert "4 decoder's first" in str(figure.to_dict()), name
 
 
 def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> None:
-    drawn = charts["layer-drift"].draw(full, ChartOptions(controls=True))
+    drawn = charts["layer-drift"].draw(full, ChartOptions())
     curves = [trace for trace in drawn.figure.data if trace.text is not None and len(trace.text) > 1]
     last = full.manifest.layers[-1].index
     assert curves and all(f"block 0 (layer 2 of {last})" in trace.text[1] for trace in curves)
@@ -212,11 +212,11 @@ def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> 
 
 @pytest.mark.slow
 def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> None:
-    wide = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
+    wide = charts["layer-drift"].draw(full, ChartOptions()).figure
     with panels.one_column():
-        narrow = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
-        kinds = charts["decomposition"].draw(full, ChartOptions(controls=True)).figure
-        cells = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True)).figure.layout
+        narrow = charts["layer-drift"].draw(full, ChartOptions()).figure
+        kinds = charts["decomposition"].draw(full, ChartOptions()).figure
+        cells = charts["contributions-heatmap"].draw(full, ChartOptions()).figure.layout
     # Its colours stand below its cells, which have the room of both.
     assert cells.coloraxis.colorbar.orientation == "h" and cells.coloraxis.colorbar.y < 0
     assert cells.margin.r < charts["contributions-heatmap"].draw(full, ChartOptions()).figure.layout.margin.r
@@ -231,7 +231,7 @@ def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> No
     assert lined == {f"y{3 * at}" for at in range(1, len(full.tasks) + 1)}, (
         "cross terms alone have a zero line"
     )
-    again = charts["layer-drift"].draw(full, ChartOptions(controls=True)).figure
+    again = charts["layer-drift"].draw(full, ChartOptions()).figure
     assert again.layout.height == wide.layout.height
 
 
@@ -265,7 +265,7 @@ def test_its_words_are_its_numbers(full: DriftRun) -> None:
 def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
     light, dark = (leaves(running_curve(full, "new", FOUND, dark=dark).figure) for dark in (False, True))
     assert light.keys() == dark.keys() and light != dark
-    other = charts["layer-drift"].draw(full, ChartOptions(controls=True))
+    other = charts["layer-drift"].draw(full, ChartOptions())
     lines = {trace.legendgroup: trace.line for trace in other.figure.data if trace.showlegend}
     running = running_curve(full, "featcal", FOUND, dark=False).figure.data
     for trace in running:
@@ -313,7 +313,7 @@ def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftR
     )
 
 
-ONE = ChartOptions(controls=True, tasks=["mnist"], variants=["merged"])
+ONE = ChartOptions(tasks=["mnist"], variants=["merged"])
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +338,7 @@ def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:
 
 
 def test_a_run_of_an_older_schema_is_drawn_without(full: DriftRun) -> None:
-    drawn = charts["contributions-heatmap"].draw(full, ChartOptions(controls=True))
+    drawn = charts["contributions-heatmap"].draw(full, ChartOptions())
     assert "interval" not in drawn.figure.to_json() and not any("interval" in note for note in drawn.notes)
     assert not [column for column in drawn.data if column.endswith((" low", " high"))]
     for trace in drawn.figure.data:

@@ -22,7 +22,7 @@ from driftlens_reports.charts.picking import thinned_samples
 from tests.records.full_run import layer_list
 from tests.reports.charts.recording import finite
 
-CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+CALIBRATED = "calibrated:featcal"
 CLOUDS = ("scatter", "sample-cosine", "bound")
 
 
@@ -36,18 +36,18 @@ def clouds(drawn: Drawn) -> list[go.Scatter]:
 
 
 def test_sample_cosine_has_the_baseline_on_x_and_the_variant_on_y(full: DriftRun) -> None:
-    traces = clouds(charts["sample-cosine"].draw(full, ChartOptions(controls=True)))
-    assert len(traces) == 2 * len(full.tasks)
+    traces = clouds(charts["sample-cosine"].draw(full, ChartOptions()))
+    assert len(traces) == len(full.tasks)
     for at, trace in enumerate(traces):
-        samples = full.samples(full.tasks[at // 2], layer="final").set_index("sample_id")["cos"].astype(float)
-        variants = full.samples(full.tasks[at // 2], layer="final").set_index("sample_id")["variant"]
+        samples = full.samples(full.tasks[at], layer="final").set_index("sample_id")["cos"].astype(float)
+        variants = full.samples(full.tasks[at], layer="final").set_index("sample_id")["variant"]
         before = samples[variants == "merged"].loc[list(trace.text)]
         after = samples[variants == trace.legendgroup].loc[list(trace.text)]
         assert np.array_equal(trace.x, before) and np.array_equal(trace.y, after)
 
 
 def test_each_panel_of_sample_cosine_writes_the_mean_gain(full: DriftRun) -> None:
-    figure = charts["sample-cosine"].draw(full, ChartOptions(controls=True)).figure
+    figure = charts["sample-cosine"].draw(full, ChartOptions()).figure
     gain = np.mean(
         full.samples("cars", CALIBRATED, "final")["cos"].to_numpy(float)
         - full.samples("cars", "merged", "final")["cos"].to_numpy(float)
@@ -63,9 +63,9 @@ def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:
     rows = rows.drop(at[0]).sample(frac=1, random_state=1).reset_index(drop=True)
     shuffled._frames["samples"] = rows
     key = ["task", "variant", "sample_id"]
-    straight = charts["sample-cosine"].draw(full, ChartOptions(controls=True)).data.set_index(key)
-    mixed = charts["sample-cosine"].draw(shuffled, ChartOptions(controls=True)).data.set_index(key)
-    assert len(straight) - len(mixed) == 2
+    straight = charts["sample-cosine"].draw(full, ChartOptions()).data.set_index(key)
+    mixed = charts["sample-cosine"].draw(shuffled, ChartOptions()).data.set_index(key)
+    assert len(straight) - len(mixed) == 1
     columns = ["baseline cosine", "cosine"]
     pd.testing.assert_frame_equal(
         mixed[columns].sort_index(), straight.loc[mixed.index, columns].sort_index()
@@ -73,7 +73,7 @@ def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:
 
 
 def test_bounds_are_gain_times_drift_and_the_secant_is_exact(full: DriftRun) -> None:
-    drawn = charts["bound"].draw(full, ChartOptions(controls=True))
+    drawn = charts["bound"].draw(full, ChartOptions())
     rows = full.outputs(variant="merged").set_index(["task", "sample_id"])
     drift = full.samples(variant="merged", layer="final").set_index(["task", "sample_id"])["drift_l2"]
     merged = [trace for trace in clouds(drawn) if trace.legendgroup == "merged"]
@@ -86,10 +86,10 @@ def test_bounds_are_gain_times_drift_and_the_secant_is_exact(full: DriftRun) -> 
         assert finite(trace.y) == finite(rows["score_drift_l2"])
     assert np.allclose(merged[0].x, merged[0].y)
     assert (merged[3].y <= merged[3].x * (1 + 1e-9)).all()
-    assert drawn.alt.startswith("0 samples of 216 above the certified bound.")
+    assert drawn.alt.startswith("0 samples of 144 above the certified bound.")
     apart = open_run(full.path)  # models with heads of their own: Eq. 7 has a second term
     apart._frames["outputs"] = apart.outputs().assign(score_map_mismatch=0.25)
-    moved = charts["bound"].draw(apart, ChartOptions(controls=True)).data
+    moved = charts["bound"].draw(apart, ChartOptions()).data
     assert (moved["certified"] - drawn.data["certified"]).to_numpy() == pytest.approx(0.25)
 
 
@@ -98,54 +98,47 @@ def test_points_without_a_place_on_logarithmic_axes_are_counted(full: DriftRun) 
     rows = spoiled.outputs()
     rows.loc[rows["variant"] == "merged", "score_gain_certified"] = np.inf
     spoiled._frames["outputs"] = rows
-    drawn = charts["bound"].draw(spoiled, ChartOptions(controls=True))
+    drawn = charts["bound"].draw(spoiled, ChartOptions())
     assert any(note.startswith("72 points without a place") for note in drawn.notes)
     assert all(np.isfinite(trace.x).all() and (trace.x > 0).all() for trace in clouds(drawn))
 
 
 @pytest.mark.parametrize("layer", [3, "final"])
 def test_scatter_draws_the_projection_with_the_expert_first(layer: int | str, full: DriftRun) -> None:
-    options = ChartOptions(controls=True, tasks=["cars"], layer=layer)
+    options = ChartOptions(tasks=["cars"], layer=layer)
     drawn = charts["scatter"].draw(full, options)
     found = project(full, "cars", ProjectionRequest(layer=layer), store_it=False)
-    for variant, trace in zip(["expert", "merged", CONTROL, CALIBRATED], clouds(drawn), strict=True):
+    for variant, trace in zip(["expert", "merged", CALIBRATED], clouds(drawn), strict=True):
         rows = found.frame[found.frame["variant"] == variant]
         assert np.array_equal(trace.x, rows["x"]) and np.array_equal(trace.y, rows["y"])
-    assert drawn.data["mean cosine"].dropna().nunique() >= 3
+    assert drawn.data["mean cosine"].dropna().nunique() >= 2
 
 
 def test_scatter_shows_the_task_that_drifts_most(full: DriftRun) -> None:
     drifts = full.layers(variant="merged", layer="final").set_index("task")["drift_l2_mean"].astype(float)
-    assert set(charts["scatter"].draw(full, ChartOptions(controls=True)).data["task"]) == {drifts.idxmax()}
+    assert set(charts["scatter"].draw(full, ChartOptions()).data["task"]) == {drifts.idxmax()}
 
 
 def test_choosing_variants_moves_no_point(full: DriftRun) -> None:
-    few = charts["scatter"].draw(full, ChartOptions(controls=True, tasks=["cars"], variants=["merged"])).data
-    every = charts["scatter"].draw(full, ChartOptions(controls=True, tasks=["cars"])).data
+    few = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], variants=["merged"])).data
+    every = charts["scatter"].draw(full, ChartOptions(tasks=["cars"])).data
     assert set(few["variant"]) == {"expert", "merged"}
     columns = ["variant", "sample_id", "x", "y"]
     assert few[columns].merge(every[columns], how="inner").equals(few[columns])
 
 
 def test_scatter_leaves_the_base_out_and_says_so(full: DriftRun) -> None:
-    drawn = charts["scatter"].draw(
-        full, ChartOptions(controls=True, tasks=["cars"], variants=["base", "merged"])
-    )
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], variants=["base", "merged"]))
     assert [len(trace.x) > 0 for trace in clouds(drawn)] == [True, True]
     assert set(drawn.data["variant"]) == {"expert", "merged"}
     assert any("the base has no panel" in note for note in drawn.notes)
-    reason = charts["scatter"].missing(full, ChartOptions(controls=True, tasks=["cars"], variants=["base"]))
+    reason = charts["scatter"].missing(full, ChartOptions(tasks=["cars"], variants=["base"]))
     assert reason is not None and "choose another variant" in reason
-
-
-def test_a_layout_that_is_not_stored_names_its_command(full: DriftRun) -> None:
-    reason = charts["scatter"].missing(full, ChartOptions(controls=True, method="umap", tasks=["cars"]))
-    assert reason is not None and "`driftlens view RUN --task cars --method umap`" in reason
 
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_of_very_many_samples_few_are_drawn_and_the_notes_say_so(name: str, crowd: DriftRun) -> None:
-    options = ChartOptions(controls=True, max_points=6000)
+    options = ChartOptions(max_points=6000)
     drawn = charts[name].draw(crowd, options)
     assert 0 < sum(len(trace.x) for trace in clouds(drawn)) <= options.max_points
     assert any(f" of {len(crowd.sample_ids('crowd')) // 1000}" in note for note in drawn.notes), drawn.notes
@@ -155,16 +148,14 @@ def test_of_very_many_samples_few_are_drawn_and_the_notes_say_so(name: str, crow
 
 @pytest.mark.parametrize(("most", "kind"), [(5000, "scatter"), (6000, "scattergl")])
 def test_webgl_draws_only_what_would_be_slow_as_svg(most: int, kind: str, crowd: DriftRun) -> None:
-    found = clouds(charts["sample-cosine"].draw(crowd, ChartOptions(controls=True, max_points=most)))
+    found = clouds(charts["sample-cosine"].draw(crowd, ChartOptions(max_points=most)))
     assert sum(len(trace.x) for trace in found) > 0.75 * most
     assert {trace.type for trace in found} == {kind}
 
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_few_points_are_svg(name: str, full: DriftRun) -> None:
-    assert all(
-        trace.type == "scatter" for trace in clouds(charts[name].draw(full, ChartOptions(controls=True)))
-    )
+    assert all(trace.type == "scatter" for trace in clouds(charts[name].draw(full, ChartOptions())))
 
 
 def samples(sizes: list[int]) -> pd.DataFrame:
@@ -196,7 +187,7 @@ def test_order_and_neighbours_do_not_decide_which_are_kept() -> None:
 def test_a_sample_stays_in_all_its_panels_or_in_none() -> None:
     each = samples([400, 100]).assign(task="cars")
     rows = pd.concat([each.assign(variant=name) for name in ("merged", "calibrated:featcal")])
-    kept, notes = thinned_samples(rows, ChartOptions(controls=True, max_points=100), 2)
+    kept, notes = thinned_samples(rows, ChartOptions(max_points=100), 2)
     assert len(kept) == 100
     assert (kept.groupby("sample_id").size() == 2).all()
     assert notes == ("50 of 500 samples shown, of every class alike.",)
@@ -204,7 +195,7 @@ def test_a_sample_stays_in_all_its_panels_or_in_none() -> None:
 
 def test_missing_labels_are_a_class_of_their_own() -> None:
     rows = samples([40, 40]).assign(task="cars", label=None)
-    kept, _ = thinned_samples(rows, ChartOptions(controls=True, max_points=10), 1)
+    kept, _ = thinned_samples(rows, ChartOptions(max_points=10), 1)
     assert len(kept) == 10
 
 
@@ -215,7 +206,7 @@ def test_missing_labels_are_a_class_of_their_own() -> None:
 )
 def test_the_note_counts_what_is_shown(limit: int, notes: tuple[str, ...]) -> None:
     rows = samples([8000, 41]).assign(task="cars")
-    assert thinned_samples(rows, ChartOptions(controls=True, max_points=limit), 1)[1] == notes
+    assert thinned_samples(rows, ChartOptions(max_points=limit), 1)[1] == notes
 
 
 VARIANTS = ("merged", "baseline:featcal-anchor", "calibrated:featcal")

@@ -16,13 +16,14 @@ import pytest
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.gains import NO_RIVAL, _ticks
+from driftlens_reports.charts.gains import _ticks
 from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
 from tests.records.full_run import SITES, write_full_run
 from tests.reports.charts.recording import finite, with_rows
 
-CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+CALIBRATED = "calibrated:featcal"
 
 
 def by_legend(figure) -> dict[str, list[float]]:  # type: ignore[no-untyped-def]
@@ -58,15 +59,15 @@ def test_marks_are_the_tables_values_and_their_means(
     name: str, table: str, column: str, full: DriftRun
 ) -> None:
     rows = full.layers(layer="final") if table == "layers" else getattr(full, table)()
-    for variant, values in by_legend(charts[name].draw(full, ChartOptions(controls=True)).figure).items():
+    for variant, values in by_legend(charts[name].draw(full, ChartOptions()).figure).items():
         wanted = rows.loc[rows["variant"] == variant, column].astype(float)
         assert finite(values) == finite([*wanted, wanted.mean()])
 
 
-def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_intervals(full: DriftRun) -> None:
-    figure = charts["accuracy"].draw(full, ChartOptions(controls=True)).figure
+def test_accuracy_has_the_base_and_the_expert_with_the_tables_intervals(full: DriftRun) -> None:
+    figure = charts["accuracy"].draw(full, ChartOptions()).figure
     order = list(dict.fromkeys(trace.legendgroup for trace in figure.data))
-    assert order == ["base", "merged", CONTROL, CALIBRATED, "expert"]
+    assert order == ["base", "merged", CALIBRATED, "expert"]
     for trace in figure.data:
         rows = full.accuracy(variant=trace.legendgroup)[["value", "ci_low", "ci_high"]].to_numpy(dtype=float)
         mean = mean_over_tasks([Interval(*row) for row in rows])
@@ -80,7 +81,7 @@ def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_interv
 
 @pytest.mark.parametrize("name", ["task-cosine", "accuracy"])
 def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> None:
-    data = charts[name].draw(gappy, ChartOptions(controls=True)).data
+    data = charts[name].draw(gappy, ChartOptions()).data
     column = "accuracy" if name == "accuracy" else "mean cosine"
     merged = data[data["variant"] == "merged"].set_index("task")[column]
     assert pd.isna(merged["mnist"]) and pd.isna(merged[AVERAGE]) and merged["cars"] > 0
@@ -90,7 +91,7 @@ def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> No
 
 @pytest.mark.parametrize("band", ["q10-q90", "q25-q75", "std", "none"])
 def test_whiskers_are_the_band_that_the_options_name(band: str, full: DriftRun) -> None:
-    drawn = charts["task-cosine"].draw(full, ChartOptions(controls=True, band=band))  # type: ignore[arg-type]
+    drawn = charts["task-cosine"].draw(full, ChartOptions(band=band))  # type: ignore[arg-type]
     values = full.samples("cars", "merged", "final")["cos"].to_numpy(dtype=float)
     row = drawn.data.set_index(["task", "variant"])[["low", "high"]].astype(float).loc[("cars", "merged")]
     wanted = {
@@ -104,7 +105,7 @@ def test_whiskers_are_the_band_that_the_options_name(band: str, full: DriftRun) 
 
 
 def test_one_task_has_no_mean_of_tasks(full: DriftRun) -> None:
-    drawn = charts["task-cosine"].draw(full, ChartOptions(controls=True, tasks=["cars"]))
+    drawn = charts["task-cosine"].draw(full, ChartOptions(tasks=["cars"]))
     assert set(drawn.data["task"]) == {"cars"}
 
 
@@ -118,18 +119,18 @@ def test_the_axis_of_seconds_writes_whole_numbers() -> None:
 
 
 def test_without_a_rival_there_is_no_gain(uncalibrated: DriftRun) -> None:
-    assert charts["sample-cosine"].missing(uncalibrated, ChartOptions(controls=True)) == NO_RIVAL
+    reason = charts["sample-cosine"].missing(uncalibrated, ChartOptions())
+    assert reason == f"needs a variant besides the merged model; `{CALIBRATE}` adds one."
 
 
 def test_a_rival_that_is_not_chosen_is_not_made_again(full: DriftRun) -> None:
-    options = ChartOptions(controls=True, variants=["base"], baseline="base")
-    reason = charts["sample-cosine"].missing(full, options)
-    assert reason == "needs a variant besides the baseline; choose another variant, or another baseline."
+    reason = charts["sample-cosine"].missing(full, ChartOptions(variants=["merged"]))
+    assert reason == "needs a variant besides the merged model; choose another variant."
 
 
 def test_without_labels_the_accuracy_chart_names_the_command(tmp_path: Path) -> None:
     bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
-    reason = charts["accuracy"].missing(bare, ChartOptions(controls=True))
+    reason = charts["accuracy"].missing(bare, ChartOptions())
     assert "`driftlens analyze RUN`" in str(reason)
 
 
@@ -160,7 +161,7 @@ def swept(full: DriftRun) -> DriftRun:
 
 
 def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> None:
-    data = charts["alignment"].draw(full, ChartOptions(controls=True)).data
+    data = charts["alignment"].draw(full, ChartOptions()).data
     params = full.params(variant=CALIBRATED)
     for layer in full.manifest.layers:
         cosines = params.loc[(params["scope"] == "layer") & (params["path"] == layer.path), "cos"]
@@ -170,7 +171,7 @@ def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> N
 
 
 def test_modules_of_all_blocks_that_play_one_part_are_one_group(full: DriftRun) -> None:
-    drawn = charts["alignment"].draw(full, ChartOptions(controls=True))
+    drawn = charts["alignment"].draw(full, ChartOptions())
     params = full.params(variant="merged")
     modules = params[params["scope"] == "module"]
     right = next(
@@ -206,7 +207,7 @@ def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
 
 
 def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
-    drawn = charts["sweeps"].draw(swept, ChartOptions(controls=True))
+    drawn = charts["sweeps"].draw(swept, ChartOptions())
     rows = swept.sweeps()
     bold = [trace for trace in drawn.figure.data if trace.legendgroup == "mean"]
     panels = [(measure, sweep) for measure in ("drift_l2_mean", "accuracy") for sweep in ("lam", "alpha")]
@@ -221,7 +222,7 @@ def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
 
 
 def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
-    drawn = charts["sweeps"].draw(swept, ChartOptions(controls=True))
+    drawn = charts["sweeps"].draw(swept, ChartOptions())
     thin = next(trace for trace in drawn.figure.data if trace.legendgroup == "tasks")
     assert [value is None for value in thin.y] == [False] * 4 + [True] + [False] * 4
     rows = swept.sweeps()
@@ -232,7 +233,7 @@ def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
 def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> None:
     stars = [
         at
-        for at in charts["sweeps"].draw(swept, ChartOptions(controls=True)).figure.data
+        for at in charts["sweeps"].draw(swept, ChartOptions()).figure.data
         if at.legendgroup == "calibrations"
     ]
     info, tasks = swept.manifest.calibrations["featcal"], list(swept.tasks)
@@ -249,7 +250,7 @@ def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> 
 def test_the_ring_marks_the_value_that_other_sweeps_keep(swept: DriftRun) -> None:
     rings = [
         trace
-        for trace in charts["sweeps"].draw(swept, ChartOptions(controls=True)).figure.data
+        for trace in charts["sweeps"].draw(swept, ChartOptions()).figure.data
         if trace.legendgroup == "default"
     ]
     assert [list(ring.x) for ring in rings] == [[0.05], [0.3], [0.05], [0.3]]
@@ -257,7 +258,7 @@ def test_the_ring_marks_the_value_that_other_sweeps_keep(swept: DriftRun) -> Non
 
 def test_one_seed_has_no_whiskers_and_the_notes_say_so(full: DriftRun) -> None:
     run = with_rows(full, "sweeps", sweep_rows("rho", [1, 2], seeds=1))
-    drawn = charts["sweeps"].draw(run, ChartOptions(controls=True))
+    drawn = charts["sweeps"].draw(run, ChartOptions())
     assert "With one seed there is no spread to show." in drawn.notes
     assert all(trace.error_y.array is None for trace in drawn.figure.data)
 
@@ -265,10 +266,10 @@ def test_one_seed_has_no_whiskers_and_the_notes_say_so(full: DriftRun) -> None:
 def test_a_sweep_of_several_settings_is_named_and_not_drawn(full: DriftRun) -> None:
     several = sweep_rows("lam", [0.1]).assign(sweep="lam+rho", rho=1.5)
     run = with_rows(full, "sweeps", pd.concat([sweep_rows("alpha", [0, 1]), several]))
-    drawn = charts["sweeps"].draw(run, ChartOptions(controls=True))
+    drawn = charts["sweeps"].draw(run, ChartOptions())
     assert set(drawn.data["sweep"]) == {"alpha"}
     assert "Not drawn here: lam+rho." in drawn.notes
-    reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions(controls=True))
+    reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions())
     assert reason is not None and "`driftlens sweep RUN --param" in reason
 
 

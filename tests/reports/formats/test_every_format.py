@@ -21,7 +21,7 @@ import pytest
 
 from driftlens.base.errors import RunError, SpecError
 from driftlens.base.variants import title
-from driftlens.findings.reading import number, signs, written
+from driftlens.findings.reading import signs, written
 from driftlens.findings.table import INTERVAL
 from driftlens.findings.verdict import task_sheet, verdict
 from driftlens.runs import layout, schema, tables
@@ -175,16 +175,6 @@ def test_markdown_shows_the_same_numbers_rounded(full: DriftRun, files: dict[str
     assert [*sheet.kinds][6:8] == ["95 % low", "95 % high"] and [row[6] for row in rows] == [INTERVAL, *ends]
 
 
-def test_latex_shows_the_same_numbers_rounded(full: DriftRun, files: dict[str, bytes]) -> None:
-    lines = [line for line in files["latex/final-drift.tex"].decode().splitlines() if line.count("&") == 6]
-    found = {
-        (cells[0], cells[1]): cells[2].partition(r" $\pm$ ")[0]
-        for cells in ([part.strip() for part in line.split("&")] for line in lines[1:])
-    }
-    assert all(line.count(r"$\pm$") == 3 for line in lines[1:])
-    assert found == {key: number(value) for key, value in expected(full).items()}
-
-
 def test_the_runs_own_tables_are_in_csv_with_every_digit(full: DriftRun, files: dict[str, bytes]) -> None:
     rows = list(csv.DictReader(io.StringIO(files["csv/layers.csv"].decode())))
     shown = [float(row["cos_mean"]) for row in rows]
@@ -208,7 +198,7 @@ def test_a_second_report_has_the_same_bytes(full: DriftRun, files: dict[str, byt
 def test_saving_leaves_the_files_and_nothing_else(
     standard: Report, files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    light = ["json", "md", "csv", "latex"]  # the others are drawn, which takes long, and saved no other way
+    light = ["json", "md", "csv"]  # the others are drawn, which takes long, and saved no other way
     paths = standard.save(tmp_path / "out", light)
     found = {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in paths}
     assert found == {name: data for name, data in files.items() if not name.endswith(".html")}
@@ -275,7 +265,7 @@ SOME = ("one sample", "no labels", "names with markup")
 def test_every_run_has_a_report_in_every_format_and_no_invented_number(name: str, tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", **{"size": TINY, **RUNS[name]})  # type: ignore[arg-type]
     found = Report(folder).files(formats())
-    for file in ("report.md", "report-light.html", "latex/final-drift.tex"):
+    for file in ("report.md", "report-light.html"):
         assert not re.search(r"\b(nan|inf|None|<NA>)\b", found[file].decode()), file
     assert json.loads(found["report.json"])["run"]["tasks"] == list(open_run(folder).tasks)
 

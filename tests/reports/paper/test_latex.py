@@ -10,7 +10,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.latex import escape, prose, rounded, table
+from driftlens_reports.paper.tables import escape, latex_table, prose, rounded
 from tests.reports.paper.drawn import rows_of, typeset
 from tests.reports.paper.saved_runs import EIGHT, scores_run, table_run
 
@@ -67,7 +67,7 @@ def test_numbers_are_rounded_only_when_set(value: float, digits: int | None, sho
 
 def of_width(columns: int) -> str:
     frame = pd.DataFrame([["12.3"] * columns], columns=[f"column {at}" for at in range(columns)])
-    return table(frame, "t_1", "C", notes=["A note."])
+    return latex_table(frame, "t_1", "C", notes=["A note."])
 
 
 def test_environments_follow_the_size() -> None:
@@ -80,11 +80,13 @@ def test_environments_follow_the_size() -> None:
 
 def test_numbers_go_to_the_right_and_words_to_the_left() -> None:
     frame = pd.DataFrame({"n": ["12.3", r"\textbf{4.0} $\pm$ 1.0", "--"], "said": ["yes", "no", "12"]})
-    assert r"\begin{tabular}{rl}" in table(frame, "t", "C")
+    assert r"\begin{tabular}{rl}" in latex_table(frame, "t", "C")
 
 
 def test_a_table_without_a_row_is_its_notes() -> None:
-    text = table(pd.DataFrame(), "t", "C", notes=["Not shown: rows (`driftlens analyze RUN` adds them)."])
+    text = latex_table(
+        pd.DataFrame(), "t", "C", notes=["Not shown: rows (`driftlens analyze RUN` adds them)."]
+    )
     assert "tabular" not in text and r"\texttt{driftlens analyze RUN}" in text
 
 

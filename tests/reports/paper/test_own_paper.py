@@ -18,7 +18,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.paper.export import draw
-from driftlens_reports.paper.latex import table
+from driftlens_reports.paper.tables import latex_table
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
 from tests.reports.paper.drawn import bars, code_of, line_points, lines, segments, texts, typeset, words
@@ -126,7 +126,7 @@ def test_commands_can_be_pasted_from_the_pdf(tmp_path: Path, encoding: str) -> N
     if shutil.which("pdftotext") is None:
         pytest.skip("pdftotext is not installed")
     command = "driftlens sweep RUN --param 'lam=0.005,0.05,0.5,5' --name first-fine_tune"
-    latex = table(pd.DataFrame(), "t", "C", notes=[f"`{command}` measures it."])
+    latex = latex_table(pd.DataFrame(), "t", "C", notes=[f"`{command}` measures it."])
     typeset(tmp_path, rf"\usepackage[{encoding}]{{fontenc}}", latex)
     subprocess.run(["pdftotext", "all.pdf"], cwd=tmp_path, check=True)
     assert command in " ".join((tmp_path / "all.txt").read_text().split())

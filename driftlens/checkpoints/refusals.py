@@ -108,9 +108,7 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
-    return IncompatibleModelsError(
-        f"{source} is {what}{mixture}; expected {expected}", hint=hint, loader=loader
-    )
+    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
 
 
 def loader_of(config: Mapping[str, Any]) -> str:
@@ -127,6 +125,8 @@ def loader_of(config: Mapping[str, Any]) -> str:
     other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
     other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
     other = "hf-seq2seq" if is_seq2seq(config) else other
+    if answers(config) and not other:  # a head that none of them takes
+        return ""
     return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
 
 

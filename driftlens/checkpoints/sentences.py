@@ -77,11 +77,10 @@ def is_cross_encoder(folder: pathlib.Path) -> bool:
 
 
 class Pooling(NamedTuple):
-    """How one vector is made of a text's tokens, in the library's own words; the width of features where it is said."""
+    """How one vector is made of a text's tokens, in the library's own words."""
 
     modes: tuple[str, ...] = ("mean",)
     includes_prompt: bool = True
-    width: int | None = None
 
     @property
     def said(self) -> str:
@@ -104,8 +103,7 @@ def pooling_of(folder: pathlib.Path) -> Pooling:
             f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}",
             hint="Restore its Pooling from the original.",
         )
-    width = stated.get("embedding_dimension", stated.get("word_embedding_dimension"))
-    return Pooling(modes, stated.get("include_prompt") is not False, width)
+    return Pooling(modes, stated.get("include_prompt") is not False)
 
 
 class Prompts(NamedTuple):

@@ -11,6 +11,7 @@ Only the features of one boundary wait at any time, those beyond a budget on dis
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -691,12 +692,14 @@ def capture(
     """
     first = next(module.parameters())
     sources = {"model": module_source(module, "model")}
-    chain = architecture_of(module).chain
+    batches = iter(inputs)
+    example = next(batches)
+    chain = architecture_of(module, example).chain
     models = ModelPool(
         chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
     )
     how = pool or chain.modality.pool
-    for layer, states in layer_states(models, "model", _numbered(inputs)):
+    for layer, states in layer_states(models, "model", _numbered(itertools.chain([example], batches))):
         vectors = [layer.vectors(state, side, how) for _, state, side in states]
         yield layer, torch.cat(vectors)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.base.access import Access
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.loading import library_folder
@@ -120,20 +119,7 @@ class Architecture:
         """
         if self.layout is None:
             return source
-        try:
-            return self.layout.align(source, self.keys, fallback)
-        except IncompatibleModelsError as error:
-            place = pathlib.Path(source.name)
-            beside = ArchitectureRequest(
-                str(place if place.is_dir() else place.parent), access=Access(offline=True)
-            )
-            if error.context.get("loader") == self.loader:
-                error.hint = (
-                    "Its tensors have names of their own: load it in its library, and save it from there."
-                )
-            else:
-                _follow_sign(error, beside, (self.loader,))
-            raise
+        return self.layout.align(source, self.keys, fallback)
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:
         """The base under the names that adapters in a folder use: those of its file, or of its modules in memory."""
@@ -252,36 +238,8 @@ def load_architecture(
     request = ArchitectureRequest(source, blocks, access, untied, unread, pictured)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
-    return _opened(loader, request)
-
-
-def _opened(loader: str, request: ArchitectureRequest, tried: tuple[str, ...] = ()) -> Architecture:
-    """See `load_architecture`; the loaders in `tried` have sent here."""
-    try:
-        with running(request.source):  # a configuration may hold anything
-            return _as_sentences(loaders[loader](request))
-    except IncompatibleModelsError as error:
-        _follow_sign(error, request, (*tried, loader))
-        raise
-
-
-def _follow_sign(
-    error: IncompatibleModelsError, request: ArchitectureRequest, tried: tuple[str, ...] = ()
-) -> None:
-    """See to it that a refusal names another loader only where that one takes the source.
-
-    Where it doesn't, its own reason and remedy stand in the hint.
-    """
-    loader = str(error.context.get("loader"))
-    if loader in tried:  # which has refused it
-        error.hint = LIVE
-    elif loader in loaders:
-        try:
-            _opened(loader, replace(request, blocks=None), tried)
-        except IncompatibleModelsError as refusal:
-            error.hint = f"Nor does the loader {loader} take it: {refusal.message}. {refusal.hint}"
-        except DriftLensError:  # what is missing beside the model, which that refusal tells how to give
-            pass
+    with running(request.source):  # a configuration may hold anything
+        return _as_sentences(loaders[loader](request))
 
 
 def _as_sentences(architecture: Architecture) -> Architecture:
@@ -292,8 +250,7 @@ def _as_sentences(architecture: Architecture) -> Architecture:
     if root is None or preprocess is None or preprocess.texts is None:
         return architecture
     require_followed(root)
-    configs: list[Any] = [part.config for part in architecture.skeleton.modules() if hasattr(part, "config")]
-    readout, stated = readout_of(root, configs[0].get_text_config().hidden_size), prompts_of(root)
+    readout, stated = readout_of(root), prompts_of(root)
     notices = filter(None, (preprocess.notice, *reading_notices(root)))
     pools_lead = readout.pooling.includes_prompt
     reader = replace(preprocess.texts, prompts=stated, lead=stated.default, pools_lead=pools_lead)
@@ -318,12 +275,8 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
     """The module that a function of the user's returns, and how it reads an image."""
     target = loader.removeprefix(PYTHON)
     function = request.access.function(target, "loader")
-    try:
+    with running(target):
         returned = function(request.source) if request.source else function()
-    except Exception as error:  # whatever somebody's code raises
-        raise IncompatibleModelsError(
-            f"{target} failed: {type(error).__name__}: {error}", hint="The traceback is shown with --debug."
-        ) from error
     module, transform = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module) or not callable(transform):
         raise SpecError(
@@ -333,8 +286,7 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
         )
     preprocess = image_preprocess(target, transform)
     with running(target):
-        example = preprocess.example()
-        chain = sequential_chain(module.eval(), example, blocks=request.blocks)
+        chain = sequential_chain(module.eval(), preprocess.example(), blocks=request.blocks)
     chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
     return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)
 
@@ -345,8 +297,6 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     Modules that no adapter knows show on an example, a batch of raw inputs, in which order they run.
     """
     adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
-    if adapter is None and any(weight.is_meta for weight in module.parameters()):
-        raise SpecError(f"the {type(module).__name__} has no weights, only shapes", hint="Give it loaded.")
     chain = sequential_chain(module, example) if adapter is None else adapter.chain(module)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
@@ -405,14 +355,8 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients."""
     from accelerate import init_empty_weights
 
-    try:
-        with init_empty_weights(include_buffers=False), _WithinReason():
-            module = build()
-    except Exception as error:  # whatever a constructor makes of values in somebody's file
-        raise IncompatibleModelsError(
-            f"the model that {source} describes can't be built: {type(error).__name__}: {error}",
-            hint="Check its configuration file, and that the library is recent enough for it.",
-        ) from error
+    with init_empty_weights(include_buffers=False), _WithinReason():
+        module = build()
     saved = module.state_dict()
     bare = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in saved]
     if bare:

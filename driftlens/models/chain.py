@@ -147,14 +147,6 @@ class SideInputs(Mapping[str, Tensor]):
     inputs: Inputs | None = None
     routes: Routes | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in self.tensors.items():
-            if not isinstance(value, Tensor):
-                raise SpecError(
-                    f"the side input {name!r} is a {type(value).__name__}; expected a tensor",
-                    hint="Caches and other objects that layers write to can't be shared between models.",
-                )
-
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
@@ -405,12 +397,6 @@ adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.families", "
 """One file of this package each; modules of no family are left to `sequential_chain`."""
 
 
-def require_pool(how: str) -> None:
-    """Refuse an unknown way to take one vector per sample, which would be taken for another one."""
-    if how not in get_args(Pool):
-        raise SpecError(f"pool is {how!r}, expected one of {', '.join(get_args(Pool))}")
-
-
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     """One vector per sample.
 
@@ -428,7 +414,8 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     Raises:
         SpecError: there is no such way, or `cls` or `last` of features that have channels and no tokens.
     """
-    require_pool(how)
+    if how not in get_args(Pool):
+        raise SpecError(f"pool is {how!r}, expected one of {', '.join(get_args(Pool))}")
     if hidden.dim() == 2:
         return hidden
     if hidden.dim() > 3 and how in ("cls", "last"):

@@ -153,12 +153,7 @@ def raw_inputs(inputs: Any) -> Inputs:
         return Inputs({"input": inputs}, by_keyword=False)
     if isinstance(inputs, Mapping):
         return Inputs(dict(inputs), by_keyword=True)
-    if isinstance(inputs, tuple | list):
-        return Inputs({str(position): value for position, value in enumerate(inputs)}, by_keyword=False)
-    raise SpecError(
-        f"a batch is a {type(inputs).__name__}; wanted is a tensor, a tuple or a dict",
-        hint="Return what the model takes: one tensor, positional arguments or keyword arguments.",
-    )
+    return Inputs({str(position): value for position, value in enumerate(inputs)}, by_keyword=False)
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:

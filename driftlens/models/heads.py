@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.base.devices import beside, moved
-from driftlens.base.errors import CheckpointError, DataError, ShapeError, SpecError
+from driftlens.base.errors import CheckpointError, DataError, SpecError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
-from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.checkpoints.sources import StateSource, check_finite, require_key
 from driftlens.checkpoints.stated import WEIGHT_FILES
 from driftlens.models.language.vocabularies import HEAD
 
@@ -48,24 +48,24 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
             f"class names occur more than once: {', '.join(map(repr, twice))}",
             hint="Images meet the rows of the head by class name, so each row needs a name of its own.",
         )
-    if not names:
-        raise DataError("the list of class names is empty", hint="Name the rows of the head, in their order.")
     return names
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
     """A head from precomputed class embeddings: rows of unit norm [classes, d] under the key `tensor` of a file."""
     source = open_checkpoint(file)
-    if tensor not in source.headers:
-        raise CheckpointError(
-            f"{source.name} has no tensor {tensor!r}; there are {', '.join(map(repr, source.headers))}",
-            hint="Set `heads.<task>.tensor` to the key of this task's class embeddings.",
-        )
+    require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
-    if embeddings.dim() != 2:
-        raise ShapeError(f"{where} has shape {list(embeddings.shape)}; expected [classes, d]")
     names = _names_of(embeddings, classes, where)
-    _require_unit_norm(embeddings, names, where)
+    norms = torch.linalg.vector_norm(embeddings, dim=1)
+    deviation = (norms - 1).abs()
+    # Written so that NaN is refused too.
+    if not bool((deviation <= _NORM_TOLERANCE).all()):
+        worst = int(deviation.nan_to_num(nan=torch.inf).argmax())
+        raise DataError(
+            f"{where}: the row of {names[worst]!r} has norm {norms[worst].item():.4g}; expected 1",
+            hint="Divide every row by its norm, and give the scale as `logit_scale`.",
+        )
     return Head(names, embeddings, logit_scale)
 
 
@@ -94,11 +94,7 @@ def linear_head(
     check_finite(source.name, key, rows)
     if shift is not None:
         check_finite(source.name, beside, shift)
-    where = f"{key!r} in {source.name}"
-    if rows.dim() != 2 or (shift is not None and shift.shape != rows.shape[:1]):
-        bias = "" if shift is None else f", its bias {list(shift.shape)}"
-        raise ShapeError(f"{where} has shape {list(rows.shape)}{bias}; expected [classes, d] and [classes]")
-    return LinearHead(_names_of(rows, classes, where), rows, shift, normalize)
+    return LinearHead(_names_of(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize)
 
 
 def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str, ...]:
@@ -155,26 +151,16 @@ def text_head(
     stands for the class name, or for one of `words`, row by row.
     """
     names = class_names(classes)
-    unusable = [template for template in templates if "{}" not in template]
-    if unusable or not templates:
+    if not templates or not all("{}" in template for template in templates):
         raise SpecError(
-            f"the template {unusable[0]!r} has no place for the class name"
-            if unusable
-            else "no templates given",
+            f"templates are {list(templates)}; expected at least one, each with a place for the class name",
             hint='Write {} where the class name goes, for example "a photo of a {}."',
         )
     rows = []
     for name in names if words is None else words:
         # Not str.format: other braces in a template are text.
         prompts = [template.replace("{}", name) for template in templates]
-        try:
-            embedded = tower.embed(prompts)
-        except IndexError as error:
-            raise SpecError(
-                f"the base's text tower has no embeddings for some tokens of {prompts[0]!r}: its tokenizer is another",
-                hint="Give precomputed class embeddings in `heads.<task>.file`.",
-            ) from error
-        rows.append(F.normalize(F.normalize(embedded, dim=-1).mean(dim=0), dim=-1))
+        rows.append(F.normalize(F.normalize(tower.embed(prompts), dim=-1).mean(dim=0), dim=-1))
     return Head(names, torch.stack(rows), tower.logit_scale)
 
 
@@ -189,18 +175,6 @@ def _names_in(path: pathlib.Path) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{path} holds no list of class names", hint='Expected JSON such as ["cat", "dog"].')
     return names
-
-
-def _require_unit_norm(embeddings: Tensor, names: Sequence[str], where: str) -> None:
-    norms = torch.linalg.vector_norm(embeddings, dim=1)
-    deviation = (norms - 1).abs()
-    # Written so that NaN is refused too.
-    if not bool((deviation <= _NORM_TOLERANCE).all()):
-        worst = int(deviation.nan_to_num(nan=torch.inf).argmax())
-        raise DataError(
-            f"{where}: the row of {names[worst]!r} has norm {norms[worst].item():.4g}; expected 1",
-            hint="Divide every row by its norm, and give the scale as `logit_scale`.",
-        )
 
 
 _ROWS = 8192
@@ -242,11 +216,6 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        if features.shape[-1] != self.embeddings.shape[-1]:
-            raise DataError(
-                f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
-                hint="The head was made with another CLIP; make it with this base's text tower.",
-            )
         return self.logit_scale * F.normalize(features, dim=-1) @ beside(features, self.embeddings).mT
 
     def derivative(self, features: Tensor) -> Derivative:
@@ -300,11 +269,6 @@ class LinearHead:
 
     def scores(self, features: Tensor) -> Tensor:
         """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        if features.shape[-1] != self.weight.shape[-1]:
-            raise DataError(
-                f"the classifier reads {self.weight.shape[-1]} features, the model gives {features.shape[-1]}",
-                hint="Give the classifier that was trained on this model's final features.",
-            )
         bias = None if self.bias is None else beside(features, self.bias)
         features = F.normalize(features, dim=-1) if self.normalize else features
         return F.linear(features, beside(features, self.weight), bias)
@@ -389,11 +353,6 @@ class LmHead:
         """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype."""
         parts = []
         for weight, bias in self._weights():
-            if features.shape[-1] != weight.shape[-1]:
-                raise DataError(
-                    f"the language-model head reads {weight.shape[-1]} features, the model gives {features.shape[-1]}",
-                    hint="Pool one vector per sample: layers.pool: last.",
-                )
             shift = None if bias is None else beside(features, bias)
             parts.append(F.linear(features * self.lm.scale, beside(features, weight), shift))
         scores = torch.cat(parts, dim=-1)

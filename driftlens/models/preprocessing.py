@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -13,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import (
     files_beside_weights,
     image_processor_config,
     read_config,
     tokenizer_in,
 )
-from driftlens.checkpoints.refusals import running
 from driftlens.models.language.pictures import PictureReader
 from driftlens.models.language.texts import UNLIMITED, Form, Pictured, TextReader
 
@@ -95,7 +93,7 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     # Before transformers 5 the plain class is the one that works with PIL.
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
     notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
-    return _checked(_processed_by(processor_class.from_dict(stated), stated, notice), image_size, source)
+    return _processed_by(processor_class.from_dict(stated), stated, notice)
 
 
 def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> Preprocess:
@@ -122,18 +120,12 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     )
     notice = ""
     if image_processor_config(source, offline=offline) is not None:
-        try:
-            processor = transformers.AutoImageProcessor.from_pretrained(
-                files_beside_weights(source, offline=offline),
-                local_files_only=True,
-                trust_remote_code=False,
-                **plain,
-            )
-        except (OSError, ValueError) as error:
-            raise IncompatibleModelsError(
-                f"{source}: its image processor can't be read: {str(error).splitlines()[0]}",
-                hint="Put the preprocessor_config.json of the base beside its config.json.",
-            ) from error
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            files_beside_weights(source, offline=offline),
+            local_files_only=True,
+            trust_remote_code=False,
+            **plain,
+        )
     else:
         kinds = IMAGE_PROCESSOR_MAPPING.get(type(config), None) or ()
         kind = kinds.get("pil") if isinstance(kinds, dict) else next(filter(None, kinds), None)
@@ -141,7 +133,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
             raise IncompatibleModelsError(
                 f"{source} has no preprocessor_config.json, and transformers no default for its kind",
                 hint="Put the preprocessor_config.json of the base beside its config.json.",
-            ) from None
+            )
         size = getattr(config, "image_size", 224)
         edge = size if isinstance(size, int) else min(size)
         by_edge = "shortest_edge" in dict(kind().size)
@@ -173,14 +165,7 @@ def open_clip_preprocess(
 
     stated = merge_preprocess_dict(PreprocessCfg(), dict(config or {}))
     stated["size"] = image_size
-    try:
-        transform = image_transform_v2(PreprocessCfg(**stated), is_train=False)
-    except (AssertionError, TypeError) as error:
-        raise IncompatibleModelsError(
-            f"{source}: open_clip can't preprocess by {dict(config or {})}",
-            hint="Check interpolation (bicubic, bilinear) and resize_mode (shortest, longest, squash).",
-        ) from error
-
+    transform = image_transform_v2(PreprocessCfg(**stated), is_train=False)
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
     *shape, to_tensor, normalise = transform.transforms
     assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
@@ -192,8 +177,7 @@ def open_clip_preprocess(
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
         return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
 
-    preprocess = Preprocess("open_clip torchvision-PIL", batch, stated, notice)
-    return _checked(preprocess, image_size, source)
+    return Preprocess("open_clip torchvision-PIL", batch, stated, notice)
 
 
 def image_preprocess(
@@ -215,19 +199,21 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     stated = read_config(source, "sentence_bert_config.json", offline=offline) or {}
     if tokenizer is not None and stated.get("max_seq_length"):  # which sentence-transformers puts over it
         tokenizer.model_max_length = stated["max_seq_length"]
-    with running(source):
-        preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
+    preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
     reader = replace(cast("TextReader", preprocess.texts), lowers=bool(stated.get("do_lower_case")))
     return replace(preprocess, transform=reader, texts=reader)
 
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """How texts with an image each become the inputs of a model, by the processor beside its configuration."""
+    from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     texts = hf_text_preprocess(source, config, offline, "decoder")
     assert texts.texts is not None
-    processor = _processor("AutoProcessor", source, offline)
+    processor = AutoProcessor.from_pretrained(
+        files_beside_weights(source, offline=offline), local_files_only=True, trust_remote_code=False
+    )
     if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
         raise IncompatibleModelsError(
             f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
@@ -245,37 +231,15 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
     return Preprocess(f"transformers {name}", reader, settings, notice, reader)
 
 
-@contextlib.contextmanager
-def on_processed(preprocess: Preprocess, config: Any, source: str) -> Iterator[Any]:
-    """A block that runs a model on what its processor makes of an example, which may be another model's processor."""
-    token = getattr(config, "image_token_id", None)
-    try:
-        example = preprocess.example()
-        if token is not None and not (example["input_ids"] == token).any():
-            raise ValueError(f"no token {token}, in whose place the model reads an image")
-        yield example
-    except Exception as error:  # whatever a library makes of another model's inputs
-        if isinstance(error, DriftLensError) and not preprocess.notice:
-            raise
-        cause = preprocess.notice or f"{type(error).__name__}: {error}".splitlines()[0]
+def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
+    """Return what a processor makes of an example; raise where it leaves no place for the image."""
+    token, example = getattr(config, "image_token_id", None), preprocess.example()
+    if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
-            f"{source} can't be run on what its processor makes of an example ({cause})", hint=_PROCESSOR
-        ) from error
-
-
-def _processor(kind: str, source: str, offline: bool) -> Any:
-    """What a class of transformers makes of a folder's processor files."""
-    import transformers
-
-    try:
-        return getattr(transformers, kind).from_pretrained(
-            files_beside_weights(source, offline=offline), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # whatever its files hold
-        raise IncompatibleModelsError(
-            f"{source}: its processor can't be read ({type(error).__name__}: {str(error).splitlines()[0]})",
+            f"{source}: its processor puts no token {token}, in whose place the model reads an image",
             hint=_PROCESSOR,
-        ) from error
+        )
+    return example
 
 
 def text_preprocess(
@@ -313,11 +277,8 @@ def text_preprocess(
             hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
         )
     stated = tokenizer.model_max_length
-    if not isinstance(stated, int | float) or not stated >= 1:
-        raise SpecError(
-            f"{source}: its tokenizer takes {stated!r} tokens (model_max_length)",
-            hint="Write how many tokens a text may have into its tokenizer_config.json, or take the entry out.",
-        )
+    if not stated >= 1:  # which would cut every text to nothing
+        raise SpecError(f"{source}: its tokenizer takes {stated!r} tokens (model_max_length)")
     ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     reader = TextReader(
@@ -360,21 +321,10 @@ def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
     if isinstance(image, images.Image):
         return image.convert("RGB")
     array = np.asarray(image)
+    # Pillow takes another order of axes for colours, and floats for values up to 255.
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)):
         raise DataError(
             f"an image is an array of {array.dtype} with shape {list(array.shape)}",
             hint="Expected uint8 of shape [height, width, 3] or [height, width].",
         )
     return images.fromarray(array).convert("RGB")
-
-
-def _checked(preprocess: Preprocess, image_size: tuple[int, int], source: str) -> Preprocess:
-    """`preprocess`, tried on one image: a wrong size would otherwise show up in the middle of a run."""
-    height, width = preprocess([np.zeros((48, 64, 3), dtype=np.uint8)]).shape[-2:]
-    if (height, width) != image_size:
-        size = "x".join(map(str, image_size))
-        raise IncompatibleModelsError(
-            f"{source}: preprocessing gives {height}x{width} pixels, the tower takes {size}",
-            hint="The preprocessor file belongs to another model; use the one that came with the tower.",
-        )
-    return preprocess

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.sentences import Pooling, modules_of, pooling_of, settings_in
 from driftlens.checkpoints.sources import check_finite
 from driftlens.checkpoints.weight_files import open_folder
@@ -92,19 +92,13 @@ class Readout:
         return embedding
 
 
-def readout_of(root: pathlib.Path, width: int) -> Readout:
-    """What reads the tokens of a folder's transformer, whose features have `width` entries.
+def readout_of(root: pathlib.Path) -> Readout:
+    """What reads the tokens of a folder's transformer.
 
     Raises:
-        IncompatibleModelsError: its modules contradict each other, or do what is not followed.
+        IncompatibleModelsError: its modules do what is not followed.
     """
     pooling, steps = pooling_of(root), list[Step]()
-    if pooling.width not in (None, width):
-        raise IncompatibleModelsError(
-            f"{root}: its Pooling is of features with {pooling.width} entries, its transformer's have {width}",
-            hint="Restore the folder from the original: one of both belongs to another model.",
-        )
-    size = width * len(pooling.modes)
     kinds = [module.kind for module in modules_of(root)]
     if "Pooling" in kinds and set(kinds[1 : kinds.index("Pooling")]) - {"Dropout"}:
         raise IncompatibleModelsError(
@@ -112,92 +106,63 @@ def readout_of(root: pathlib.Path, width: int) -> Readout:
             hint="Only what reads one vector per text is.",
         )
     for module in modules_of(root)[1:]:
-        stated = settings_in(root / module.place) if module.place else {}
+        place = root / module.place
+        stated = settings_in(place) if module.place else {}
         if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
             raise IncompatibleModelsError(
-                f"{root / module.place} reads or writes something else than the {_EMBEDDING}",
+                f"{place} reads or writes something else than the {_EMBEDDING}",
                 hint="Only modules that make the embedding are followed.",
             )
         if module.kind == "Normalize":
             steps.append(lambda x: F.normalize(x, dim=-1))
-        elif module.kind in ("Dense", "LayerNorm"):
-            of_module = _dense if module.kind == "Dense" else _layer_norm
-            step, size = of_module(root / module.place, stated, size)
-            steps.append(step)
+        elif module.kind == "Dense":
+            residual = bool(stated.get("use_residual"))
+            steps.append(partial(_dense, _weights(place), _activation(place, stated), residual))
+        elif module.kind == "LayerNorm":
+            steps.append(partial(_layer_norm, _weights(place)))
     return Readout(pooling, tuple(steps))
 
 
 _EMBEDDING = "sentence_embedding"
 
 
-def _weights(place: pathlib.Path, names: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The weights of a module, all of them known by these names and shapes; a bias may be missing."""
+def _weights(place: pathlib.Path) -> dict[str, Tensor]:
+    """Read a module's weights in float32."""
     source = open_folder(place)
     weights = {name: source.read(name).float() for name in source.headers}
     for name, value in weights.items():
         check_finite(source.name, name, value)
-        if names.get(name) != tuple(value.shape):
-            expected = f"{list(names[name])}" if name in names else f"only {', '.join(names)}"
-            raise IncompatibleModelsError(
-                f"{source.name}: {name!r} has shape {list(value.shape)}; expected {expected}",
-                hint="Restore the folder from the original; its settings and weights don't go together.",
-            )
-    if missing := [name for name in names if name not in weights and not name.endswith("bias")]:
-        raise CheckpointError(
-            f"{source.name} has no {missing[0]!r}", hint="Restore the folder from the original."
-        )
     return weights
 
 
-def _dense(place: pathlib.Path, stated: Mapping[str, Any], size: int) -> tuple[Step, int]:
-    """activation(W x + b), plus x or its own projection with `use_residual`; and how many entries leave it."""
-    width, is_residual = stated.get("out_features"), bool(stated.get("use_residual"))
-    if stated.get("in_features") != size or not isinstance(width, int):
-        raise IncompatibleModelsError(
-            f"{place} maps {stated.get('in_features')} features to {width}; it is given {size}",
-            hint="Restore the folder from the original: its modules don't go together.",
-        )
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (width, size), "linear.bias": (width,)}
-    if is_residual and width != size:
-        shapes["residual.weight"] = (width, size)
-    weights, act = _weights(place, shapes), _activation(place, stated)
-
-    def step(x: Tensor) -> Tensor:
-        linear, *projections = (weights[name].to(x) for name in weights if name.endswith("weight"))
-        bias = weights["linear.bias"].to(x) if "linear.bias" in weights else None
-        output: Tensor = act(F.linear(x, linear, bias))
-        return output + (F.linear(x, projections[0]) if projections else x) if is_residual else output
-
-    weights = {name: weights[name] for name in shapes if name in weights}  # the map first
-    return step, width
+def _dense(weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor) -> Tensor:
+    """Compute activation(W x + b), plus x or its own projection with `is_residual`."""
+    bias = weights.get("linear.bias")
+    linear = F.linear(x, weights["linear.weight"].to(x), None if bias is None else bias.to(x))
+    output: Tensor = activation(linear)
+    if not is_residual:
+        return output
+    projection = weights.get("residual.weight")
+    return output + (x if projection is None else F.linear(x, projection.to(x)))
 
 
-def _layer_norm(place: pathlib.Path, stated: Mapping[str, Any], size: int) -> tuple[Step, int]:
-    """The library's LayerNorm, whose eps is torch's own."""
-    weights = _weights(place, {"norm.weight": (size,), "norm.bias": (size,)})
-    return partial(_normed, weights), size
-
-
-def _normed(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _layer_norm(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Compute the library's LayerNorm, whose eps is torch's own."""
     weight, bias = (weights[f"norm.{end}"].to(x) for end in ("weight", "bias"))
     return F.layer_norm(x, weight.shape, weight, bias)
 
 
 def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
-    """One of torch's own without settings, by its name; nothing else of that name is imported."""
+    """Return one of torch's own activations, by its name; nothing else of that name is imported."""
     path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rpartition(".")[2]
-    names = [*activation.__all__, "Identity"]
-    try:
-        if path.startswith("torch.nn.") and name in names:
-            module: nn.Module = getattr(nn, name)()
-            return module.eval()
-    except TypeError:  # one that wants settings
-        pass
-    raise IncompatibleModelsError(
-        f"{place}: the activation {path!r} is none of torch.nn's that need no settings",
-        hint="Only such are followed; code of a folder's own is never run.",
-    )
+    if not path.startswith("torch.nn.") or name not in (*activation.__all__, "Identity"):
+        raise IncompatibleModelsError(
+            f"{place}: the activation {path!r} is none of torch.nn's",
+            hint="Only such are followed; code of a folder's own is never run.",
+        )
+    module: nn.Module = getattr(nn, name)()
+    return module.eval()
 
 
 def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:

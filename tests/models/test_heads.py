@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from driftlens.base.errors import (
     CheckpointError,
     DataError,
     DriftLensError,
     NumericsError,
-    ShapeError,
     SpecError,
 )
 from driftlens.checkpoints.loading import open_checkpoint
@@ -68,9 +67,8 @@ def test_class_names_come_from_a_list_or_a_file(tmp_path: Path) -> None:
         ('{"a": 1}', "no list"),
         ("[1]", "no list"),
         ('["a", "a"]', "more than once: 'a'"),
-        ("[]", "empty"),
     ],
-    ids=["missing", "broken", "object", "numbers", "twice", "empty"],
+    ids=["missing", "broken", "object", "numbers", "twice"],
 )
 def test_unusable_class_names_are_refused(tmp_path: Path, content: str | None, words: str) -> None:
     file = tmp_path / "classes.json"
@@ -93,7 +91,7 @@ def test_half_precision_rows_count_as_unit_norm(tmp_path: Path) -> None:
 
 
 UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = {
-    "no_such_tensor": (unit(3), "dogs", CLASSES, CheckpointError, "there are 'cars'"),
+    "no_such_tensor": (unit(3), "dogs", CLASSES, CheckpointError, "holds no tensor 'dogs'"),
     "too_few_names": (unit(3), "cars", ["a", "b"], DataError, "3 rows, but there are 2 class names"),
     "name_twice": (unit(3), "cars", ["a", "b", "a"], DataError, "more than once: 'a'"),
     "not_normalised": (
@@ -111,7 +109,6 @@ UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = 
         "has norm nan",
     ),
     "transposed": (unit(8, 3).T.contiguous(), "cars", CLASSES, DataError, "has norm"),
-    "a_vector": (unit(3)[:, 0].contiguous(), "cars", CLASSES, ShapeError, "[3]"),
 }
 
 
@@ -219,13 +216,6 @@ def test_text_towers_that_need_more_than_open_clip_are_refused(
     architecture = load_architecture("open-clip", str(tmp_path / "model_config.json"))
     with pytest.raises(SpecError, match=option):
         architecture.text_tower(open_checkpoint(open_clip))
-
-
-def test_words_that_a_text_tower_has_no_embeddings_for_are_refused() -> None:
-    table = nn.Embedding(4, 2)
-    tower = TextTower(lambda prompts: table(torch.tensor([[5]] * len(prompts)))[:, 0], 1.0)
-    with refusing(SpecError, "'a cat'", "its tokenizer is another", hint="precomputed"):
-        text_head(tower, ["cat"], ["a {}"])
 
 
 @pytest.mark.parametrize("templates", [[], ["a photo."]], ids=["none", "no_place"])

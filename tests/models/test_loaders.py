@@ -178,8 +178,8 @@ def broken(folder: Path) -> tuple[str, str]:
 
 REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError], str]] = {
     "no_such_folder": (named("hf-clip", "models/no/such"), SpecError, "neither a folder nor a Hub id"),
-    "no_such_name": (named("open-clip", "ViT-Q-32"), SpecError, "open_clip knows no model 'ViT-Q-32'"),
-    "no_such_file": (named("open-clip", "models/config.json"), SpecError, "no such file"),
+    "no_such_name": (named("open-clip", "ViT-Q-32"), SpecError, "neither a folder nor a Hub id"),
+    "no_such_file": (named("open-clip", "models/config.json"), SpecError, "no open_clip_config.json"),
     "no_config": (lambda folder: ("hf-clip", str(folder)), SpecError, "no config.json"),
     "no_open_clip_config": (lambda folder: ("open-clip", str(folder)), SpecError, "no open_clip_config.json"),
     "broken_file": (broken, CheckpointError, "config.json can't be read"),
@@ -192,13 +192,9 @@ REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError]
     "nonsense_sizes": (
         hf_config(model_type="clip_vision_model", hidden_size="wide"),
         IncompatibleModelsError,
-        "can't be built",
+        "can't be used as it is",
     ),
-    "timm_by_name": (
-        named("open-clip", "ViT-B-16-SigLIP"),
-        IncompatibleModelsError,
-        "timm trunk (vit_base_patch16_siglip_224)",
-    ),
+    "timm_by_name": (named("open-clip", "ViT-B-16-SigLIP"), IncompatibleModelsError, "timm trunk"),
     "eva_by_name": (named("open-clip", "EVA02-B-16"), IncompatibleModelsError, "timm trunk"),
     "resnet_by_name": (named("open-clip", "RN50"), IncompatibleModelsError, "ResNet"),
     "coca_by_name": (named("open-clip", "coca_ViT-B-32"), IncompatibleModelsError, "pools by attention"),
@@ -206,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError]
     "unknown_option": (
         open_clip_config(**{**OPEN_CLIP_CONFIG, "vision_cfg": {"depth": 3}}),
         IncompatibleModelsError,
-        "can't be built",
+        "can't be used as it is",
     ),
 }
 

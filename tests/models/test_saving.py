@@ -103,12 +103,6 @@ def test_views_ties_and_leaves_are_written_by_value(tmp_path: Path) -> None:
     assert torch.equal(read["t"], shared.T) and torch.equal(read["part"], shared[:, 1:])
 
 
-def test_a_number_type_the_format_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'w' is torch\.complex128"):
-        save_state_dict(tmp_path / "w.safetensors", {"w": torch.zeros(2, dtype=torch.complex128)})
-    assert not list(tmp_path.iterdir())
-
-
 def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: Path) -> None:
     update = torch.linspace(-1, 1, 5, dtype=torch.float64)
     result = Patched(base, {"half": update})

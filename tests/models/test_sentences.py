@@ -240,10 +240,7 @@ def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        pytest.param("1_Pooling/config.json", {"word_embedding_dimension": 8}, "8 entries", id="width"),
         pytest.param("1_Pooling/config.json", {"pooling_mode": "middle"}, "'middle'", id="pool"),
-        pytest.param("2_Dense/config.json", {"in_features": 8}, "it is given 16", id="map of others"),
-        pytest.param("2_Dense/config.json", {"out_features": 8}, "expected [8]", id="weights"),
         pytest.param("2_Dense/config.json", {"activation_function": "os.system"}, "'os.system'", id="code"),
         pytest.param("2_Dense/config.json", {"module_input_name": "x"}, "something else", id="input"),
     ],

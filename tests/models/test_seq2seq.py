@@ -108,7 +108,6 @@ def test_padding_batches_and_order_change_no_feature(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("led", "expected one mask entry per token"),
         ("longt5", "compute_bias"),
         ("switch_transformers", "mixture"),
     ],
@@ -117,4 +116,4 @@ def test_what_cant_be_followed_is_refused_by_name(kind: str, words: str, tmp_pat
     save(transformers.AutoModelForSeq2SeqLM.from_config(small_config(kind)), tmp_path)
     with pytest.raises(IncompatibleModelsError) as refusal:
         load_architecture("hf-seq2seq", str(tmp_path))
-    assert kind in refusal.value.message and words in refusal.value.message and refusal.value.hint
+    assert words in refusal.value.message and refusal.value.hint

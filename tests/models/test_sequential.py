@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.base.errors import (
-    DataError,
-    DriftLensError,
     IncompatibleModelsError,
     NumericsError,
     SpecError,
 )
-from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.sequential import check_deterministic, sequential_chain
-from tests.refusing import refusing
 from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 from tests.zoo.walking import assert_close, plain_forward, walk, weights
 
@@ -34,11 +30,6 @@ def stack(request: pytest.FixtureRequest) -> Stack:
     return STACKS[request.param]
 
 
-@pytest.fixture(params=["with_example", "without_example"])
-def with_example(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "with_example")
-
-
 @pytest.fixture(autouse=True)
 def fused_attention() -> Iterator[None]:
     """PyTorch's fused attention is on before each test, and must be after it."""
@@ -47,9 +38,8 @@ def fused_attention() -> Iterator[None]:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def chain_of(stack: Stack, module: nn.Module, with_example: bool = True) -> LayerChain:
-    example = stack.inputs(torch.Generator().manual_seed(9), 2) if with_example else None
-    return sequential_chain(module, example)
+def chain_of(stack: Stack, module: nn.Module) -> LayerChain:
+    return sequential_chain(module, stack.inputs(torch.Generator().manual_seed(9), 2))
 
 
 def snapshot(module: nn.Module) -> Iterator[object]:
@@ -66,19 +56,17 @@ def snapshot(module: nn.Module) -> Iterator[object]:
         yield name, id(value), value.sum().item()
 
 
-def test_the_layers_in_turn_are_the_module(
-    stack: Stack, with_example: bool, generator: torch.Generator
-) -> None:
+def test_the_layers_in_turn_are_the_module(stack: Stack, generator: torch.Generator) -> None:
     module, inputs = stack.module(), stack.inputs(generator, N)
-    states = walk(chain_of(stack, module, with_example), module, inputs)
+    states = walk(chain_of(stack, module), module, inputs)
     assert_close(states[-1]["hidden"], plain_forward(module, inputs))
 
 
-def test_another_models_weights_give_that_models_features(stack: Stack, with_example: bool) -> None:
+def test_another_models_weights_give_that_models_features(stack: Stack) -> None:
     """Wrong wherever a layer uses the skeleton's weights in the place of those it is given."""
     skeleton, other = stack.module(0), stack.module(1)
     inputs = stack.inputs(torch.Generator().manual_seed(5), N)
-    chain = chain_of(stack, skeleton, with_example)
+    chain = chain_of(stack, skeleton)
     expected = chain.library_states(other, inputs)
     for state, wanted in zip(walk(chain, other, inputs)[1:], expected, strict=True):
         assert_close(state["hidden"], wanted["hidden"])
@@ -94,7 +82,7 @@ def test_states_of_the_library_are_those_of_its_own_blocks(generator: torch.Gene
         for layer in module.layers:
             hidden.append(layer(hidden[-1]))
         hidden.append(module.out(module.norm(hidden[-1])))
-    for state, wanted in zip(sequential_chain(module).library_states(module, x), hidden, strict=True):
+    for state, wanted in zip(sequential_chain(module, x).library_states(module, x), hidden, strict=True):
         assert torch.equal(state["hidden"], wanted)
 
 
@@ -140,7 +128,7 @@ def test_eval_mode_is_used_whatever_the_flags_say(generator: torch.Generator) ->
     module = STACKS["residual_mlp"].module()
     inputs = rows(generator, N)
     expected = plain_forward(module, inputs)
-    chain = sequential_chain(module.train())
+    chain = sequential_chain(module.train(), inputs)
     assert torch.equal(walk(chain, module, inputs)[-1]["hidden"], expected)
     assert torch.equal(chain.library_states(module, inputs)[-1]["hidden"], expected)
     assert all(part.training for part in module.modules())
@@ -215,17 +203,8 @@ def test_sites_come_in_the_order_they_run_with_shared_inputs() -> None:
     ]
 
 
-def test_without_an_example_sites_come_as_registered() -> None:
-    chain = chain_of(STACKS["residual_mlp"], STACKS["residual_mlp"].module(), with_example=False)
-    assert [(site.name, site.kind) for site in chain.blocks[0].sites] == [
-        ("down", "linear"),
-        ("up", "linear"),
-        ("norm", "layer_norm"),
-    ]
-
-
-def test_the_hidden_projection_of_torchs_attention_is_no_site(with_example: bool) -> None:
-    chain = chain_of(STACKS["torch_encoder"], STACKS["torch_encoder"].module(), with_example)
+def test_the_hidden_projection_of_torchs_attention_is_no_site() -> None:
+    chain = chain_of(STACKS["torch_encoder"], STACKS["torch_encoder"].module())
     assert sorted(site.name for site in chain.blocks[0].sites) == ["linear1", "linear2", "norm1", "norm2"]
 
 
@@ -342,15 +321,14 @@ class Inner(Plain):
 
 
 def test_the_outermost_of_equal_lists_is_taken() -> None:
-    assert sequential_chain(Inner()).settings["blocks"] == "layers"
+    assert sequential_chain(Inner(), rows(torch.Generator(), N)).settings["blocks"] == "layers"
 
 
 def test_a_tie_is_refused_and_settled_by_name(generator: torch.Generator) -> None:
-    module = Twice().double()
+    module, inputs = Twice().double(), rows(generator, N)
     with pytest.raises(SpecError, match=r"layers with 3, others with 3\n.*blocks='layers'"):
-        sequential_chain(module)
-    chain = sequential_chain(module, blocks="layers")
-    inputs = rows(generator, N)
+        sequential_chain(module, inputs)
+    chain = sequential_chain(module, inputs, blocks="layers")
     assert_close(walk(chain, module, inputs)[-1]["hidden"], plain_forward(module.eval(), inputs))
 
 
@@ -365,7 +343,7 @@ def test_a_tie_is_refused_and_settled_by_name(generator: torch.Generator) -> Non
 )
 def test_lists_that_will_not_do_are_refused(module: nn.Module, blocks: str | None, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        sequential_chain(module, blocks=blocks)
+        sequential_chain(module, None, blocks=blocks)
 
 
 class Between(Plain):
@@ -414,38 +392,8 @@ def test_models_whose_features_do_not_flow_from_block_to_block_are_refused(
     module = kind().double()
     before = list(snapshot(module))
     with pytest.raises(SpecError, match=message):
-        sequential_chain(module).start(rows(generator, N))
+        sequential_chain(module, rows(generator, N))
     assert list(snapshot(module)) == before
-
-
-class Twins(Plain):
-    """A model with a list that is as long as that of its blocks and never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = copy.deepcopy(self.layers)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "hint"),
-    [
-        (Twins, SpecError, "can be followed with blocks='layers'."),
-        (Backwards, IncompatibleModelsError, "No list of Backwards can be followed"),
-        (Between, IncompatibleModelsError, "No list of Between can be followed"),
-    ],
-)
-def test_a_refusal_names_the_lists_that_can_be_followed_or_says_that_none_can(
-    kind: type[Plain], error: type[DriftLensError], hint: str, generator: torch.Generator
-) -> None:
-    with refusing(error, hint=hint):
-        sequential_chain(kind(), rows(generator, N))
-
-
-def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:
-    with torch.device("meta"):
-        module = Plain()
-    with pytest.raises(SpecError, match="no weights, only shapes"):
-        architecture_of(module, rows(generator, N))
 
 
 class Beside(nn.Module):
@@ -485,34 +433,6 @@ def test_of_shapes_only_what_blocks_return_beside_features_must_reach_no_other_b
         IncompatibleModelsError, match=r"'blocks.1' is given '(beside|1)'.*computed from weights"
     ):
         sequential_chain(hollow[True], inputs)
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (
-            {"x": rows(torch.Generator(), 2), "idx": torch.arange(2)},
-            "a batch of x, idx is not what Plain takes",
-        ),
-        ({"pixels": rows(torch.Generator(), 2)}, "a batch of pixels is not what Plain takes"),
-    ],
-)
-def test_a_batch_that_the_module_does_not_take_is_refused(batch: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        sequential_chain(Plain(), batch)
-    assert caught.value.hint.endswith(": x.")
-
-
-class Mistaken(Plain):
-    """A mistake of its own, which has to be seen as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + None)  # type: ignore[operator]
-
-
-def test_a_mistake_inside_the_module_is_shown_as_it_is(generator: torch.Generator) -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
-        sequential_chain(Mistaken(), rows(generator, 2))
 
 
 class Noisy(Plain):

@@ -122,7 +122,7 @@ def test_what_is_no_linear_map_is_named_with_what_it_is() -> None:
 @pytest.mark.parametrize("block", [Kernels, Upright])
 def test_weights_go_back_as_they_are_stored(block: type[nn.Module]) -> None:
     module = built(block)
-    for layer in sequential_chain(module).layers:
+    for layer in sequential_chain(module, inputs(block)).layers:
         for slot in layer.parameters.values():
             stored = module.state_dict()[slot.key]
             own = slot.own(stored)
@@ -308,4 +308,4 @@ def test_numbered_stages_are_the_blocks_and_a_pattern_names_them() -> None:
         f"layer{at}.{part}" for at in (1, 2, 3) for part in (0, 1)
     ]
     nested = nn.Sequential(*[nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]) for _ in range(2)])
-    assert sequential_chain(nested).settings["blocks"] == ""
+    assert sequential_chain(nested, torch.randn(2, 4)).settings["blocks"] == ""

@@ -70,7 +70,7 @@ SENT_ON: list[tuple[str, dict[str, Any], str, str]] = [
         "two classifiers",
         "",
     ),
-    ("hf-auto", {"model_type": "clip"}, "projected", "hf-clip"),
+    ("hf-auto", {"model_type": "clip"}, "expected an encoder", "hf-clip"),
     ("hf-auto", {"model_type": "nothing"}, "nothing", ""),
     ("hf-auto", {"model_type": "vit", "auto_map": {"AutoModel": "x.Y"}}, "auto_map", ""),
     ("hf-auto", {"model_type": "vit", "quantization_config": {"quant_method": "gptq"}}, "gptq", ""),

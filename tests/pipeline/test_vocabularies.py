@@ -247,7 +247,6 @@ def no_question(folder: Path) -> None:
         (no_question, {}, "line 5: nothing is asked, 'input' is empty", 4),
         (None, {"max_length": 3, "too_long": "refuse"}, "are longer than 3 tokens, the first is", 4),
         (None, {"classes": ["no"]}, "the target 'yes' is not one of the classes: no", 4),
-        (None, {"chat": True}, "has no chat template", 2),
         (None, {"prompt": "{text}"}, "no column 'text'; there are input, target", 4),
     ],
 )

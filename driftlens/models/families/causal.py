@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.chain import TEXT, LayerChain, Parameters
-from driftlens.models.families.sequential import block_list, sequential_chain, with_ways_out
-from driftlens.models.frames import find_features, raw_inputs
+from driftlens.models.families.sequential import block_list, sequential_chain
+from driftlens.models.frames import find_features
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
 from driftlens.models.taking_apart.carried import num_streams
-from driftlens.models.taking_apart.dissection import Dissection, is_view, run
+from driftlens.models.taking_apart.dissection import Dissection, is_view
 from driftlens.models.taking_apart.interception import call, replaced_forwards
 
 _WRAPPED = (
@@ -45,24 +45,13 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     Raises:
         IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
     """
-    try:
-        path, of_blocks = block_list(whole, blocks)
-    except SpecError as error:
-        if blocks is not None:
-            raise
-        raise with_ways_out(error, whole, lambda shell, path: causal_chain(shell, example, path)) from error
+    path, of_blocks = block_list(whole, blocks)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
-    if not isinstance(table, nn.Embedding):
-        raise not_causal(whole, f"its embeddings are a {type(table).__name__}")
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     trace = _Trace(whole, head, list(of_blocks))
-    with _in_words(whole, example):
-        final, behind = trace.run(example)
-        try:
-            chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
-        except (SpecError, IncompatibleModelsError) as error:
-            raise not_causal(whole, error.message) from error
+    final, behind = trace.run(example)
+    chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
     keys = (f"{paths[id(table)]}.weight", weight)
@@ -86,23 +75,6 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         behind=behind,
         slope=1.0 if behind is None else slope(behind, head.out_features),
     )
-
-
-@contextlib.contextmanager
-def _in_words(whole: Any, example: Any) -> Iterator[None]:
-    """A block that runs a model in pieces: what somebody's code raises there is told in words."""
-    try:
-        yield
-    except DriftLensError:
-        raise
-    except Exception as error:
-        if not next(whole.parameters()).is_meta:
-            run(whole, raw_inputs(example))  # a mistake of the batch's own is shown as it is
-        reads = "its blocks read numbers, such as whose token is whose, and loaders have shapes alone"
-        keeps = (
-            "its blocks need what its forward pass keeps beside features, such as a state from block to block"
-        )
-        raise not_causal(whole, reads if isinstance(error, NotImplementedError) else keeps) from error
 
 
 def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings, joint_name
 from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
 from driftlens.checkpoints.refusals import (
@@ -30,7 +30,6 @@ from driftlens.checkpoints.refusals import (
     is_vision_language,
     num_experts,
     require_plain,
-    running,
     wrong_family,
 )
 from driftlens.checkpoints.sentences import MODULES, embedding_folder
@@ -41,9 +40,9 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.chain import IMAGE, TEXT, LayerChain
+from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.sequential import asks_for_blocks, sequential_chain
+from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.own_heads import HeadForm, Tokens, behind_core
 from driftlens.models.preprocessing import (
     PATCHES,
@@ -147,12 +146,6 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     if hides:  # a masked autoencoder's encoder, which is given whole images
         config.mask_ratio = 0.0
     skeleton = weightless(partial(built, model_class, config), source)
-    if skeleton.main_input_name not in ("input_ids", "pixel_values"):
-        raise IncompatibleModelsError(
-            f"{source} reads {skeleton.main_input_name}; expected a model that reads input_ids (texts) or "
-            "pixel_values (images)",
-            hint=LIVE,
-        )
     names, ignored = file_names(skeleton), passed_over(skeleton)
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
@@ -162,7 +155,11 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
         else:
-            notice = _unused_classifier(source, (beside or [classifier])[0].rpartition(".")[0])
+            path = (beside or [classifier])[0].rpartition(".")[0]
+            notice = (
+                f"{source}: its classifier reads features through {path}, which belongs to each task too: the final "
+                "features are those before, and no expert's own classifier is used."
+            )
             skeleton = Tokens(getattr(skeleton, core), core)
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
@@ -182,7 +179,9 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     layout = Spellings(
         spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored, is_lenient=True
     )
-    chain = _followed(skeleton, preprocess, blocks, source)
+    example = preprocess.example()
+    mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
+    chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
@@ -225,29 +224,6 @@ def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.
 def is_decoder(config: Any) -> bool:
     """Whether models of this configuration's type are causal language models, of whose tokens the last has read all."""
     return is_causal({"model_type": config.model_type})
-
-
-def _followed(skeleton: nn.Module, preprocess: Preprocess, blocks: str | None, source: str) -> LayerChain:
-    """The model taken apart on what its processor makes of a sample; refused where it reads more than that."""
-    try:
-        with running(source):
-            example = preprocess.example()
-            mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
-            return sequential_chain(skeleton, example, blocks=blocks, mask=mask)
-    except (DataError, SpecError) as error:
-        if asks_for_blocks(error):
-            raise
-        batch = "images" if preprocess.texts is None else "texts"
-        raise IncompatibleModelsError(
-            f"{source} can't be followed on plain {batch}: {error.message}", hint=LIVE
-        ) from error
-
-
-def _unused_classifier(source: str, path: str) -> str:
-    return (
-        f"{source}: its classifier reads features through {path}, which belongs to each task too: the final features "
-        "are those before, and no expert's own classifier is used."
-    )
 
 
 def _usage(
@@ -309,22 +285,16 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
 
 def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     """The configuration and the class of a model: for classification where there is such a class."""
-    import transformers
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = stated.get("model_type")
-    if kind in MODEL_TYPES["hf-clip"]:
-        raise wrong_family(stated, source, "one whose final feature is not projected")
-    if kind in MODEL_TYPES["hf-t5"]:
-        raise wrong_family(stated, source, "one with a single stream of features")
-    if num_experts(stated):  # files keep apart what the library fuses
-        raise wrong_family(stated, source, "one without a mixture of experts")
-    if kind not in CONFIG_MAPPING:
-        raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
+    answering = answers(stated) and embedding_folder(library_folder(source)) is None
+    others = (*MODEL_TYPES["hf-clip"], *MODEL_TYPES["hf-t5"])
+    # Files keep apart what the library fuses; a head that answers would stay the base's.
+    if kind in others or num_experts(stated) or kind not in CONFIG_MAPPING or answering:
+        raise wrong_family(stated, source, "an encoder of images or texts")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
-    if answers(stated) and embedding_folder(library_folder(source)) is None:
-        raise wrong_family(stated, source, "one without a head that answers, which would stay the base's")
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
         raise IncompatibleModelsError(
@@ -504,9 +474,8 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
     preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
-    with running(source):
-        example = PADDED if preprocess is None else dict(preprocess.example())
-        chain, lm = causal_chain(skeleton, example, request.blocks)
+    example = PADDED if preprocess is None else dict(preprocess.example())
+    chain, lm = causal_chain(skeleton, example, request.blocks)
     names = file_names(skeleton)
     return Architecture(
         loader="hf-decoder",

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.refusals import LIVE, is_seq2seq, running, wrong_family
+from driftlens.checkpoints.refusals import LIVE, is_seq2seq, wrong_family
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.chain import TEXT, LayerChain, adapters
 from driftlens.models.families.causal import Behind, slope
@@ -50,17 +50,9 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
         raise not_seq2seq(whole, "its blocks mix experts")
-    try:
-        parts = Pair(whole, example)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a forward pass raises that is run in other pieces
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        reason = error.message if isinstance(error, DriftLensError) else f"it doesn't run in pieces ({cause})"
-        raise not_seq2seq(whole, reason) from error
-    chain = parts.chain()
+    parts = Pair(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return chain, None if head is None else _Scores(whole, parts, head).traced()
+    return parts.chain(), None if head is None else _Scores(whole, parts, head).traced()
 
 
 def not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
@@ -79,7 +71,7 @@ class _Scores:
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def traced(self) -> LmScores:
-        """The head, its scale and bias, and what else is done; refused where that is no map of scores one by one."""
+        """Return the head, its scale and bias, and what else is done; raise where that maps no score on its own."""
         if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
             raise not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
@@ -206,13 +198,11 @@ def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
     model_class = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
     skeleton = weightless(partial(built, model_class, config), source)
-    with running(source):
-        # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
-        _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
-        computed = _with_own_tables(skeleton)
+    # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
+    _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
+    computed = _with_own_tables(skeleton)
     preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
-    with running(source):
-        chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
+    chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
     return Architecture(
         loader=loader,
         source=source,

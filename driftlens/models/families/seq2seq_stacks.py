@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.models.chain import (
     TENSOR,
     TEXT,
@@ -37,7 +37,6 @@ from driftlens.models.frames import (
     Inputs,
     find_features,
     made_of,
-    on_host,
     raw_inputs,
     result,
     without_padding,
@@ -95,8 +94,6 @@ class Pair:
         self.whole = whole
         self.reads = str(whole.main_input_name)
         self.tied = tied_weights(whole)
-        table = whole.get_input_embeddings()
-        self.num_tokens = table.num_embeddings if isinstance(table, nn.Embedding) else None
         self.start_token = getattr(whole.config, "decoder_start_token_id", None) or 0
         batch = self.batch(example)
         self.encoder = self._stack("encoder", "encoder", whole.get_encoder(), batch)
@@ -123,33 +120,15 @@ class Pair:
 
     def batch(self, inputs: Any) -> dict[str, Tensor]:
         """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
-        entries = dict(inputs) if isinstance(inputs, Mapping) else {}
-        read, is_text = entries.get(self.reads), self.reads == "input_ids"
-        if not isinstance(read, Tensor) or read.dim() < 2:
-            raise DataError(
-                f"a batch is a {type(inputs).__name__} without {self.reads} [n, t]; an encoder-decoder wants a dict "
-                "with these",
-                hint=f"It reads {self.reads}, attention_mask and decoder_input_ids, as the model's files make them.",
-            )
+        read = inputs[self.reads]
         start = made_of(read, lambda ids: torch.full((len(ids), 1), self.start_token, device=ids.device))
-        features = {self.reads: read, "decoder_input_ids": entries.get("decoder_input_ids", start)}
-        batch = dict(features)
-        for (name, ids), mask in zip(features.items(), _MASKS, strict=True):
-            if mask in entries or (ids.dim() == 2 and not ids.is_floating_point()):
-                of_batch = entries.get(mask)
-                batch[mask] = (
-                    made_of(ids, torch.ones_like) if of_batch is None else made_of(of_batch, Tensor.long)
-                )
-            if name == "decoder_input_ids" or is_text:
-                self._require_known(name, on_host(ids))
+        batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
+        for ids, mask in zip(list(batch.values()), _MASKS, strict=True):
+            if mask in inputs:
+                batch[mask] = made_of(inputs[mask], Tensor.long)
+            elif ids.dim() == 2 and not ids.is_floating_point():
+                batch[mask] = made_of(ids, torch.ones_like)
         return batch
-
-    def _require_known(self, name: str, ids: Tensor) -> None:
-        if self.num_tokens is not None and not bool(((ids >= 0) & (ids < self.num_tokens)).all()):
-            raise DataError(
-                f"{name} has tokens {int(ids.min())} to {int(ids.max())}; the model knows {self.num_tokens}",
-                hint="Give what the tokenizer of these models makes of texts; -100 in labels is no token.",
-            )
 
     def _asked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}

@@ -8,11 +8,10 @@ every model. Rows of padding are zeros wherever the batch's mask says so.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.base.errors import NumericsError, SpecError
 from driftlens.base.words import some_of
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.frames import Mask, mapped, raw_inputs, result
@@ -36,14 +35,14 @@ from driftlens.models.taking_apart.dissection import (
     tied_weights,
 )
 from driftlens.models.taking_apart.interception import buffers_on
-from driftlens.models.taking_apart.sites import no_sites, registered_sites, traced_sites
+from driftlens.models.taking_apart.sites import no_sites, traced_sites
 
 NAME = "sequential"
 
 
 def sequential_chain(
     module: nn.Module,
-    example: Any = None,
+    example: Any,
     *,
     blocks: str | None = None,
     mask: Mask = None,
@@ -58,9 +57,8 @@ def sequential_chain(
 
     Args:
         module: a model as its library made it.
-        example: a batch of raw inputs. With it the chain knows in which order sites run, which of them share an input,
-            which blocks keep their features' shape, and which parameters only the head needs. Without it sites come as
-            registered, no block counts as residual, and every parameter outside the blocks counts as the stem's.
+        example: a batch of raw inputs. It shows in which order sites run, which of them share an input, which blocks
+            keep their features' shape, and which parameters only the head needs.
         blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part; None takes
             the list with the most children of one class, among equals the outermost one. Where that is one of several
             stages, all of which hold such a list, the stages are the blocks.
@@ -69,69 +67,9 @@ def sequential_chain(
         beside: raw input -> the stream that it is: features of other tokens, which blocks read beside their own.
         reads_last: whether `final` is given what leaves the last block; else the head is all behind that block.
     """
-    attempt = partial(_taken_apart, mask=mask, final=final, beside=beside, reads_last=reads_last)
-    try:
-        return attempt(module, blocks, example)
-    except Exception as error:
-        is_ours = isinstance(error, DriftLensError)
-        if blocks is not None or example is None or (is_ours and not asks_for_blocks(error)):
-            raise
-        if not is_ours and not any(weight.is_meta for weight in module.parameters()):
-            run(module, raw_inputs(example))  # a mistake of the module's own is shown as it is
-        raise with_ways_out(error, module, partial(attempt, example=fitted(module, example))) from error
-
-
-def asks_for_blocks(error: Exception) -> bool:
-    """Whether a refusal says that another list of blocks may do."""
-    return isinstance(error, DriftLensError) and "blocks=" in error.hint
-
-
-_MOST_TRIED = 12
-"""How many lists of blocks are tried in the place of one that can't be followed."""
-
-
-def with_ways_out(
-    error: Exception, module: nn.Module, attempt: Callable[[nn.Module, str], object]
-) -> DriftLensError:
-    """The refusal to follow one list of blocks, whose hint names those that can be followed, or says that none can."""
-    name = type(module).__name__
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    message = (
-        error.message if isinstance(error, DriftLensError) else f"{name} doesn't run in pieces ({cause})"
-    )
-    ways = []
-    # With shapes only it shows, too, whether blocks are given what depends on weights.
-    shapes = {id(weight): nn.Parameter(weight.to("meta"), False) for weight in module.parameters()}
-    shell = copy.deepcopy(module, dict[int, Any](shapes))
-    for path in list(_candidates(module))[:_MOST_TRIED]:
-        with suppress(Exception):  # whatever a forward pass raises that is run in other pieces
-            attempt(shell, path)
-            attempt(module, path)  # numbers alone show whether features are changed between blocks
-            ways.append(path)
-    if ways:
-        shown = " or ".join(f"blocks={path!r}" for path in ways)
-        return SpecError(message, hint=f"Its layers can be followed with {shown}.")
-    return IncompatibleModelsError(
-        message,
-        hint=f"No list of {name} can be followed: none of them runs one block after the other, "
-        "features in and features out, on such a batch. Wrap it in a module whose blocks do.",
-    )
-
-
-def _taken_apart(
-    module: nn.Module,
-    blocks: str | None,
-    example: Any,
-    *,
-    mask: Mask,
-    final: str,
-    beside: Mapping[str, str],
-    reads_last: bool,
-) -> LayerChain:
-    """See `sequential_chain`."""
     path, blocks_by_path = block_list(module, blocks)
     parts = Dissection(module, blocks_by_path, mask, final, beside, reads_last)
-    pieces = _registered(parts) if example is None else _traced(parts, example)
+    pieces = _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,
@@ -298,14 +236,6 @@ class _Pieces(NamedTuple):
     before: frozenset[str]
     behind: frozenset[str]
     modality: Modality
-
-
-def _registered(parts: Dissection) -> _Pieces:
-    sites = [
-        (*registered_sites(block, slots), *parts.experts(position))
-        for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True))
-    ]
-    return _Pieces(sites, [False] * len(sites), frozenset(), frozenset(), _read_by(parts.module))
 
 
 def _traced(parts: Dissection, example: Any) -> _Pieces:

@@ -5,7 +5,6 @@ The classifier is taken out: what it would have read is the final feature.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from driftlens.base.errors import IncompatibleModelsError, SpecError
-from driftlens.base.files import expanded
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import is_hub_id, needed_config
-from driftlens.checkpoints.refusals import running, wrong_family
+from driftlens.checkpoints.loading import needed_config
+from driftlens.checkpoints.refusals import wrong_family
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.chain import IMAGE
 from driftlens.models.families.sequential import sequential_chain
@@ -63,9 +61,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
-    example = preprocess.example()
-    with running(source):
-        chain = sequential_chain(skeleton, example, blocks=request.blocks)
+    chain = sequential_chain(skeleton, preprocess.example(), blocks=request.blocks)
     return Architecture(
         loader="timm",
         source=request.source,
@@ -90,18 +86,12 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
     """timm's name for the model of a folder or on the Hub, its config.json, and options that timm builds it with."""
     import timm
 
-    if not expanded(source).is_dir() and not is_hub_id(source):
-        raise SpecError(
-            f"timm knows no model {source!r}, and there is no such folder",
-            hint="timm.list_models() has the names.",
-        )
-    hint = "Give a model name of timm, or a folder as timm saves them."
+    hint = "Give a model name of timm (timm.list_models()), or a folder as timm saves them."
     stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
-    args = stated.get("model_args") or {}
-    name, options = str(stated.get("architecture")), dict(args) if isinstance(args, Mapping) else {}
+    name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
     if not timm.is_model(name):
         raise wrong_family(stated, source, "a config.json of timm")
-    if odd := [key for key in options if key in _LOADS] + ["model_args"] * (not isinstance(args, Mapping)):
+    if odd := [key for key in options if key in _LOADS]:
         raise IncompatibleModelsError(
             f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
             hint="Take it out of `model_args`.",

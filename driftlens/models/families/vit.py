@@ -392,17 +392,7 @@ PIXELS = "pixel_values"
 
 def pixels_in(inputs: Any) -> Tensor:
     """The pixels of a batch: the tensor that it is, or its entry `pixel_values`."""
-    pixels = inputs.get(PIXELS) if isinstance(inputs, Mapping) else inputs
-    if not isinstance(pixels, Tensor):
-        what = (
-            f"a dict of {', '.join(map(str, inputs))}"
-            if isinstance(inputs, Mapping)
-            else type(inputs).__name__
-        )
-        raise DataError(
-            f"a batch is {what}; an image tower wants a tensor of pixels, or a dict with {PIXELS!r}",
-            hint=f'Give images as {{"{PIXELS}": pixels}} or as (pixels, labels).',
-        )
+    pixels: Tensor = inputs[PIXELS] if isinstance(inputs, Mapping) else inputs
     return pixels
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.refusals import is_vision_language, running, wrong_family
+from driftlens.checkpoints.refusals import is_vision_language, wrong_family
 from driftlens.checkpoints.sources import Composed, StateSource
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
 from driftlens.models.families.causal import causal_chain, not_causal
@@ -35,7 +35,7 @@ from driftlens.models.preprocessing import (
     Preprocess,
     hf_picture_preprocess,
     hf_text_preprocess,
-    on_processed,
+    processed_example,
 )
 from driftlens.models.saving import FolderFormat
 
@@ -95,12 +95,11 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     skeleton = weightless(partial(built, model_class, config), source)
     decoder = decoder_path(skeleton)
     preprocess = _preprocess(request, config)
-    with running(source):
-        blocks, _ = block_list(skeleton.get_submodule(decoder), None)
-        chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
+    blocks, _ = block_list(skeleton.get_submodule(decoder), None)
+    chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
     if preprocess is not None and request.pictured:
-        with on_processed(preprocess, config, source) as example:
-            chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
+        example = processed_example(preprocess, config, source)
+        chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
     names, ignored = file_names(skeleton), passed_over(skeleton)
     plain = plain_names(names, decoder, lm.head)
     return Architecture(

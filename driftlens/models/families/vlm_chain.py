@@ -13,7 +13,6 @@ Of a batch of texts alone `vision` has no tokens, [n, 0, d]: the tower passes it
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.devices import moved
-from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.base.errors import SpecError
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.families.causal import not_causal
 from driftlens.models.families.sequential import Watch, among, block_list
@@ -44,9 +43,6 @@ from driftlens.models.taking_apart.sites import no_sites, tapped, traced_sites
 
 _OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
 _AT_IMAGES = "image_tokens"
-_PROCESSED = (
-    "Give what the model's own processor makes: sizes of images and numbers of tokens are each model's own."
-)
 _DEEPSTACK = "deepstack_visual_embeds"
 """What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
 
@@ -376,12 +372,7 @@ class Sighted(Dissection):
             inner.append(observe(decoder, forward, keep=keep, is_added_to=True))
             return inner[0].output
 
-        try:
-            outside = observe(tower, decoded, keep=keep)
-        except ValueError as error:  # in words of the library
-            raise DataError(
-                f"the model can't read these images and texts: {error}", hint=_PROCESSED
-            ) from error
+        outside = observe(tower, decoded, keep=keep)
         frames, features = [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features]
         return self._bare(Recording(frames, features, outside.output))
 
@@ -423,10 +414,7 @@ def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 
 
 def is_pictured(inputs: Any) -> bool:
-    """Whether a batch has images beside texts; refused where it has no texts."""
-    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        entries = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise DataError(f"a batch holds {entries} and no input_ids", hint=_PROCESSED)
+    """Return True if a batch has images beside texts."""
     return any(name.startswith("pixel_values") for name in inputs)
 
 
@@ -437,11 +425,6 @@ def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
     """
     count, size = len(side["vision_rows"]), native.shape[-1]
     heads = () if native.numel() == count * size else native.shape[-2:-1]
-    if native.numel() != count * math.prod(heads) * size:
-        raise IncompatibleModelsError(
-            f"a module of the vision tower reads {list(native.shape)}, which is not one row for each of {count} tokens",
-            hint="Leave it out with a pattern of sites.",
-        )
     rows = native.reshape(count, *heads, size)[side["vision_places"]]
     mask = side.mask("vision")
     return rows if mask is None else rows.masked_fill(~mask.reshape(*mask.shape, *[1] * (rows.dim() - 2)), 0)

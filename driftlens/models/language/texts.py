@@ -197,20 +197,11 @@ class TextReader:
 
     def chats(self, messages: Sequence[Any]) -> list[str]:
         """What the model reads where a user says each of `messages` and it is its turn to answer."""
-        name = self.tokenizer.name_or_path
         conversations = [[{"role": "user", "content": message}] for message in messages]
-        try:
-            if template := self.template:
-                texts: list[str] = self.tokenizer.apply_chat_template(
-                    conversations, chat_template=template, tokenize=False, add_generation_prompt=True
-                )
-                return texts
-        except Exception as error:  # a template is a program, and may fail with anything
-            raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
-        raise SpecError(
-            f"chat: the tokenizer of {name} has no chat template",
-            hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
+        texts: list[str] = self.tokenizer.apply_chat_template(
+            conversations, chat_template=self.template, tokenize=False, add_generation_prompt=True
         )
+        return texts
 
     def message(self, sample: Text) -> Any:
         """What a user says who asks this, as `chats` takes it."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from driftlens.base.devices import moved
-from driftlens.base.errors import DataError, IncompatibleModelsError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.frames import (
     Frame,
@@ -536,18 +536,7 @@ def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) ->
         dtype = next(iter(weights.values())).dtype
         args, kwargs = mapped((args, kwargs), lambda value: _cast(value, dtype))
     with torch.no_grad(), evaluating(module):
-        try:
-            return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
-        except TypeError as error:
-            takes = inspect.signature(module.forward)
-            try:
-                takes.bind(*args, **kwargs)
-            except TypeError as odd:
-                raise DataError(
-                    f"a batch of {', '.join(inputs.values)} is not what {type(module).__name__} takes: {odd}",
-                    hint=f"Name the entries as its forward does and leave others out: {', '.join(takes.parameters)}.",
-                ) from error
-            raise
+        return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

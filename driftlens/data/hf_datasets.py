@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, did_you_mean
 from driftlens.base.files import plain_file
-from driftlens.data.images import check_names, read_image
+from driftlens.data.images import read_image
 from driftlens.data.library import read_shards
 from driftlens.data.related import related_columns
 from driftlens.data.rows import columns_asked, text_view
 from driftlens.data.sources import (
-    PATHS_HINT,
     Picture,
     Split,
     SplitView,
     data_sources,
     listed_classes,
     named,
-    refused,
     require_column,
 )
 
@@ -44,8 +42,6 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
             f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
         )
     rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
-    if not len(rows):
-        raise DataError(f"{where}: no rows", hint="Choose another split.")
     origin = f"{entry.path}[{entry.config or ''}]:{name}"
     if entry.holds_texts:
         return _open_texts(entry, split, rows, where, origin)
@@ -135,20 +131,12 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
         )
     keys = zip(rows["__url__"], rows["__key__"], strict=True)
     ids = tuple(f"{Path(url).name}/{key}" for url, key in keys)
-    check_names(ids)
-    if len({*ids}) < len(ids):
-        raise DataError(
-            f"{place}: members of one sample don't follow each other", hint="Write it anew, sorted by name."
-        )
     values = [None] * len(rows) if label is None else [_label_in(cell, entry) for cell in rows[label]]
     names, class_names = named(values, listed_classes(entry.classes), place)
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
 
     def read(position: int) -> Picture:
-        content = (encoded[position][image] or {}).get("bytes")
-        if content is None:
-            raise DataError(f"{ids[position]}: it has no .{image}", hint="Each sample has one image.")
-        return read_image(io.BytesIO(content), ids[position])
+        return read_image(io.BytesIO(encoded[position][image]["bytes"]), ids[position])
 
     return SplitView(origin, ids, class_names, names.__getitem__, read)
 
@@ -168,7 +156,7 @@ def _shards(place: Path) -> list[Path]:
     if not files:
         raise DataError(
             f"{place}: no tar files",
-            hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
+            hint="Name a folder of them, one, or a pattern such as train-*.tar.",
         )
     return files
 
@@ -194,11 +182,9 @@ def _load(entry: HfData, access: Access) -> Any:
     import datasets
 
     if Path(entry.path).is_dir():
-        hint = "Write it with DatasetDict.save_to_disk."
-        with refused(f"{entry.path}: not a folder written by save_to_disk", hint):
-            for file in Path(entry.path).rglob("*"):
-                plain_file(file)
-            loaded = datasets.load_from_disk(entry.path)
+        for file in Path(entry.path).rglob("*"):
+            plain_file(file)
+        loaded = datasets.load_from_disk(entry.path)
         if not isinstance(loaded, datasets.DatasetDict):
             raise DataError(
                 f"{entry.path}: holds one data set without splits",
@@ -208,39 +194,30 @@ def _load(entry: HfData, access: Access) -> Any:
     if access.offline or datasets.config.HF_HUB_OFFLINE:
         return _cached(entry)
     log.info("loading the data set %s from the Hugging Face Hub", entry.path)
-    hint = "Check the id, `config` and `revision`, or name a folder written by save_to_disk."
-    with refused(f"{entry.path}: the data set can't be loaded", hint):
-        return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
+    return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
 
 
 def _cached(entry: HfData) -> Any:
     """A data set of the Hub that is in the local cache: as it was once loaded, or its repository as downloaded."""
     import datasets
+    from huggingface_hub import snapshot_download
 
     with _no_network():
         # What was loaded before is not tied to a revision, so that it serves only where none is asked for.
         with contextlib.suppress(Exception):  # whatever it lacks, the repository may be there
             if entry.revision is None:
                 return datasets.load_dataset(entry.path, entry.config)
-        folder = repository_folder(entry.path, entry.revision)
-        if folder is None:
+        try:
+            folder = snapshot_download(
+                entry.path, repo_type="dataset", revision=entry.revision, local_files_only=True
+            )
+        except Exception as error:  # the library's own errors
             flag = f" --revision {entry.revision}" if entry.revision else ""
             raise DataError(
                 f"{entry.path}: no such folder, not in the local cache, and nothing is downloaded while offline",
                 hint=f"Run once where there is a network: hf download --repo-type dataset {entry.path}{flag}",
-            )
-        with refused(f"{entry.path}: the data set in {folder} can't be loaded", "Download it again, whole."):
-            return datasets.load_dataset(str(folder), entry.config)
-
-
-def repository_folder(path: str, revision: str | None = None) -> Path | None:
-    """Where the Hub's local cache has a data set's repository; None where it has not."""
-    from huggingface_hub import snapshot_download
-
-    with contextlib.suppress(Exception):  # the library's own errors
-        folder = snapshot_download(path, repo_type="dataset", revision=revision, local_files_only=True)
-        return Path(folder)
-    return None
+            ) from error
+        return datasets.load_dataset(folder, entry.config)
 
 
 @contextlib.contextmanager
@@ -269,13 +246,9 @@ def _folders(entry: HfData) -> list[Path]:
 def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) -> Picture:
     """The image that a row holds or names; in grey where the data set says so, as `datasets` gives it."""
     content, path = (row["bytes"], row["path"]) if row else (None, None)
-    with refused(f"{where}: the image can't be read", _ANEW):
-        source = io.BytesIO(content) if content is not None else _inside(path, folders, where)
-        picture = read_image(source, where)
-        return picture.convert(mode) if mode else picture
-
-
-_ANEW = "Write the data set anew with save_to_disk, which puts local files into it."
+    source = io.BytesIO(content) if content is not None else _inside(path, folders, where)
+    picture = read_image(source, where)
+    return picture.convert(mode) if mode else picture
 
 
 def _inside(path: str | None, folders: Sequence[Path], where: str) -> Path:
@@ -283,39 +256,29 @@ def _inside(path: str | None, folders: Sequence[Path], where: str) -> Path:
     file = Path(path or "").resolve()
     if any(file.is_relative_to(folder.resolve()) for folder in folders):
         return file
-    raise DataError(f"{where}: holds no image, and the path {path!r} leads out of the data set", hint=_ANEW)
+    raise DataError(
+        f"{where}: holds no image, and the path {path!r} leads out of the data set",
+        hint="Write the data set anew with save_to_disk, which puts local files into it.",
+    )
 
 
 def _check_image_column(rows: Any, column: str, where: str) -> None:
+    """Refuse a column of anything but images: of text the library would make paths."""
     from datasets import Image
 
     require_column(column, rows.column_names, "image", where)
     if not isinstance(rows.features[column], Image):
         images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
-        columns_said = f"image columns are {', '.join(images)}" if images else "there is no image column"
         raise DataError(
-            f"{where}: the column {column!r} holds no images; {columns_said}",
+            f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
             hint="Name it as `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
         )
 
 
 def _labels(rows: Any, column: str, where: str) -> tuple[list[str | None], tuple[str, ...] | None]:
-    """Class name per row, and all class names."""
+    """Return the class name per row, and all class names."""
     from datasets import ClassLabel
 
     require_column(column, rows.column_names, "label", where)
-    values = list(rows[column])
     feature = rows.features[column]
-    names_in_file = tuple(feature.names) if isinstance(feature, ClassLabel) else None
-    for row, value in enumerate(values):
-        if value is None or (names_in_file is not None and not 0 <= value < len(names_in_file)):
-            raise DataError(
-                f"{where}: row {row} has no label in the column {column!r} ({value})",
-                hint="Filter such rows out, or set `label: null` for a split without labels.",
-            )
-        if not isinstance(value, int | str):
-            raise DataError(
-                f"{where}: the column {column!r} holds {type(value).__name__}, expected class labels or text",
-                hint="Name the column of class labels as `label: COLUMN`.",
-            )
-    return named(values, names_in_file, where)
+    return named(rows[column][:], tuple(feature.names) if isinstance(feature, ClassLabel) else None, where)

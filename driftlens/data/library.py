@@ -17,22 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.errors import DataError
 from driftlens.base.files import plain_file
-from driftlens.data.sources import PATHS_HINT
+from driftlens.data.sources import refused
 
 PARQUET = (".parquet", ".pq")
 UTF8 = "utf-8-sig"
 """UTF-8, with or without a byte order mark."""
 _LONGEST_LINE = 1 << 20
 """Bytes of a file's first line that are read for its column names."""
-_NO_ROWS = "Every task needs samples in each split."
-_NO_TEXT = (
-    "Save it as UTF-8; of CSV files of Excel set `encoding: cp1252` or `encoding: utf-16` in the entry."
-)
-_DAMAGED = (
-    "Check that it is whole, and of the kind that its ending says; text with separators in it needs quotes."
-)
 
 
 def separator_of(file: Path) -> str:
@@ -70,11 +63,10 @@ def read_table(
         separator: of CSV files; None for what the ending says.
 
     Raises:
-        DataError: if the file can't be read, or two columns have one name.
+        DataError: two columns have one name. What the library raises is left to the caller.
     """
     encoding, separator = encoding or UTF8, separator or separator_of(file)
-    with _refused(file):
-        names = column_names(file, encoding, separator)
+    names = column_names(file, encoding, separator)
     if file.suffix.lower() in PARQUET:
         columns = [name for name in names if name in wanted]
         read = read_rows("parquet", file, columns=columns)[:] if columns else {}
@@ -83,7 +75,7 @@ def read_table(
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{file}: several columns are called {twice[0]!r}", hint="Rename all but one.")
     if not names:
-        raise DataError(f"{file}: no rows", hint=_NO_ROWS)
+        return {}
     from datasets import Features, Value
 
     settings = {"column_names": names, "header": 0, "index_col": False, "na_filter": False}
@@ -98,24 +90,17 @@ def read_rows(builder: str, file: Path, **options: Any) -> Any:
         builder: the library's name of the format: csv, parquet, text.
         file: a local file.
         options: settings of the builder.
-
-    Raises:
-        DataError: if the file can't be read.
     """
-    with _refused(file), tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache:
         return _load(builder, [file], cache_dir=cache, keep_in_memory=True, **options)
 
 
 def read_shards(shards: Sequence[Path]) -> Any:
-    """Return a `datasets.Dataset` of WebDataset tar files, whose content the library keeps in its cache.
-
-    Raises:
-        DataError: if one can't be read.
-    """
+    """Return a `datasets.Dataset` of WebDataset tar files, whose content the library keeps in its cache."""
     for shard in shards:
-        with _refused(shard):
+        with refused(str(shard)):
             _require_whole(shard)
-    with _refused(shards[0] if len(shards) == 1 else shards[0].parent):
+    with refused(str(shards[0] if len(shards) == 1 else shards[0].parent)):
         return _load("webdataset", shards)
 
 
@@ -158,20 +143,3 @@ def quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if had_bars:
             datasets.enable_progress_bars()
-
-
-@contextmanager
-def _refused(place: Path) -> Iterator[None]:
-    """Raise errors of the library as a `DataError` with their cause, which the library puts behind its own."""
-    try:
-        yield
-    except DriftLensError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error
-        if "no data" in str(cause) or type(cause).__name__ == "SchemaInferenceError":
-            raise DataError(f"{place}: no rows", hint=_NO_ROWS) from error
-        words = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-        hint = PATHS_HINT if isinstance(cause, OSError) else _DAMAGED
-        hint = _NO_TEXT if isinstance(cause, UnicodeError) else hint
-        raise DataError(f"{place}: can't be read: {words}", hint=hint) from error

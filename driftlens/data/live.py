@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from driftlens.base.errors import DataError, SpecError
 from driftlens.data.related import related_columns
 from driftlens.data.rows import as_texts, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
-from driftlens.data.sources import Split, class_name, names_of, refused
+from driftlens.data.sources import Split, class_name, names_of
 from driftlens.data.task_data import TaskData, require_same_classes, sample_set
 from driftlens.models.language.texts import TextReader
 
@@ -149,13 +149,8 @@ def live_texts(
         )
     sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
     for split, (rows, n) in given.items():
-        with refused(
-            f"{where}: rows can't be read", "Give rows as (question, answer).", TypeError, ValueError
-        ):
-            pairs = [[row] if isinstance(row, str) else row for row in rows]
-            values = [
-                row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs
-            ]
+        pairs = [[row] if isinstance(row, str) else row for row in rows]
+        values = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs]
         class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
         columns, ids = (
             dict.fromkeys(itertools.chain(*values)),
@@ -220,11 +215,6 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
             return _from_dataset(source, where)
     if isinstance(source, list | tuple):
         return _in_memory([source] if _is_labelled_batch(source) else source, where)
-    if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        raise DataError(
-            f"{where}: expected a tensor, a Dataset or an iterable of batches, got {type(source).__name__}",
-            hint="A single batch may be given as a list with one entry; of a DatasetDict choose one split.",
-        )
     if isinstance(source, Iterator):
         raise DataError(
             f"{where}: a {type(source).__name__} can be read only once",
@@ -304,9 +294,7 @@ def _collated(rows: Sequence[Any], where: str) -> _Part:
     """A batch of a data set's rows, as torch makes one, but of sequences of different lengths too."""
     from torch.utils.data import default_collate
 
-    hint = "Rows hold tensors, one array per input; give images the model's preprocessing as `transform`."
-    with refused(f"{where}: rows can't be made a batch", hint, TypeError, ValueError, RuntimeError):
-        return _together([_parsed(default_collate([row]), where) for row in rows], where)
+    return _together([_parsed(default_collate([row]), where) for row in rows], where)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
@@ -416,13 +404,13 @@ def _together(parts: Sequence[_Part], where: str) -> _Part:
         raise DataError(
             f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
         )
-    inputs = {name: torch.cat(_of_one_shape(name, parts, where)) for name in parts[0].inputs}
+    inputs = {name: torch.cat(_of_one_length(name, parts)) for name in parts[0].inputs}
     labels = [label for part in parts for label in part.labels or ()]
     dropped = frozenset().union(*(part.dropped for part in parts))
     return _Part(inputs, None if parts[0].labels is None else tuple(labels), dropped)
 
 
-def _of_one_shape(name: str, parts: Sequence[_Part], where: str) -> list[Tensor]:
+def _of_one_length(name: str, parts: Sequence[_Part]) -> list[Tensor]:
     """The parts' tensors of this name; sequences as long as their mask are padded at the end to the longest."""
     import torch.nn.functional as F
 
@@ -434,11 +422,7 @@ def _of_one_shape(name: str, parts: Sequence[_Part], where: str) -> list[Tensor]
     pairs = list(zip(tensors, masks, strict=True))
     are_masked = all(mask is not None and tensor.shape[:2] == mask.shape for tensor, mask in pairs)
     if not are_masked or len({shape[1:] for shape in shapes}) > 1:
-        listed = ", ".join(str(list(shape)) for shape in sorted(shapes))
-        raise DataError(
-            f"{where}: samples differ in shape between batches: {listed}",
-            hint="Bring all to one shape; beside an `attention_mask` [n, t] sequences are padded by themselves.",
-        )
+        return tensors
     longest = max(shape[0] for shape in shapes)
     # At the end, where padding moves no other token and, masked, changes none.
     return [F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1])) for tensor in tensors]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
-from driftlens.data.sources import SplitView, data_sources, require_column
+from driftlens.data.sources import SplitView, open_split, require_column
 from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Pass
     }
     asked |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
     own_fields = {name: value for name, value in asked.items() if name in type(entry).model_fields}
-    view = data_sources[entry.kind](entry.model_copy(update=own_fields), "test", access)
+    view = open_split(entry.model_copy(update=own_fields), "test", access)
     texts: dict[str, int] = {}
     keys: dict[str, dict[int, None]] = {}
     for position in range(len(view)):

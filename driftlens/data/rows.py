@@ -173,7 +173,7 @@ def _beside(
     if column is None:
         return None
     cells = [cell if isinstance(cell := row.get(column), list) else [cell] for row in rows]
-    require_there([path for listed in cells for path in listed], file.parent, where)
+    _require_there([path for listed in cells for path in listed], file.parent, where)
     return lambda position: [partial(read_image, file.parent / str(path)) for path in cells[position]]
 
 
@@ -215,16 +215,9 @@ def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) ->
 
 def _text(values: Mapping[str, Any], column: str, where: str) -> str:
     value = values.get(column)
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    problem = (
-        f"{column!r} is {value!r}, expected text"
-        if column in values
-        else f"no key {column!r}; there are {', '.join(values)}"
-    )
-    raise DataError(f"{where}: {problem}", hint="Name the key that holds it as `input: KEY`.")
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise DataError(f"{where}: {column!r} is {value!r}, expected text; there are {', '.join(values)}")
+    return str(value)
 
 
 def _target(
@@ -234,10 +227,7 @@ def _target(
     if value is None or value == "" or (names is not None and value == -1):
         return ""
     if not isinstance(value, str | int | float):
-        raise DataError(
-            f"{where}: {entry.answers!r} is {value!r}, expected text or a number",
-            hint="Name the key that holds it as `target: KEY`.",
-        )
+        raise DataError(f"{where}: {entry.answers!r} is {value!r}, expected text or a number")
     spelled = [str(value).lower() if isinstance(value, bool) else str(value)]
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         spelled.append(names[value])
@@ -264,16 +254,11 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     a 1 that shares its column with 2.5.
     """
     file = Path(getattr(entry, split))
-    lines = read_rows("text", file, encoding=UTF8)[:].get("text", [])
-    rows = {
-        str(number): _row(line, f"{file}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    }
-    if not rows:
-        raise DataError(
-            f"{file}: no rows", hint='Write one JSON object per line, such as {"input": ..., "target": ...}.'
-        )
+    rows: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(read_rows("text", file, encoding=UTF8)[:].get("text", []), start=1):
+        if line.strip():
+            with refused(f"{file}, line {number}"):
+                rows[str(number)] = {**from_json(line)}
     ids, values = list(rows), list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
     if entry.pictures is not None:
@@ -281,17 +266,6 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     beside = _beside(entry, values, file, str(file))
     named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
     return text_view(entry, split, ids, keys, values.__getitem__, **named, beside=beside)
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    with refused(f"{where}: not JSON", "Write one JSON object per line; a JSON list is none.", ValueError):
-        row = from_json(line)
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: a {type(row).__name__}, expected an object",
-            hint='Write {"input": ..., "target": ...}',
-        )
-    return row
 
 
 @data_sources.register("table")
@@ -354,9 +328,6 @@ def _rows(
     if entry.file:
         splits = [str(chosen) for chosen in columns[entry.split]]
         rows = [row for row in rows if splits[row] == value]
-    if not rows:
-        there = f"; the column {entry.split!r} holds {', '.join(sorted(set(splits)))}" if entry.file else ""
-        raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
     origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
     chosen = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
     return file, where, origin, rows, chosen
@@ -382,23 +353,16 @@ def _places(paths: Iterable[str], folder: Path) -> list[str]:
 
 def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
     """Paths of images that are all there, each once."""
-    require_there(paths, folder, where)
+    _require_there(paths, folder, where)
     twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
     if twice:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
     return list(paths)
 
 
-def require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
-    """Refuse what are no paths, and paths of images that are not there."""
-    odd = [path for path in paths if not isinstance(path, str) or not path]
-    if odd:
-        raise DataError(
-            f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
-            hint="The images themselves can't stand in the table; a data set that holds them is of kind hf.",
-        )
-    with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
-        missing = [path for path in paths if not (folder / path).is_file()]
+def _require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
+    """Refuse paths of images that are not there."""
+    missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
             f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",

@@ -6,9 +6,10 @@ contents. Images are handed over as PIL images or as arrays of bytes, texts as p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -62,7 +63,6 @@ DataSource = Callable[[Any, Split, Access], SplitView]
 
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data", "driftlens.data_sources")
 
-PATHS_HINT = "Relative paths are resolved against the spec file's folder."
 BYTES_REMEDY = (
     "Store values 0 to 255 as uint8, all images by one rule: values in [0, 1] become "
     "(255 * x).round().astype('uint8'), 16 bits with 65535 for white (x / 257).round().astype('uint8')."
@@ -70,34 +70,60 @@ BYTES_REMEDY = (
 
 
 @contextmanager
-def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
-    """A block whose errors become a `DataError`: `what`, and their own words; without `kinds` all do, by name."""
-    caught = kinds or (Exception,)
+def refused(where: str) -> Iterator[None]:
+    """Raise whatever a library raises inside as a `DataError` that names the place."""
     try:
         yield
     except DriftLensError:
         raise
-    except caught as error:
-        words = (getattr(error, name, None) for name in ("strerror", "reason", "msg"))
-        reason = next(filter(None, words), error) if kinds else repr(error)
-        is_folder = isinstance(error, IsADirectoryError)
-        raise DataError(f"{what}: {reason}", hint="Name a file." if is_folder else hint) from error
+    except Exception as error:
+        cause = error.__cause__ or error  # `datasets` puts errors of its own before those of its readers
+        words = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+        hint = "Check that it is whole; docs/data.md says what each kind of data reads."
+        if isinstance(cause, FileNotFoundError):
+            hint = "Relative paths are resolved against the spec file's folder."
+        if isinstance(cause, UnicodeError):
+            hint = "Save it as UTF-8; of CSV files of Excel set `encoding: cp1252` or `encoding: utf-16`."
+        raise DataError(f"{where}: can't be read: {words}", hint=hint) from error
+
+
+def open_split(entry: Any, split: Split, access: Access) -> SplitView:
+    """Return the samples of one split of a task's data.
+
+    Raises:
+        DataError: The source or a library can't read the data, then or when a sample is read; there are no samples,
+            or two of one name.
+    """
+    places = (getattr(entry, name, None) for name in ("path", "file", "target", split))
+    place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
+    with refused(place):
+        view = data_sources[entry.kind](entry, split, access)
+        "".join(view.ids).encode()  # names of files that are no text can't be written into tables
+    if not view.ids:
+        raise DataError(f"{place}: no samples", hint="Every task needs samples in each split.")
+    if len({*view.ids}) < len(view.ids):
+        twice = next(name for name, count in Counter(view.ids).items() if count > 1)
+        raise DataError(f"{place}: {twice} occurs more than once", hint="Name every sample once.")
+
+    def guarded(ask: Callable[[int], Any]) -> Callable[[int], Any]:
+        def answer(position: int) -> Any:
+            with refused(f"{place}, {view.ids[position]}"):
+                return ask(position)
+
+        return answer
+
+    return replace(view, label=guarded(view.label), read=guarded(view.read))
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
     """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes, by its shape and dtype."""
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
-    if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
-        if min(shape) == 0:
-            raise DataError(
-                f"{where}: images of shape {list(shape)} are empty", hint="Leave empty images out."
-            )
-        return
-    hint = "Grey images are [h, w]; drop further channels."
-    if len(shape) == 3 and shape[0] == 3:
-        hint = "Channels come last: x.transpose(1, 2, 0) for one image, x.transpose(0, 2, 3, 1) for many."
-    raise DataError(f"{where}: images have shape {list(shape)}, expected [h, w, 3] or [h, w]", hint=hint)
+    if len(shape) != 2 and not (len(shape) == 3 and shape[2] == 3):
+        raise DataError(
+            f"{where}: images have shape {list(shape)}, expected [h, w, 3] or [h, w]",
+            hint="Channels come last, and further ones go.",
+        )
 
 
 def as_picture(value: Any, where: str) -> Picture:
@@ -146,10 +172,9 @@ def named(
     """
     odd = [label for label in labels if not isinstance(label, int | str | None)]
     if odd:
-        raise DataError(
-            f"{where}: the label {str(odd[0])[:40]!r} is neither text nor a whole number",
-            hint="Cast the labels, or name where class labels stand.",
-        )
+        raise DataError(f"{where}: the label {str(odd[0])[:40]!r} is neither text nor a whole number")
+    if classes is not None and len({*classes}) < len(classes):
+        raise DataError(f"{where}: class names occur more than once: {', '.join(classes)}")
     present = {label for label in labels if label is not None}
     are_numbers = all(isinstance(label, int) or label.isdecimal() for label in present)
     if classes is not None and are_numbers and not present <= set(classes):

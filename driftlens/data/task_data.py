@@ -13,7 +13,7 @@ from driftlens.base.words import some_of
 from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
-from driftlens.data.sources import Picture, Split, SplitView, data_sources
+from driftlens.data.sources import Picture, Split, SplitView, open_split
 from driftlens.models.language.texts import TextReader
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ def open_task_data(
     """
     from driftlens.spec.data import TextEntry
 
-    source = data_sources[entry.kind]
     rules = (
         entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
     )  # of kinds in other packages
@@ -105,7 +104,7 @@ def open_task_data(
     if getattr(entry, "diagnosis", None) is not None:
         stated.append("diagnosis")
     with concerning(f"the data of task {task}"):
-        views = {split: source(entry, split, access) for split in stated}
+        views = {split: open_split(entry, split, access) for split in stated}
     views.setdefault("diagnosis", views["test"])
     holds = views["test"].holds
     if reads is not None and holds != reads:
@@ -246,28 +245,10 @@ def require_same_classes(
         parts.append(f"only in head: {_listed(only_head)}")
     raise DataError(
         f"{where}: {'; '.join(parts)}",
-        hint=_lookalikes(only_data, only_head) or _remedy(only_data),
+        hint="Names must agree letter by letter in the data and in `heads.<task>.classes`.",
         only_in_data=only_data,
         only_in_head=only_head,
     )
-
-
-def _lookalikes(only_data: list[str], only_head: list[str]) -> str:
-    by_plain_form = {plain_form(name): name for name in only_head}
-    pairs = [
-        (name, by_plain_form[plain_form(name)]) for name in only_data if plain_form(name) in by_plain_form
-    ]
-    if not pairs:
-        return ""
-    alike = ", ".join(f"{left!r} looks like {other!r}" for left, other in pairs[:SHOWN])
-    return f"{alike}: names must agree letter by letter, so rename one of them."
-
-
-def _remedy(only_data: list[str]) -> str:
-    if only_data and all(name.isdecimal() for name in only_data):
-        names = "class_names, ClassLabel, or `classes` in its entry"
-        return f"The data has numbers for class names: store the names with it ({names})."
-    return "List the same names in `heads.<task>.classes` and in the data."
 
 
 def plain_form(name: str) -> str:

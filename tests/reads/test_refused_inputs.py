@@ -225,7 +225,7 @@ def test_devices_and_pipes_are_no_data(
     world: World, tmp_path: Path, pipe: Path, kind: str, device: str
 ) -> None:
     from driftlens.base.access import Access
-    from driftlens.data.sources import data_sources
+    from driftlens.data.sources import open_split
 
     name, source, *key = kind.split()
     place = tmp_path / name
@@ -237,7 +237,7 @@ def test_devices_and_pipes_are_no_data(
     entry = {"kind": source} | dict.fromkeys(keys, str(tmp_path / name))
     spec = load_spec(world.one_task(data={world.tasks[0]: entry}, heads=None))
     with within_bounds(), pytest.raises(DataError, match=ODD):
-        view = data_sources[source](spec.data.tasks[world.tasks[0]], "calibration", Access())
+        view = open_split(spec.data.tasks[world.tasks[0]], "calibration", Access())
         view.read(0)
 
 

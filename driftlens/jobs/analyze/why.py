@@ -30,7 +30,7 @@ from driftlens.checkpoints.loading import (
 from driftlens.checkpoints.refusals import family_of_keys, loader_of, reads_images, route
 from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.drafted import data_entry
-from driftlens.data.sources import SplitView, data_sources
+from driftlens.data.sources import SplitView, open_split
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.mergekit import Recipe, is_recipe, recipe_of
 from driftlens.spec.run import override
@@ -234,7 +234,7 @@ def draft(
     heads: dict[str, Any] = {}
     reads_words = loader in _CLIPS and asked.base is not None and _has_text_tower(asked.base, access)
     for task, entry in spec.data.tasks.items():
-        views = {split: data_sources[entry.kind](entry, split, access) for split in ("calibration", "test")}
+        views = {split: open_split(entry, split, access) for split in ("calibration", "test")}
         content["data"][task] |= _counts(views["calibration"], views["test"], task)
         words = views["test"].class_names
         if reads == "text":

@@ -21,7 +21,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from driftlens.cli import MADE_BETWEEN
 from tests.accelerator import NAME, plugged
 from tests.families import SHOWN, shown
 
@@ -98,7 +97,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
-    gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
     gc.enable()
 
 

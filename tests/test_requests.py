@@ -13,7 +13,6 @@ import typer
 import driftlens as dl
 from driftlens.base.errors import SpecError
 from driftlens.cli.app import flagged
-from driftlens.front.keywords import Around, keywords
 from driftlens.spec.requests import (
     AnalysisRequest,
     CalibrationRequest,
@@ -106,36 +105,3 @@ def test_a_value_that_cannot_be_is_refused_by_name(values: dict[str, Any], words
 def test_a_run_is_gone_on_with_or_replaced() -> None:
     with pytest.raises(SpecError, match="resume goes on with the run that is there, force replaces it"):
         AnalysisRequest(resume=True, force=True)
-
-
-@pytest.mark.parametrize(
-    ("said", "in_python"),
-    [
-        ("Choose another --name, or --replace.", "Choose another name=, or replace=True."),
-        (
-            "`driftlens analyze x --name y` goes on, --resume too",
-            "`driftlens analyze x --name y` goes on, resume=True too",
-        ),
-        ("--param lam=0.1,1", 'param={"lam": [0.1, 1]}'),
-        (
-            "Leave --no-attribution out; `--device cpu`, --trust-code",
-            "Leave attribution=False out; `device=cpu`, trust=True",
-        ),
-        ("--unheard-of x--name --", "--unheard-of x--name --"),
-    ],
-)
-def test_errors_name_keywords_where_the_command_line_has_options(said: str, in_python: str) -> None:
-    @keywords(request=SweepRequest, calibration=CalibrationRequest)
-    def refuse(request: SweepRequest, calibration: CalibrationRequest, around: Around) -> None:
-        raise SpecError(said, hint=said)
-
-    with pytest.raises(SpecError) as refused:
-        refuse(name="x")
-    assert refused.value.message == refused.value.hint == refused.value.args[0] == in_python
-
-
-def test_an_option_of_the_spec_becomes_an_override_of_it(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text("version: 1\n", encoding="utf-8")
-    with pytest.raises(SpecError) as refused:
-        dl.validate(tmp_path / "spec.yaml", overrides=["data"])
-    assert "--" not in str(refused.value) and 'overrides=["data.defaults.n=64"]' in refused.value.hint

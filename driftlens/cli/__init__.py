@@ -59,8 +59,6 @@ def _take_in_order() -> None:
 _take_in_order()
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
-MADE_BETWEEN = 10_000
-"""Objects that are made before garbage is looked for, not Python's 700: libraries make half a million that stay."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 """Root of wrong usage; typer carries a click of its own, under no public name."""
 
@@ -69,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command line and exit with its code (see `driftlens.base.errors` for the codes)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        gc.set_threshold(MADE_BETWEEN, *gc.get_threshold()[1:])
+        # Not after every 700 objects: libraries make half a million that stay.
+        gc.set_threshold(10_000, *gc.get_threshold()[1:])
     flags, rest = _split_global_options(given)
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):

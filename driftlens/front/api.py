@@ -129,13 +129,6 @@ class Run(DriftRun):
 
         return frame_of(findings(self))
 
-    @keywords(request=ProjectionRequest, around=Quietly)
-    def project(
-        self, task: str, request: ProjectionRequest, around: Around, *, store_it: bool = True
-    ) -> Projection:
-        """One layout of the expert's and the variants' features on a plane; keywords as for `driftlens.project`."""
-        return project(self, task, store_it=store_it, **dict(request), **vars(around))
-
     @keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:
         """A page in which samples move from model to model, which shows itself in notebooks; `save` writes it.

@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from driftlens.base.access import Access, Context
-from driftlens.base.errors import DriftLensError
 from driftlens.base.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
 from driftlens.spec.requests import Request, refuse_unknown
 
 T = TypeVar("T")
-
-_OPTION = re.compile(
-    r"`driftlens [^`]*`|(?<![\w-])(?P<option>--[a-z][a-z-]*)(?: (?P<key>[\w.]+)=(?P<value>[\w.,-]*\w)| (?=\S+`))?"
-)
-"""A whole command, or an option: with a pair, such as `--set lam=0.1`, or the space before a value that is quoted."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +42,6 @@ class Around:
     device: str | None = None
     offline: bool = False
     trust: bool = False
-
-    @staticmethod
-    def in_python() -> dict[str, str]:
-        """See `Request.in_python`."""
-        return {"--device": "device=", "--offline": "offline=True", "--trust-code": "trust=True"}
 
     @property
     def access(self) -> Access:
@@ -103,36 +90,16 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
         def call(*given: Any, **named: Any) -> T:
             refuse_unknown(function.__name__, named, there)
             said = signature.bind(*given, **named).arguments
-            try:
-                parts = {
-                    name: kind(**{key: said[key] for key in fields[name] if key in said})
-                    for name, kind in taken.items()
-                }
-                return function(**{name: said[name] for name in own if name in said}, **parts)
-            except DriftLensError as error:
-                known: list[dict[str, str]] = [getattr(kind, "in_python", dict)() for kind in taken.values()]
-                _say_in_python(error, ChainMap(*known))
-                raise
+            parts = {
+                name: kind(**{key: said[key] for key in fields[name] if key in said})
+                for name, kind in taken.items()
+            }
+            return function(**{name: said[name] for name in own if name in said}, **parts)
 
         vars(call)["__signature__"] = signature
         return call
 
     return decorate
-
-
-def _say_in_python(error: DriftLensError, known: Mapping[str, str]) -> None:
-    """Have an error name keywords where it names options of the command line, but for whole commands, which stay."""
-
-    def said(found: re.Match[str]) -> str:
-        option, key, value = found.group("option", "key", "value")
-        if option not in known or key is None:
-            return known.get(option, found[0])
-        listed = f"[{value.replace(',', ', ')}]" if "," in value else value
-        pair = f'["{key}={value}"]' if "." in key else f'{{"{key}": {listed}}}'
-        return known[option] + pair
-
-    error.message, error.hint = (_OPTION.sub(said, text) for text in (error.message, error.hint))
-    error.args = (error.message,)
 
 
 def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:

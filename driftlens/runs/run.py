@@ -300,25 +300,6 @@ class DriftRun:
             rows[name] = pd.Categorical(rows[name], [*order], ordered=True)
         return rows
 
-    def to_xarray(self, table: str = "layers") -> Any:
-        """A whole table as an `xarray.Dataset`: its key as dimensions, what was not measured NaN, units as attributes.
-
-        Tables of samples have a place for every task and sample. Needs the package xarray; errors as for `frame`.
-        """
-        try:
-            import xarray  # noqa: F401 - pandas needs it
-        except ImportError as error:
-            raise DataError("to_xarray needs the package xarray", hint="pip install xarray") from error
-        rows = self.frame(table)
-        for name in rows.select_dtypes(["Int64", "boolean"]):
-            rows[name] = rows[name].astype("float64")
-        found = rows.set_index([*schema.TABLES[table].key]).to_xarray()
-        words = [name for name, at in found.indexes.items() if not pd.api.types.is_numeric_dtype(at.dtype)]
-        found = found.assign_coords({name: np.asarray(found[name]).astype(str) for name in words})
-        for column in self.columns(table):
-            found[column.name].attrs = {"units": column.unit, "long_name": column.meaning}
-        return found
-
     def __repr__(self) -> str:
         tasks, variants = (
             some_of(

@@ -167,17 +167,6 @@ class Request(Part, title="calibrate"):
             for name, value in keywords.items()
         }
 
-    @classmethod
-    def in_python(cls) -> dict[str, str]:
-        """How a keyword is given that stands for an option of the command line: `--force` is `force=True`."""
-        said = {}
-        for name, field in cls.model_fields.items():
-            option = Option.of(field)
-            if option.is_given:
-                value = not field.default if isinstance(field.default, bool) else ""
-                said[option.spelled(name)] = f"{name}={value}"
-        return said
-
     def words(self) -> list[str]:
         """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
         options = []
@@ -416,10 +405,9 @@ class ProjectionRequest(Request, title="project"):
     layer: int | str = asked(
         "Layer index, final, or module path.", "final", unset="final", read=layer_named, is_list=False
     )
-    method: Any = asked("pca, umap, tsne; several separated by commas.", "pca")
-    seed: Seed = asked("Seed of the method's random numbers.", 0)
+    method: Literal["pca", "umap", "tsne"] = asked("Method that lays the features out.", "pca")
+    seed: Annotated[Seed, Field(lt=2**32)] = asked("Seed of the method's random numbers.", 0)
     variants: tuple[str, ...] | None = unspoken(None)
-    fit_on: Any = asked("all, or expert for a layout that variants added later don't move.", "all")
     max_points: int = asked("Most points of one layout, all variants together.", 2000)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import io
 import itertools
@@ -14,7 +13,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,6 @@ import torch
 
 import driftlens
 from driftlens.base.errors import Cancelled, concerning
-from driftlens.cli import MADE_BETWEEN
 from driftlens.cli.app import interrupt, say_saved
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.standing import command_to_resume
@@ -467,17 +464,3 @@ def test_the_option_decides_before_the_variable(
     run_cli(command, *given, "--threads", 2)
     assert found == [2, 3, 2] and torch.get_num_threads() == before
     assert run_cli(command, *given, "--threads", 0).code == 2
-
-
-@pytest.mark.slow
-def test_garbage_of_a_program_alone_is_looked_for_seldom(run_cli: Cli) -> None:
-    """Its end doesn't look through all that libraries made; of a caller's process nothing is changed."""
-    before = gc.get_threshold(), gc.get_freeze_count()
-    run_cli("--version")
-    assert gc.get_threshold() == before[0] and gc.get_freeze_count() <= before[1]
-    tell = "import atexit, gc; atexit.register(lambda: print('ends', gc.get_threshold()[0]));"
-    late = "last = type('Late', (), {'__del__': lambda self: print('late')})();"  # told where Python takes all apart
-    run = "import sys; sys.argv = ['driftlens', '--version']; import driftlens.cli; driftlens.cli.main()"
-    code = f"{tell} {late} {run}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["ends", str(MADE_BETWEEN)] and not done.stderr

@@ -43,25 +43,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no place": (
         {"method": "ties"},
         "a merge is saved to a file or folder",
-        "`out=merged.safetensors` or `out=FOLDER`",
+        "`--out merged.safetensors` or `--out FOLDER`",
     ),
     "no method": (
         {"parameters": {"scaling": 0.3}, "out": "x"},
-        "parameters= belongs to method=",
+        "--set belongs to --method",
         "`driftlens doctor --methods` lists",
     ),
     "no merge": (
         {"out": "x"},
         "the spec of 'tiny open_clip' names a merged model, and no merge to make",
-        "Say which with method=, or",
+        "Say which with --method, or",
     ),
 }
 
 
 @pytest.mark.parametrize(("keywords", "message", "hint"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_merge_is_refused_in_pythons_words(
-    world: World, keywords: dict[str, Any], message: str, hint: str
-) -> None:
+def test_what_is_no_merge_is_refused(world: World, keywords: dict[str, Any], message: str, hint: str) -> None:
     with refusing(SpecError, match=message, hint=hint):
         dl.merge(world.spec(merge=None, merged={"weights": str(world.weights("base"))}), **keywords)
 
@@ -88,7 +86,7 @@ def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(
 
         with pytest.raises(NumericsError, match="NaN or infinite") as caught:
             dl.merge(world.spec(), method="large", out=tmp_path / "x.safetensors", out_dtype="float16")
-    assert "too large for float16: try other settings, or another out_dtype=" in caught.value.hint
+    assert "too large for float16: try other settings, or another --out-dtype" in caught.value.hint
     assert not [*tmp_path.iterdir()]
 
 

@@ -35,7 +35,7 @@ def told(run: str) -> Said:
     for task in opened.tasks:
         said[f"samples of {task}"] = list(opened.sample_ids(task))
         if Path(run, "projections").is_dir():
-            said[f"layout of {task}"] = columns(opened.project(task, method="pca").frame)
+            said[f"layout of {task}"] = columns(dl.project(opened, task, method="pca").frame)
     for command in COMMANDS:
         code, out = printed(command, run, "--json")
         said[f"code of {command}"] = code

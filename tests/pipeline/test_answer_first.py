@@ -458,5 +458,3 @@ def test_compared_merges_are_a_table_that_says_what_was_not_made(
     assert "task_arithmetic scaling=0.5: not made, as a weight is infinite" in found.notes()
     assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
     assert not [child for child in out.iterdir() if child.is_dir()]
-    with pytest.raises(SpecError, match="keep=True"):
-        dl.compare_merges(values, merges, keep=True)

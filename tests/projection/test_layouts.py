@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from sklearn.decomposition import PCA
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
@@ -95,18 +94,6 @@ def _nearest(rows: Array, k: int) -> list[list[int]]:
     return [[at for at in near if at != own][:k] for own, near in enumerate(order)]
 
 
-def test_a_frame_fitted_on_the_expert_is_not_moved_by_variants(run: DriftRun) -> None:
-    alone = dl.project(run, "cars", fit_on="expert", variants=[])
-    both = dl.project(run, "cars", fit_on="expert")
-    np.testing.assert_allclose(places(both, "expert"), places(alone, "expert"), atol=1e-12)
-    joint = dl.project(run, "cars")
-    assert np.abs(places(joint, "expert") - places(alone, "expert")).max() > 1e-3
-    rows = directions(run, "expert")
-    model = PCA(2).fit(rows)
-    expected = model.transform(directions(run, "merged"))
-    np.testing.assert_allclose(np.abs(places(both, "merged")), np.abs(expected), atol=1e-9)
-
-
 def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
     found = dl.project(run, "cars", max_points=30)
     kept = found.frame[found.frame["variant"] == "merged"]
@@ -121,7 +108,7 @@ def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
 
 
 @pytest.mark.slow
-def test_umap_repeats_shares_places_and_keeps_the_expert_in_place(tmp_path: Path) -> None:
+def test_umap_repeats_and_shares_places(tmp_path: Path) -> None:
     expert = cloud(40)
     run = run_of(
         tmp_path / "run",
@@ -131,9 +118,6 @@ def test_umap_repeats_shares_places_and_keeps_the_expert_in_place(tmp_path: Path
     assert one.method == "umap" and not one.notes
     pd.testing.assert_frame_equal(one.frame, again.frame, check_exact=True)
     np.testing.assert_array_equal(places(one, "expert"), places(one, "merged"))
-    alone = dl.project(run, "cars", method="umap", fit_on="expert", variants=[])
-    both = dl.project(run, "cars", method="umap", fit_on="expert")
-    np.testing.assert_array_equal(places(both, "expert"), places(alone, "expert"))
     other = dl.project(run, "cars", method="umap", seed=1)
     assert np.abs(places(other, "expert") - places(one, "expert")).max() > 1e-3
     few = dl.project(run, "cars", method="umap", variants=[], max_points=15)
@@ -216,9 +200,7 @@ def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "umpa"}, SpecError, "Did you mean 'umap'?"),
-        ({"fit_on": "merged"}, SpecError, "there are all, expert"),
-        ({"method": "tsne", "fit_on": "expert"}, SpecError, "t-SNE can't place rows"),
+        ({"method": "umpa"}, SpecError, "method"),
         ({"max_points": 2}, SpecError, "from 3 to 10000, got 2"),
         ({"max_points": 10**6}, SpecError, "from 3 to 10000"),
         ({"layer": 9}, LayerNotFoundError, "no layer 9"),
@@ -227,8 +209,6 @@ def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value:
     ],
     ids=[
         "method",
-        "fit_on",
-        "t-SNE on expert",
         "too few points",
         "too many points",
         "layer",
@@ -287,10 +267,10 @@ def test_the_stored_layout_is_another_once_anything_about_it_changes(tmp_path: P
     shutil.rmtree(one.path / "projections")
     assert dl.project(one, "cars").digest == digest != dl.project(other, "cars").digest
     variations: list[dict[str, object]] = [
-        *({"seed": 1}, {"method": "tsne"}, {"fit_on": "expert"}, {"max_points": 30}, {"variants": []}),
+        *({"seed": 1}, {"method": "tsne"}, {"max_points": 30}, {"variants": []}),
     ]
     digests = [dl.project(one, "cars", **changes).digest for changes in variations]  # type: ignore[arg-type]
-    assert len({digest, *digests}) == 6
+    assert len({digest, *digests}) == 5
 
 
 def test_a_layout_made_by_other_libraries_is_still_shown(

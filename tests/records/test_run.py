@@ -257,24 +257,6 @@ def test_frames_have_units_and_their_categories_are_in_the_order_of_the_run(run:
         run.frame("layer")
 
 
-def test_a_table_becomes_a_dataset_along_its_key(run: DriftRun, tmp_path: Path) -> None:
-    pytest.importorskip("xarray", reason="to_xarray needs it, and nothing else does")
-    found = run.to_xarray()
-    assert dict(found.sizes) == {"task": len(run.tasks), "variant": 2, "layer": len(run.manifest.layers)}
-    for row in run.layers().to_dict("records"):
-        at = found["drift_l2_mean"].sel(task=row["task"], variant=row["variant"], layer=row["layer"])
-        assert float(at) == row["drift_l2_mean"]
-    assert found["drift_l2_mean"].attrs["units"] == "feature" and found["drift_l2_mean"].attrs["long_name"]
-    assert dict(run.to_xarray("accuracy").sizes)["metric"] == run.accuracy()["metric"].nunique()
-
-
-def test_without_xarray_an_error_says_what_to_install(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "xarray", None)
-    with pytest.raises(DataError) as refused:
-        run.to_xarray()
-    assert "pip install xarray" in refused.value.hint
-
-
 def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "good", tasks=["cars"])
     write_run(tmp_path / "spoilt")

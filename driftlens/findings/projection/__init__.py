@@ -25,7 +25,6 @@ from driftlens.base.variants import title
 from driftlens.findings.projection.layouts import (
     METHODS,
     PARAMETERS,
-    FitOn,
     Method,
     Settings,
     lay_out,
@@ -41,7 +40,7 @@ from driftlens.runs.tables import append_rows, conform, plain_rows, read_table
 from driftlens.runs.writer import attach
 from driftlens.spec.requests import ProjectionRequest
 
-__all__ = ["METHODS", "FitOn", "Method", "Projection", "project", "stored_projection"]
+__all__ = ["METHODS", "Method", "Projection", "project", "stored_projection"]
 
 _STEPS = ("reading features", "laying out", "comparing neighbours")
 _LIBRARIES: Mapping[Method, Sequence[str]] = {
@@ -149,11 +148,8 @@ def project(
         enter(0)
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
-        is_fitted = np.full(len(rows), True)
-        if settings.fit_on == "expert":
-            is_fitted[len(points.sample_ids) :] = False
         enter(1)
-        plane, how = lay_out(rows, is_fitted, settings.method, settings.seed)
+        plane, how = lay_out(rows, settings.method, settings.seed)
         enter(2)
         places = dict(zip(settings.roles, np.split(plane, len(settings.roles)), strict=True))
         how["notes"] = (*points.notes, *how["notes"])
@@ -261,7 +257,8 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
     try:
-        settings = Settings(**{**record["settings"], "variants": tuple(record["settings"]["variants"])})
+        asked = {key: value for key, value in record["settings"].items() if key != "fit_on"}
+        settings = Settings(**{**asked, "variants": tuple(asked["variants"])})
         x_and_y = record["explained_variance"]
         values = {name: record[name] for name in _AS_THEY_ARE} | {
             "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),

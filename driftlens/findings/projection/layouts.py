@@ -16,16 +16,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.base.errors import NumericsError, RunError, SpecError, did_you_mean
+from driftlens.base.errors import NumericsError, RunError, SpecError
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import DAMAGED
 from driftlens.spec.requests import ProjectionRequest
 
 Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 Stored = NDArray[np.floating[Any]]
 Method = Literal["pca", "umap", "tsne"]
-FitOn = Literal["all", "expert"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 _CHUNK = 4096
@@ -54,7 +52,6 @@ class Settings:
     method: Method
     seed: int
     variants: tuple[str, ...]
-    fit_on: FitOn
     max_points: int
 
     @property
@@ -64,29 +61,19 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON knows them."""
-        return {**asdict(self), "variants": list(self.variants)}
+        return {**asdict(self), "variants": list(self.variants), "fit_on": "all"}  # as earlier runs have it
 
 
 def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
     """The settings, checked."""
-    method, fit_on, seed, most = request.method, request.fit_on, request.seed, request.max_points
-    for what, name, allowed in (("method", method, METHODS), ("fit_on", fit_on, get_args(FitOn))):
-        if name not in allowed:
-            there = ", ".join(allowed)
-            raise SpecError(f"no {what} {name!r}; there are {there}", hint=did_you_mean(name, allowed))
-    if method == "tsne" and fit_on == "expert":
-        raise SpecError(
-            "t-SNE can't place rows that it was not fitted on", hint="Choose pca or umap, or fit on all."
-        )
-    if not 0 <= seed < 2**32:
-        raise SpecError(f"seed should be from 0 to {2**32 - 1:,}, got {str(seed)[:40]}")
+    method, most = request.method, request.max_points
     drawn = (
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
     )
     chosen = [variant for variant in dict.fromkeys(drawn) if variant != "expert"]
     if not 1 + len(chosen) <= most <= MOST_POINTS:
         raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {most}")
-    return Settings(task, run.layer_index(request.layer), method, seed, tuple(chosen), fit_on, most)
+    return Settings(task, run.layer_index(request.layer), method, request.seed, tuple(chosen), most)
 
 
 @dataclass(frozen=True)
@@ -194,21 +181,15 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
             yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
 
 
-def lay_out(rows: Array, is_fitted: Mask, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    """Two coordinates for every row, [r, 2], and how they got there: other fields of a `Projection`.
-
-    Rows, [r, d], are finite; the layout is fitted on some, and the others are placed in it. Equal rows share their
-    place, whoever they belong to.
-    """
+def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
+    """Return two coordinates for every finite row, [r, 2], and how they got there: other fields of a `Projection`."""
     # Libraries put equal rows at different places (or fail on them), so each distinct row is laid out once.
     distinct, places = np.unique(rows, axis=0, return_inverse=True)
-    fits = np.zeros(len(distinct), dtype=bool)
-    fits[places[is_fitted]] = True
-    reason = "" if method == "pca" else _why_not(method, int(fits.sum()))
+    reason = "" if method == "pca" else _why_not(method, len(distinct))
     if method == "pca" or reason:
-        plane, how = _by_pca(rows[is_fitted], distinct, seed, (reason,) if reason else ())
+        plane, how = _by_pca(rows, distinct, seed, (reason,) if reason else ())
     else:
-        plane, how = _by_neighbours(distinct, fits, method, seed)
+        plane, how = _by_neighbours(distinct, method, seed)
     return plane[places], how
 
 
@@ -249,13 +230,12 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
     return model.transform(rows), model.explained_variance_ratio_
 
 
-def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
+def _by_neighbours(distinct: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
     parameters = dict(PARAMETERS[method])
-    reduced, _ = _components(distinct[fits], distinct, parameters.pop("pca_dims"), seed)
-    num_dims, num_fitted = reduced.shape[1], int(fits.sum())
+    reduced, _ = _components(distinct, distinct, parameters.pop("pca_dims"), seed)
+    num_fitted, num_dims = reduced.shape
     if num_dims < 2:  # both libraries start from two columns
         reduced = np.hstack([reduced, np.zeros_like(reduced)])
-    plane = np.empty((len(reduced), 2))
     with _silenced() as warned:
         if method == "umap":
             from umap import UMAP
@@ -268,9 +248,7 @@ def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> tu
 
             parameters["perplexity"] = min(parameters["perplexity"], (num_fitted - 1) / 3)
             model = TSNE(n_components=2, random_state=seed, n_jobs=1, **parameters)
-        plane[fits] = model.fit_transform(reduced[fits])
-        if not fits.all():
-            plane[~fits] = model.transform(reduced[~fits])
+        plane = model.fit_transform(reduced).astype(np.float64)
     notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
     parameters = {"pca_dims": num_dims, **parameters}
     return plane, {"method": method, "parameters": parameters, "explained_variance": None, "notes": notes}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from driftlens.base.threads import exact_products
+from driftlens.base.devices import exact_products
 
 b = torch.backends
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from driftlens.base.errors import LayerNotFoundError
-from driftlens.base.layers import select_layers
+from driftlens.engine.sites import select_layers
 
 PATHS = ["conv1", *(f"transformer.resblocks.{block}" for block in range(12)), "ln_post"]
 STEM, HEAD = 1, 14

@@ -15,7 +15,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.base.variants import part_of
-from driftlens.findings.outcomes import outcomes
+from driftlens.findings.measures import outcomes
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, remembered

@@ -25,7 +25,7 @@ import typer
 from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.base.files import put_in_order
 from driftlens.base.team import joined, members
-from driftlens.cli import calibrating, looking, reporting, running  # noqa: F401  for their commands
+from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
 
 DISTRIBUTED = ("analyze", "calibrate", "sweep")

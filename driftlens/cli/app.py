@@ -308,7 +308,7 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
     """A block in which torch computes as `--threads` says; torch isn't imported for nothing."""
     if number is None:
         return nullcontext()
-    from driftlens.base.threads import using_threads
+    from driftlens.base.devices import using_threads
 
     return using_threads(number)
 

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import summing, wide
+from driftlens.base.devices import exact_products, summing, wide
 from driftlens.base.errors import DataError, NumericsError, ShapeError, SpecError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
 from driftlens.base.team import ALONE, Team
-from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import StateSource

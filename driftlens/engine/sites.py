@@ -17,7 +17,6 @@ from torch import Tensor
 
 from driftlens.base.devices import on_host
 from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.base.layers import select_layers
 from driftlens.base.words import listed
 from driftlens.checkpoints.sources import StateSource
 from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
@@ -80,7 +79,7 @@ def select_sites(
 
     Args:
         chain: the model taken apart.
-        layers: which layers, as `driftlens.base.layers.select_layers` takes them; None means all.
+        layers: which layers, as `select_layers` takes them; None means all.
         sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks.
             Stem, final norm and projection are calibrated only where a pattern names them. Modules whose weight serves
             another place too are left out, see `tied_sites`.
@@ -437,3 +436,39 @@ def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     z, h, y = z[real], h[real], y[real]
     gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)
     return bool(gap <= 1e-3 * size) and bool(size > 0)
+
+
+def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]) -> list[int]:
+    """Indices of the layers to store and show, ascending; stem and head are always among them.
+
+    `pattern`: `blocks`, `final` for the head, a glob on module paths, an index (1 is the stem), or a list of these.
+    """
+    patterns = [pattern] if isinstance(pattern, str | int) else pattern
+    chosen = {1, len(paths)}
+    for part in patterns:
+        chosen.update(_matches(paths, part))
+    return sorted(chosen)
+
+
+def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
+    count = len(paths)
+    if isinstance(pattern, int):
+        if not 1 <= pattern <= count:
+            raise LayerNotFoundError(
+                f"no layer {pattern}: the model has layers 1 (stem) to {count} (head)",
+                hint="Blocks are counted from 2: block j of the library is layer j + 2.",
+            )
+        return [pattern]
+    if pattern == "blocks":
+        return list(range(2, count))
+    if pattern == "final":
+        return [count]
+    indices = [index for index, path in enumerate(paths, start=1) if fnmatchcase(path, pattern)]
+    if not indices:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+        raise LayerNotFoundError(
+            f"no layer matches {pattern!r}; the nearest are {', '.join(near)}",
+            hint=f"Use `blocks`, a pattern such as `{paths[count // 2][:-1]}*`, or layer numbers.",
+            nearest=near,
+        )
+    return indices

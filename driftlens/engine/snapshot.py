@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import room_for_sums
-from driftlens.base.threads import exact_products
+from driftlens.base.devices import exact_products, room_for_sums
 from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,

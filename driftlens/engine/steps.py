@@ -18,9 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import moved
+from driftlens.base.devices import exact_products, moved
 from driftlens.base.errors import DataError
-from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import (

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from driftlens.base.devices import exact_products
 from driftlens.base.progress import Reporter
-from driftlens.base.threads import exact_products
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.engine.calibrating import Ground

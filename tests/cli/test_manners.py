@@ -124,7 +124,7 @@ def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_pa
         (["demo", "--seed", "many"], "--seed"),
         (["analyze", "run.yaml", "--progress", "loud"], "run.yaml"),
         (["calibrate", "run", "--preset"], "`driftlens calibrate --help`"),
-        (["calibrate", "run", "--name", "a", "--set", "lam"], "--set lam=0.4"),
+        (["calibrate", "run", "--name", "a", "--set", "lam"], "--set scaling=0.4"),
         (["init", "--template", "generik", "--out", "-"], "Did you mean 'generic'?"),
     ],
 )

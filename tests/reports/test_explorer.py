@@ -18,7 +18,7 @@ import driftlens as dl
 from driftlens.base.errors import DataError
 from driftlens.base.variants import is_control
 from driftlens.cli import main
-from driftlens.findings.outcomes import OUTCOMES, outcomes
+from driftlens.findings.measures import OUTCOMES, outcomes
 from driftlens.findings.projection import project, stored_projection
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run

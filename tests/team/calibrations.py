@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from driftlens.base.devices import exact_products
 from driftlens.base.team import ALONE, Team, joined
-from driftlens.base.threads import exact_products
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.access import Context
-from driftlens.base.devices import require_dtype, resolve_device
+from driftlens.base.devices import exact_products, require_dtype, resolve_device
 from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.base.files import plain_file
-from driftlens.base.layers import select_layers
-from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.refusals import is_causal, is_seq2seq
 from driftlens.checkpoints.sources import module_source
@@ -28,6 +26,7 @@ from driftlens.data.samples import SampleSet, cut
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, on_device
+from driftlens.engine.sites import select_layers
 from driftlens.jobs.analyze.job import Phases, describe
 from driftlens.jobs.analyze.modules import Modules
 from driftlens.jobs.study.opening import OpenModels, lm_head, task_samples

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.base.access import Context
+from driftlens.base.devices import exact_products
 from driftlens.base.errors import Cancelled, DriftLensError, RunError
 from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
-from driftlens.base.threads import exact_products
 from driftlens.base.variants import expert_of
 from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.checkpoints.sources import StateSource

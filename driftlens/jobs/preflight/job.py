@@ -16,7 +16,6 @@ from driftlens.base.devices import resolve_device
 from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
 from driftlens.base.files import expanded
 from driftlens.base.intervals import Interval
-from driftlens.base.layers import select_layers
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import Calibrator
@@ -26,7 +25,7 @@ from driftlens.checkpoints.stated import is_lora_folder
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters
-from driftlens.engine.sites import coverage, select_sites
+from driftlens.engine.sites import coverage, select_layers, select_sites
 from driftlens.findings.reading import estimate as with_interval
 from driftlens.jobs.analyze.diagnosis import require_as_peft, unheld
 from driftlens.jobs.analyze.evaluation import scores_of

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from driftlens.base.access import Context
-from driftlens.base.devices import wide
+from driftlens.base.devices import computing_with, exact_products, wide
 from driftlens.base.errors import ShapeError, SpecError
 from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
 from driftlens.base.rounding import Change, saved_words
-from driftlens.base.threads import computing_with, exact_products
 from driftlens.base.variants import expert_of, task_of
 from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import (

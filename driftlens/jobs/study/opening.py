@@ -20,7 +20,6 @@ from driftlens.base.errors import (
     SpecError,
 )
 from driftlens.base.files import expanded
-from driftlens.base.layers import select_layers
 from driftlens.base.metrics import METRICS
 from driftlens.base.settings import resolve
 from driftlens.base.variants import baseline, expert_of, task_of
@@ -35,6 +34,7 @@ from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.sites import select_layers
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, Architecture, load_architecture
 from driftlens.models.chain import LayerChain

@@ -25,6 +25,7 @@ from driftlens.base.devices import (
     HOST,
     accelerator,
     answering,
+    exact_products,
     peak_memory,
     reset_peak_memory,
 )
@@ -32,7 +33,6 @@ from driftlens.base.errors import Cancelled, CheckpointError, DataError, RunErro
 from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.team import Team
-from driftlens.base.threads import exact_products
 from driftlens.base.variants import calibrated
 from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.checkpoints.loading import open_checkpoint

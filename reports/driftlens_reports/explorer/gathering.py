@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from driftlens.base.errors import DataError
 from driftlens.base.variants import is_control, part_of, title
-from driftlens.findings.outcomes import OUTCOMES, outcomes
+from driftlens.findings.measures import OUTCOMES, outcomes
 from driftlens.findings.projection import project
 from driftlens.findings.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
 from driftlens.findings.reading import printable, signs, unbroken

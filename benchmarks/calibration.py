@@ -121,7 +121,7 @@ def _calibrated(
         device=first.device,
         dtype=torch.float32,
     )
-    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
+    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
     return list(FeatCal().calibrate(Ground(pool, samples, select_sites(chain), objectives=objectives)))
 
 

@@ -29,7 +29,7 @@ names = ["base", "merged", *(f"expert:{i}" for i in range(count))]
 sources = {name: open_checkpoint(f"{folder}/{i}.safetensors") for i, name in enumerate(names)}
 chain = adapters["open_clip_vit"].chain(skeleton)
 pool = ModelPool(chain, skeleton, sources, device=torch.device(device), dtype=torch.float32)
-samples = {str(task): [Given(lambda: images(16, batch_size=8))] for task in range(count)}
+samples = {str(task): Given(lambda: images(16, batch_size=8)) for task in range(count)}
 spill = pathlib.Path(folder, f"spill-{count}")
 sites = select_sites(chain, layers=[2, 3])
 for _ in FeatCal().calibrate(Ground(pool, samples, sites, feature_budget=budget, spill=spill)):

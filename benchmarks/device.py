@@ -155,7 +155,7 @@ def _calibrating(
     def work() -> None:
         sources = {name: module_source(module, name) for name, module in models.items()}
         pool = ModelPool(chain, models["merged"], sources, device=device, dtype=torch.float32)
-        parts = {task: [Given(lambda of=of: of)] for task, of in batches.items()}
+        parts = {task: Given(lambda of=of: of) for task, of in batches.items()}
         for _ in method.calibrate(Ground(pool, parts, select_sites(chain, update=method.update))):
             pass
 

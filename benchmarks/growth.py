@@ -91,7 +91,7 @@ def calibration(method: Callable[[], Calibrator]) -> Callable[[ModelPool, Size],
     """A calibration of all blocks."""
 
     def calibrate(pool: ModelPool, size: Size) -> None:
-        samples = {str(task): [Given(lambda: _batches(size))] for task in range(size.tasks)}
+        samples = {str(task): Given(lambda: _batches(size)) for task in range(size.tasks)}
         for _ in method().calibrate(Ground(pool, samples, select_sites(pool.chain), objectives=False)):
             pass
 

@@ -308,7 +308,7 @@ def _trained(
     sources = {name: module_source(model, name) for name, model in models.items()}
     chain = adapters["open_clip_vit"].chain(merged)
     pool = ModelPool(chain, merged, sources, device=torch.device("cpu"), dtype=torch.float32)
-    samples = {task: [Given(lambda x=x: [Batch(0, len(x), x)])] for task, x in pixels.items()}
+    samples = {task: Given(lambda x=x: [Batch(0, len(x), x)]) for task, x in pixels.items()}
     return {
         f"{task}.{part}": value
         for layer in Surgery(steps=STEPS).calibrate(Ground(pool, samples, base=None))

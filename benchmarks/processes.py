@@ -59,7 +59,7 @@ def main() -> None:
     chain = adapters["open_clip_vit"].chain(models["merged"])
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
-    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
+    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
     with joined() as team:
         team.barrier()
         wall, processor = time.perf_counter(), time.process_time()

@@ -137,7 +137,7 @@ def _calibrated(
     chain, device = adapters[adapter].chain(merged), next(merged.parameters()).device
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, merged, sources, device=device, dtype=torch.float32)
-    samples = {task: [Given(lambda x=x: _batches(x))] for task, x in pixels.items()}
+    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
     started = time.process_time()
     layers = list(method.calibrate(Ground(pool, samples, select_sites(chain, update=method.update))))
     seconds = time.process_time() - started

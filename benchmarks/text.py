@@ -103,7 +103,7 @@ def _featcal(device: torch.device) -> str:
     found: dict[str, Any] = {}
 
     def ours() -> None:
-        read = {task: [Given(lambda batches=batches: batches)] for task, batches in samples.items()}
+        read = {task: Given(lambda batches=batches: batches) for task, batches in samples.items()}
         calibrator = FeatCal(**PRESETS["flan-t5"])
         sites = select_sites(pool.chain, update=calibrator.update)
         found["ours"] = list(calibrator.calibrate(Ground(pool, read, sites, objectives=False)))

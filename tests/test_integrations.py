@@ -61,17 +61,6 @@ def test_what_is_tracked_is_what_the_tables_hold(
     assert len(logged.points) == count and any(tag.startswith("accuracy/") for tag, _ in logged.points)
 
 
-def test_a_library_that_is_missing_is_named(light: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "lm_eval"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SpecError, match="wandb is not installed"):
-        tracking.to_run(light.path, "merges")
-    with pytest.raises(SpecError, match="no tracking by 'mlflow'"):
-        tracking.to_run(light.path, "merges", library="mlflow")
-    with pytest.raises(SpecError, match="the harness is not installed"):
-        lm_eval.evaluate(light.path, "base", ["arc_easy"])
-
-
 def test_the_harness_is_run_on_a_variants_folder_and_its_results_are_attached(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

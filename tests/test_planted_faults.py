@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, output, task_vectors
-from driftlens.engine import layer_sums, snapshot, walk
 from driftlens.engine import pool as pool_module
+from driftlens.engine import snapshot, walk
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
@@ -258,17 +258,21 @@ def expert_path_replaced(original: Any) -> Any:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    of, original = featcal._Weights.of, featcal.solve_bias
+    solve, original = featcal.solve_linear, featcal.solve_bias
     outputs = []
 
-    def noted(moments, merged, *rest):  # type: ignore[no-untyped-def]
-        outputs.append(merged.to(moments.gram) @ moments.mean_in)
-        return of(moments, merged, *rest)
+    def noted(problem, *rest, **more):  # type: ignore[no-untyped-def]
+        moments, biased = (
+            problem.moments,
+            [site.name for site in problem.sites if site.name in problem.expert_bias],
+        )
+        outputs[:] = [problem.merged[f"{name}.weight"].to(moments.gram) @ moments.mean_in for name in biased]
+        return solve(problem, *rest, **more)
 
     def late(target, output, *rest, **more):  # type: ignore[no-untyped-def]
-        return original(target, outputs[-1], *rest, **more)
+        return original(target, outputs.pop(0), *rest, **more)
 
-    patch.setattr(featcal._Weights, "of", noted)
+    patch.setattr(featcal, "solve_linear", noted)
     patch.setattr(featcal, "solve_bias", late)
 
 
@@ -285,7 +289,7 @@ def without_gates(weights: Any) -> Any:
 
 
 VIT, STATE, ATTRIBUTION = partial(put, vit), partial(put, state), partial(put, attribution)
-WALK, SUMS, POOL = partial(put, walk), partial(put, layer_sums), partial(put, pool_module)
+WALK, SUMS, POOL = partial(put, walk), partial(put, snapshot), partial(put, pool_module)
 FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, snapshot.SnapshotWalk, "advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -26,7 +25,7 @@ from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.snapshot import Layerwise
-from driftlens.engine.walk import OnStep, Passage, WaitingBatch, forward_order
+from driftlens.engine.walk import OnStep, Passage, WaitingBatch
 from driftlens.models.chain import Layer
 
 
@@ -156,22 +155,15 @@ def final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
     """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
     pool = ground.pool
     with ground.store() as store:
-        passage = Passage(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step, is_patient=True)
-
-        def visit(layer: Layer) -> Iterator[None]:
-            maps = {
-                EXPERT: pool.layer_map(expert_of(task), layer, task),
-                MERGED: pool.layer_map(MERGED, layer, task),
-            }
+        passage = Passage(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step)
+        for layer in pool.chain.layers:
+            expert, merged = (pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED))
             crossing = passage.crossing(layer, task)
             for batch in crossing:
-                for model, layer_map in maps.items():
-                    crossing.take(batch, model, layer_map, named=f"the {model} model")
-            yield None
-
-        deque(forward_order(visit, pool.chain.layers), maxlen=0)
+                crossing.take(batch, EXPERT, expert, named="the expert model")
+                crossing.take(batch, MERGED, merged, named="the merged model")
         passage.check()
-        return gathered(passage.waiting[task, 0], pool.chain.layers[-1], task)
+        return gathered(passage.waiting[task], pool.chain.layers[-1], task)
 
 
 def gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> FinalFeatures:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlens.base.devices import exact_products, summing, wide
-from driftlens.base.errors import DataError, NumericsError, ShapeError, SpecError
+from driftlens.base.errors import NumericsError, ShapeError
 from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
 from driftlens.base.team import ALONE, Team
@@ -38,7 +38,7 @@ from driftlens.engine.problems import (
     StepProblem,
 )
 from driftlens.engine.sites import SiteRows, rows_and_output, site_path
-from driftlens.engine.walk import FeatureStore, Parts, Passage, WaitingBatch, forward_order
+from driftlens.engine.walk import FeatureStore, Parts, Passage, WaitingBatch
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 
@@ -163,17 +163,14 @@ class Ground:
 
     def __post_init__(self) -> None:
         parts = {
-            task: [viewed(part) if isinstance(part, SampleSet) else part for part in parts]
-            for task, parts in self.parts.items()
+            task: viewed(part) if isinstance(part, SampleSet) else part for task, part in self.parts.items()
         }
         object.__setattr__(self, "parts", parts)
 
     @property
     def has_views(self) -> bool:
         """Whether any of the samples is a copy of another one."""
-        return any(
-            getattr(part, "original", None) is not None for parts in self.parts.values() for part in parts
-        )
+        return any(getattr(part, "original", None) is not None for part in self.parts.values())
 
     @property
     def tasks(self) -> list[str]:
@@ -187,19 +184,6 @@ class Ground:
     def store(self) -> FeatureStore:
         """An empty one for the features that wait."""
         return FeatureStore(self.feature_budget, self.spill)
-
-    def require_tasks(self) -> None:
-        """Refuse tasks without an expert."""
-        if not self.parts:
-            raise DataError(
-                "there is no task to calibrate on", hint="Give the calibration samples of a task."
-            )
-        missing = [task for task in self.tasks if expert_of(task) not in self.pool]
-        if missing:
-            raise SpecError(
-                f"there is no expert of {', '.join(missing)}",
-                hint=f"The models are {', '.join(self.pool.names)}.",
-            )
 
 
 class ClosedForm:
@@ -230,7 +214,6 @@ class CalibrationWalk(ABC):
     """
 
     def __init__(self, ground: Ground, calibrator: ClosedForm) -> None:
-        ground.require_tasks()
         self.ground, self.closed_form, self.grams = ground, calibrator, GramPool()
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
         self.owners = self.team.owners(self.tasks)
@@ -249,22 +232,18 @@ class CalibrationWalk(ABC):
             self.ground.store(),
             self.tell,
             file_prefix=f"{self.team.rank}-",
-            is_patient=True,
         )
 
     def walked(self) -> Iterator[CalibratedLayer]:
         """Calibrated layers; the walk ends behind the last one with chosen sites."""
         with self.passage.store:
-            yield from forward_order(self.visit, self.ground.pool.chain.layers[: self.last])
-
-    def visit(self, layer: Layer) -> Iterator[CalibratedLayer]:
-        """The layer, calibrated, if it is to be."""
-        if layer.index in self.sites:
-            yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
-            done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
-            self.ground.on_step(Step(layer.index, "", done, self.steps.total, label))
-        else:
-            self.pass_through(layer, self.ground.done.get(layer.index, {}))
+            for layer in self.pool.chain.layers[: self.last]:
+                if layer.index not in self.sites:
+                    self.pass_through(layer, self.ground.done.get(layer.index, {}))
+                    continue
+                yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
+                done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
+                self.ground.on_step(Step(layer.index, "", done, self.steps.total, label))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:

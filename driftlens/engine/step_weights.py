@@ -8,7 +8,6 @@ those beyond the store's budget on disk.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,23 +75,24 @@ class Weighable:
     energies: list[Tensor] | None = None
     traces: list[Tensor] = field(default_factory=list)
 
-    def totals(self) -> tuple[list[Tensor], ...]:
-        """Sum of what rows count, the same of their energies, and the trace."""
-        counted = [count.sum() for count in self.counts]
-        if self.energies is None:
-            return counted, [], []
-        summed = [count @ e for count, e in zip(self.counts, self.energies, strict=True)]
-        return counted, summed, self.traces
-
-    def raw(self, energy: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights by the energy beside the task's mean, and their sum; what rows count where there is none."""
+    def weighted(self) -> Weighted:
+        """Return weights by the energy over the task's mean; what rows count where there is no energy."""
+        counted = _total([count.sum() for count in self.counts])
+        energies = self.energies or []
+        energy = _total([count @ e for count, e in zip(self.counts, energies, strict=bool(energies))])
+        energy /= max(counted, 1e-300)
         rows = list(self.counts)
-        if self.energies is not None and energy > 0:
+        if energies and energy > 0:
             rows = [
                 count * ((e / energy).clamp_min(_LEAST).sqrt() + _FLOOR)
-                for count, e in zip(self.counts, self.energies, strict=True)
+                for count, e in zip(self.counts, energies, strict=True)
             ]
-        return rows, [near_float64(row).sum(dtype=torch.float64) for row in rows]
+        size = max(_total([near_float64(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
+        return Weighted([row / size for row in rows], _total(self.traces), energy)
+
+
+def _total(numbers: Sequence[Tensor]) -> float:
+    return float(sum(torch.stack([*numbers]).tolist())) if numbers else 0.0
 
 
 Key = tuple[int, int]
@@ -102,57 +102,21 @@ Key = tuple[int, int]
 def weighed(
     team: Team, seen: Mapping[str, Mapping[Key, Weighable]]
 ) -> tuple[dict[str, dict[Key, Weighted]], dict[str, dict[Key, float]]]:
-    """Token weights of what this process has seen of its tasks, and how much every task counts, by task and key."""
-    totals = _read({task: {key: of.totals() for key, of in groups.items()} for task, groups in seen.items()})
-    energies = {
-        task: {key: energy / max(counted, 1e-300) for key, (counted, energy, _) in groups.items()}
-        for task, groups in totals.items()
-    }
-    raw = {
-        task: {key: of.raw(energies[task][key]) for key, of in groups.items()}
-        for task, groups in seen.items()
-    }
-    sizes = _read({task: {key: (size,) for key, (_, size) in groups.items()} for task, groups in raw.items()})
-    weights: dict[str, dict[Key, Weighted]] = {task: {} for task in seen}
-    for task, groups in raw.items():
-        for key, (rows, _) in groups.items():
-            [size], (_, _, trace) = sizes[task][key], totals[task][key]
-            rows = [row / max(size, 1e-300) for row in rows]
-            weights[task][key] = Weighted(rows, trace, energies[task][key])
-    every = {task: by_key for by_task in team.gather(energies) for task, by_key in by_task.items()}
-    return weights, every
-
-
-def _read(
-    summands: Mapping[str, Mapping[Key, tuple[list[Tensor], ...]]],
-) -> dict[str, dict[Key, tuple[float, ...]]]:
-    """Sums of numbers [], one after the other; a device is asked to wait once for all of a dtype."""
-    lists = [numbers for by_key in summands.values() for of in by_key.values() for numbers in of]
-    of_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for number in itertools.chain.from_iterable(lists):
-        of_dtype.setdefault(number.dtype, []).append(number)
-    values = {dtype: iter(torch.stack(numbers).tolist()) for dtype, numbers in of_dtype.items()}
-    sums = iter([float(sum(next(values[number.dtype]) for number in numbers)) for numbers in lists])
-    return {
-        task: {key: tuple(itertools.islice(sums, len(of))) for key, of in by_key.items()}
-        for task, by_key in summands.items()
-    }
+    """Return token weights of this process's tasks, and how much every task of all processes counts."""
+    weights = {task: {key: of.weighted() for key, of in groups.items()} for task, groups in seen.items()}
+    energies = {task: {key: of.energy for key, of in groups.items()} for task, groups in weights.items()}
+    return weights, {task: by_key for by_task in team.gather(energies) for task, by_key in by_task.items()}
 
 
 def require_finite(seen: Mapping[str, Mapping[Key, Weighable]]) -> None:
-    """Refuse gradients that are NaN or infinite; a device is asked to wait once for those of all tasks."""
-    is_finite = {
-        (task, layer): torch.isfinite(torch.cat(entry.energies)).all()
-        for task, groups in seen.items()
-        for (layer, _), entry in groups.items()
-        if entry.energies
-    }
-    if is_finite and not bool(torch.stack([*is_finite.values()]).all()):
-        task, layer = next(key for key, finite in is_finite.items() if not bool(finite))
-        raise NumericsError(
-            f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
-            hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
-        )
+    """Refuse gradients that are NaN or infinite."""
+    for task, groups in seen.items():
+        for (layer, _), entry in groups.items():
+            if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
+                raise NumericsError(
+                    f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
+                    hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
+                )
 
 
 def row_counts(
@@ -232,15 +196,15 @@ class ExpertGradients:
                 if summed is not None:
                     full = summed.full()
                     entry.traces.append(wide(full).trace())
-                    self.passage.waiting[task, 0][0].put(moment_of((layer.index, at)), {"moment": full})
-        for batch in self.passage.waiting[task, 0]:
+                    self.passage.waiting[task][0].put(moment_of((layer.index, at)), {"moment": full})
+        for batch in self.passage.waiting[task]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")
         return weighable
 
     def _groups(self, layer: Layer, task: str) -> Sequence[Group]:
         """The chosen groups of a layer that sees anything of a task."""
-        sees = all(layer.sees(batch.side) for batch in self.passage.waiting[task, 0])
+        sees = all(layer.sees(batch.side) for batch in self.passage.waiting[task])
         return self.chosen.get(layer.index, ()) if sees else ()
 
     def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:

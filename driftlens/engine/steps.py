@@ -259,7 +259,7 @@ class StepWalk(CalibrationWalk):
             deque(self.passage.batches(first, task, tell=partial(self.tell, step, task)), maxlen=0)
         return {
             task: {digest for batch in batches for digest in self.originals[batch]}
-            for (task, _), batches in self.passage.waiting.items()
+            for task, batches in self.passage.waiting.items()
         }
 
     def _all_folds(self, digests: Mapping[str, set[str]]) -> dict[str, dict[str, int]]:
@@ -541,7 +541,7 @@ class StepWalk(CalibrationWalk):
 
     def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
-        first, name = self.passage.waiting[task, 0][0], moment_of(key)
+        first, name = self.passage.waiting[task][0], moment_of(key)
         moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
         first.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)

@@ -1,9 +1,8 @@
 """The forward order: samples go through the layers of several models, one layer after the other.
 
-There is one loop over layers, `forward_order`, and one way through a layer, `Crossing`. The loop hands every layer to a
-visitor, which looks at what waits before the layer, may change the layer, and lets what waits cross it. Visitors are
-the walk beside the expert (`walk`: its layer runs on the expert's features, each variant's on its own and on the other
-model's, the crossed output), one model alone, the sums and solves of calibrations, and what is trained.
+A `Passage` holds the features of several models at one boundary. `Passage.crossing` yields the batches of a task
+before a layer, and `Crossing.take` moves one model's features through it. `walk` compares variants with the expert;
+calibrations have loops of their own.
 
 Only the features of one boundary wait at any time, those beyond a budget on disk.
 """
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,6 @@ from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
-
-T = TypeVar("T")
 
 OnStep = Callable[[int, str], None]
 """Called with layer index and task before every batch; it may raise, `Cancelled` for instance."""
@@ -63,17 +60,8 @@ class Given:
         return self.read()
 
 
-Parts = Mapping[str, Sequence[Part]]
-"""Task -> its samples in parts that don't overlap; every task has as many parts."""
-
-
-def forward_order(visit: Callable[[Layer], Iterator[T]], layers: Sequence[Layer]) -> Iterator[T]:
-    """What a visitor tells of some layers, which are sent to it one after the other.
-
-    Behind the last that it tells of a layer, all that goes on waits at the next boundary.
-    """
-    for layer in layers:
-        yield from visit(layer)
+Parts = Mapping[str, Part]
+"""Task -> its samples."""
 
 
 @dataclass
@@ -84,10 +72,8 @@ class Passage:
         models: names under which features wait, all beginning with the same inputs.
         on_read: called with every batch that is read, and with what waits of it.
         file_prefix: begins the names of files, unlike that of other passages in one store.
-        is_full: whether a task without samples is refused.
-        is_patient: whether features that are NaN or infinite are refused by `check`, for all parts that crossed a layer
-            at once, and not behind every one: whoever looks at them has to wait for a device.
-        watches: what crossed layers since the last `check`; several passages may share them.
+        watches: what crossed layers since the last `check`, which synchronizes with the device; several passages may
+            share them.
     """
 
     pool: ModelPool
@@ -97,10 +83,8 @@ class Passage:
     on_step: OnStep = lambda layer, task: None
     on_read: Callable[[Batch, WaitingBatch], None] = lambda batch, waiting: None
     file_prefix: str = ""
-    is_full: bool = True
-    is_patient: bool = False
-    watches: list[FiniteWatch] = field(default_factory=list, init=False)
-    waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
+    watches: list[FiniteWatch] = field(default_factory=list)
+    waiting: dict[str, list[WaitingBatch]] = field(default_factory=dict, init=False)
 
     @property
     def all_waiting(self) -> Iterator[WaitingBatch]:
@@ -111,16 +95,14 @@ class Passage:
         self,
         layer: Layer,
         task: str,
-        part: int = 0,
         *,
         waits: bool = False,
         tell: Callable[[], None] | None = None,
     ) -> Crossing:
-        """The batches of a part before a layer, to be taken through it; arguments as for `batches`."""
-        watch = FiniteWatch(layer, task, self.parts[task][part].ids)
+        """Return the batches of a task before a layer, to be taken through it; arguments as for `batches`."""
+        watch = FiniteWatch(layer, task, self.parts[task].ids)
         self.watches.append(watch)
-        ended = (lambda: None) if self.is_patient else self.check
-        return Crossing(layer, watch, self.batches(layer, task, part, waits=waits, tell=tell), ended)
+        return Crossing(layer, watch, self.batches(layer, task, waits=waits, tell=tell))
 
     def check(self) -> None:
         """Refuse features that have crossed a layer since the last time and are NaN or infinite."""
@@ -130,28 +112,27 @@ class Passage:
         self,
         layer: Layer,
         task: str,
-        part: int = 0,
         *,
         waits: bool = True,
         tell: Callable[[], None] | None = None,
     ) -> Iterator[WaitingBatch]:
-        """The batches of a part at the boundary before the layer; `tell` is called before each instead of `on_step`.
+        """Yield the batches of a task at the boundary before the layer; `tell` replaces `on_step` before each.
 
         `waits` says whether they will be asked for again at this boundary; it matters for the raw inputs alone.
         """
-        waiting = self.waiting.get((task, part))
-        for batch in self._read(task, part, waits=waits) if waiting is None else waiting:
+        waiting = self.waiting.get(task)
+        for batch in self._read(task, waits=waits) if waiting is None else waiting:
             if tell is None:
                 self.on_step(layer.index, task)
             else:
                 tell()
             yield batch
 
-    def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
-        """The batches of a part at boundary 0, kept for the layers behind."""
+    def _read(self, task: str, *, waits: bool) -> Iterator[WaitingBatch]:
+        """Yield the batches of a task at boundary 0, and keep them for the next layers."""
         batches: list[WaitingBatch] = []
-        name = f"{self.file_prefix}{list(self.parts).index(task)}-{part}"
-        for number, batch in enumerate(self.parts[task][part].batches()):
+        name = f"{self.file_prefix}{list(self.parts).index(task)}"
+        for number, batch in enumerate(self.parts[task].batches()):
             state, side = self.pool.begun(batch.inputs)
             waiting = WaitingBatch(self.store, f"{name}-{number}", side, batch.start, batch.stop)
             for model in self.models:
@@ -159,12 +140,10 @@ class Passage:
             self.on_read(batch, waiting)
             batches.append(waiting)
             yield waiting
-        self.waiting[task, part] = batches
-        if self.is_full and not any(
-            self.waiting.get((task, number), [None]) for number in range(len(self.parts[task]))
-        ):
+        self.waiting[task] = batches
+        if not batches:
             raise DataError(
-                f"task {task!r} has no calibration samples",
+                f"task {task!r} has no samples",
                 hint="Give every task at least one, or leave the task out.",
                 task=task,
             )
@@ -172,16 +151,14 @@ class Passage:
 
 @dataclass
 class Crossing:
-    """The batches of one task before one layer, which models take through it one by one; `ended` follows the last."""
+    """The batches of one task before one layer, which models take through it one by one."""
 
     layer: Layer
     watch: FiniteWatch
     batches: Iterator[WaitingBatch]
-    ended: Callable[[], None]
 
     def __iter__(self) -> Iterator[WaitingBatch]:
-        yield from self.batches
-        self.ended()
+        return self.batches
 
     def take(
         self,
@@ -562,11 +539,11 @@ def walk(
     """
     expert, is_forth = pool.expert(task), reference == "expert"
     models = [expert, *variants]
-    parts = {task: [Given(lambda: batches, ids)]}
-    passage = Passage(pool, parts, models, is_full=False, is_patient=watches is not None)
-    passage.watches = passage.watches if watches is None else watches
+    passage = Passage(
+        pool, {task: Given(lambda: batches, ids)}, models, watches=[] if watches is None else watches
+    )
 
-    def visit(layer: Layer) -> Iterator[LayerView]:
+    for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
         pool.expect(models, layer.index + 1)
         crossing = passage.crossing(layer, task)
@@ -608,9 +585,9 @@ def walk(
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive
+        if watches is None:
+            passage.check()
         maps.clear()  # before the next layer is read
-
-    return forward_order(visit, pool.chain.layers)
 
 
 def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
@@ -631,10 +608,11 @@ def layer_states(
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows. With `watches`
     somebody else looks whether features are finite, as for `walk`; without, it is looked behind the last layer.
     """
-    passage = Passage(pool, {task: [Given(lambda: batches)]}, [model], is_full=False, is_patient=True)
-    passage.watches = passage.watches if watches is None else watches
+    passage = Passage(
+        pool, {task: Given(lambda: batches)}, [model], watches=[] if watches is None else watches
+    )
 
-    def visit(layer: Layer) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
+    for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)
         pool.expect([model], layer.index + 1)
         crossing = passage.crossing(layer, task)
@@ -643,8 +621,6 @@ def layer_states(
         if watches is None and layer is pool.chain.layers[-1]:
             passage.check()
         yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
-
-    return forward_order(visit, pool.chain.layers)
 
 
 def forward(

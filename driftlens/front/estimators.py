@@ -76,7 +76,7 @@ class Fitting(Calibrator):
         check_closure(replace(study, variants=("merged",)), request.closure_samples)
         ground = Ground(
             study.pool,
-            {task: [at_hand.calibration or at_hand.diagnosis] for task, at_hand in study.tasks.items()},
+            {task: at_hand.calibration or at_hand.diagnosis for task, at_hand in study.tasks.items()},
             chosen,
             base="base" if base is not None else None,
             feature_budget=study.settings.feature_budget,

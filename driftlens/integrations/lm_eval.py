@@ -72,12 +72,9 @@ def evaluate(
         options: of `lm_eval.simple_evaluate`, such as `limit`, `num_fewshot`, `batch_size` and `device`.
 
     Raises:
-        SpecError: the harness is not installed, or the variant can't be loaded by transformers.
+        SpecError: the variant can't be loaded by transformers.
     """
-    try:
-        harness = importlib.import_module("lm_eval")
-    except ImportError as error:
-        raise SpecError("the harness is not installed", hint="pip install lm-eval") from error
+    harness: Any = importlib.import_module("lm_eval")
     home, plain = Path(run), variant.replace(":", "-")
     arguments = model_arguments(run, variant, folder or home.with_name(f"{home.name}-{plain}"))
     found = harness.simple_evaluate(model="hf", model_args=arguments, tasks=[*tasks], **options)

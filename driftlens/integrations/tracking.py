@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftlens.base.errors import SpecError
 from driftlens.findings.frame import frame_of
 from driftlens.findings.measures import findings
 from driftlens.runs.run import DriftRun, open_run
@@ -47,14 +46,10 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
 
 
 def to_tensorboard(run: str | Path, folder: str | Path) -> int:
-    """Write all scalars as events that `tensorboard --logdir FOLDER` shows; returns how many.
-
-    Raises:
-        SpecError: TensorBoard is not installed.
-    """
-    opened = open_run(run)
-    writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-    points = [*scalars(opened)]
+    """Write all scalars as events that `tensorboard --logdir FOLDER` shows; return how many."""
+    tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+    writer = tensorboard.SummaryWriter(str(folder))
+    points = [*scalars(open_run(run))]
     for point in points:
         writer.add_scalar(point.tag, point.value, point.step)
     writer.close()
@@ -62,16 +57,12 @@ def to_tensorboard(run: str | Path, folder: str | Path) -> int:
 
 
 def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
-    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same calls; returns how many.
+    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same calls; return how many.
 
     A step holds every curve's value at that layer; levels go with the last step.
-
-    Raises:
-        SpecError: the library is not installed, or is another.
     """
-    if library not in ("wandb", "trackio"):
-        raise SpecError(f"there is no tracking by {library!r}", hint="There are wandb and trackio.")
-    opened, tracker = open_run(run), _library(library, library)
+    opened = open_run(run)
+    tracker: Any = importlib.import_module(library)
     points = [*scalars(opened)]
     steps: dict[int, dict[str, float]] = {}
     last = max((point.step for point in points), default=0)
@@ -82,10 +73,3 @@ def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
         tracker.log(steps[step], step=step)
     tracker.finish()
     return len(points)
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SpecError(f"{package} is not installed", hint=f"pip install {package}") from error

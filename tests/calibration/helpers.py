@@ -36,14 +36,14 @@ class Subject:
         """All samples in batches of one size."""
         return batched(self.inputs, size or self.n)
 
-    def samples(self, size: int | None = None) -> dict[str, list[Given]]:
+    def samples(self, size: int | None = None) -> dict[str, Given]:
         return {task: given(self.batches(size)) for task in TASKS}
 
 
-def given(batches: Iterable[Batch]) -> list[Given]:
-    """The one part of a task that these batches are."""
+def given(batches: Iterable[Batch]) -> Given:
+    """The samples of a task that these batches are."""
     known = list(batches)
-    return [Given(lambda: known)]
+    return Given(lambda: known)
 
 
 def batched(inputs: Any, size: int) -> list[Batch]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.calibrator import Course, FinalFeatures
-from driftlens.calibration.surgery import LowRank, ProbSurgery, Surgery, prob_surgery_loss, uniform
+from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss, uniform
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import quiet
 
@@ -39,24 +38,6 @@ def features(
 
 def distance(of: FinalFeatures, repaired: Tensor) -> float:
     return float((repaired - of.expert).square().sum(-1).mean())
-
-
-def test_surgery_is_what_plain_modules_learn() -> None:
-    """The same start and all samples at once, by `nn.Linear`, `nn.L1Loss` and an optimiser of its own."""
-    of, steps = features(), 30
-    found = Surgery(rank=4, steps=steps, batch=COUNT).train(of, course(5))
-    down, up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-    with torch.no_grad():
-        down.weight.copy_(uniform(4, WIDTH, seeded(5)))
-        up.weight.zero_()
-    optimiser = torch.optim.Adam([*down.parameters(), *up.parameters()], lr=1e-3)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        nn.functional.l1_loss(of.merged - up(torch.relu(down(of.merged))), of.expert).backward()
-        optimiser.step()
-    torch.testing.assert_close(found.down, down.weight.detach(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.up, up.weight.detach(), rtol=1e-4, atol=1e-6)
-    assert found.up.abs().max() > 1e-3
 
 
 def test_the_start_is_within_the_bounds_of_a_linear_module() -> None:
@@ -106,16 +87,6 @@ def test_the_same_seed_gives_the_same_map_and_what_is_saved_is_all_of_it(
     )
 
 
-def test_unit_features_stay_unit_where_nothing_is_learnt() -> None:
-    of = features()
-    flag = LowRank(torch.ones(2, WIDTH), torch.zeros(WIDTH, 2), normalize=True)
-    torch.testing.assert_close(flag(of.merged).norm(dim=1), torch.ones(COUNT))
-    assert (
-        Surgery.attachment(flag.tensors()).normalize
-        and not Surgery.attachment(LowRank(flag.down, flag.up).tensors()).normalize
-    )
-
-
 def test_padding_teaches_nothing() -> None:
     mask = torch.rand(COUNT, 5, generator=seeded(7)) < 0.7
     of = features(shape=(COUNT, 5, WIDTH), mask=mask)
@@ -125,8 +96,3 @@ def test_padding_teaches_nothing() -> None:
     for method in (Surgery(steps=20), ProbSurgery(steps=20)):
         own, other = (method.train(each, course()) for each in (of, spoiled))
         assert torch.equal(own.up, other.up)
-
-
-def test_channels_before_space_are_refused() -> None:
-    with pytest.raises(IncompatibleModelsError, match=r"\[2, 3, 4, 4\], channels before space"):
-        FinalFeatures(LAYER, "task", torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)).rows()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.base.errors import SpecError
-from driftlens.calibration.calibrator import Trained, calibrators, require_task_id
+from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.calibration.surgery import ProbSurgery, Surgery, uniform
 from driftlens.data.samples import Batch
 from tests.calibration.helpers import (
@@ -25,18 +24,6 @@ from tests.calibration.helpers import (
 )
 
 TRAINED = [name for name, kind in calibrators.items() if issubclass(kind, Trained)]
-
-
-def test_all_others_are_one_model() -> None:
-    for name, kind in calibrators.items():
-        if name not in TRAINED:
-            assert kind.takes_sites
-            require_task_id("unknown", name)
-    for name in TRAINED:
-        assert not calibrators[name].takes_sites
-        with pytest.raises(SpecError, match=f"{name} has a map for every task, and task_id is unknown"):
-            require_task_id("unknown", name)
-    assert {*TRAINED} == {"surgery", "prob_surgery"}
 
 
 @pytest.mark.parametrize("name", ["open_clip_vit", "llama"])

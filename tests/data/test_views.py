@@ -211,7 +211,7 @@ def test_views_that_change_nothing_count_for_nothing(method: Any, monkeypatch: p
     models = subject("hf_clip_vit", n=4)
     plain = replace(samples(models.inputs, "crop", copies=1), views=None)
     one, two = (
-        calibrated(models, method, parts={task: [of] for task in TASKS})
+        calibrated(models, method, parts=dict.fromkeys(TASKS, of))
         for of in (plain, replace(plain, views=Views(kind="crop", copies=1)))
     )
     for key, value in one.items():

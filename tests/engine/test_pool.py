@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import weakref
 from collections import UserDict
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding, BatchFeature, ViTConfig, ViTModel
+from transformers import BatchEncoding, BatchFeature
 
 from driftlens.base.errors import IncompatibleModelsError, NumericsError
 from driftlens.calibration.calibrator import Calibrator
@@ -22,7 +21,6 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.sources import TensorsSource, module_source
 from driftlens.engine.pool import (
-    LayerMap,
     ModelPool,
     ReadAhead,
     input_bytes,
@@ -30,7 +28,7 @@ from driftlens.engine.pool import (
     replaced,
     streamed_weights,
 )
-from driftlens.engine.walk import capture, forward, waiting_bytes, walk
+from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.models.chain import Layer
 from driftlens.models.taking_apart.mixtures import assembled
 from tests.calibration.helpers import layers_of, subject, updates_of
@@ -73,16 +71,6 @@ def test_all_else_is_handed_on() -> None:
     assert on_device(thing, CPU, torch.float16) is thing
     assert on_device({"flag": True, "none": None}, CPU, torch.float16) == {"flag": True, "none": None}
     assert on_device({}, CPU, torch.float16) == {} and input_bytes({}) == 0
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_model_sees_one_and_the_same_in_all(holder: Any) -> None:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    model = ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes)).eval()
-    pixels = torch.rand(3, 3, 16, 16, dtype=torch.float64)
-    plain = [vectors for _, vectors in capture(model, [pixels.float()])]
-    held = [vectors for _, vectors in capture(model, [holder({"pixel_values": pixels})])]
-    assert all(map(torch.equal, held, plain)) and len(held) == len(plain) > 2
 
 
 CASE = CASES["open_clip_vit"]
@@ -251,32 +239,6 @@ def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
     assert most <= (2 * 4 + 3 * 2 + 3 * 2) * per_sample
 
 
-def test_a_layer_is_let_go_before_the_next_is_read(models: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the view at hand keeps one model's."""
-    made: list[weakref.ref[LayerMap]] = []
-    counts, read = [], models.pool.layer_map
-
-    def counted(*args: Any) -> LayerMap:
-        counts.append(sum(at() is not None for at in made))
-        found = read(*args)
-        made.append(weakref.ref(found))
-        return found
-
-    monkeypatch.setattr(models.pool, "layer_map", counted)
-    with torch.no_grad():
-        for _ in walk(models.pool, "a", ["base", "merged"], models.batches):
-            pass
-    assert max(counts) <= 2 + 1
-
-
-def test_side_inputs_are_weighed_once_for_all_models() -> None:
-    models = family(CASES["masked_decoder"], n=3)
-    one = {name: value[:1] for name, value in models.batches[0].inputs.items()}
-    one_model, five = (waiting_bytes(models.pool, "merged", one, count) for count in (1, 5))
-    features = (five - one_model) // 4
-    assert one_model - features == sum(value.nbytes for value in one.values()) > 0
-
-
 def live_bytes(*shape: int) -> int:
     """Memory of all tensors [n, *shape] that are alive, views of one storage counted once."""
     alive = {
@@ -374,17 +336,6 @@ def test_a_calibration_reads_the_next_expert_while_one_is_computed(
     assert not reader._coming
 
 
-def test_what_is_wrong_with_weights_read_ahead_is_said_when_they_are_asked_for(current: Stream) -> None:
-    models = family(CASES["open_clip_vit"])
-    state = dict(models.modules["expert:a"].state_dict())
-    key = models.chain.layers[2].parameters[next(iter(models.chain.layers[2].parameters))].key
-    state[key] = state[key].clone().fill_(float("nan"))
-    models.pool.add("expert:a", TensorsSource("a.safetensors", state))
-    models.pool._ahead = Counted()
-    with pytest.raises(NumericsError, match=r"a\.safetensors.*" + key):
-        drifts(models)
-
-
 def test_weights_that_had_no_room_ahead_are_read_when_they_are_asked_for(
     current: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,24 +353,6 @@ def test_weights_that_had_no_room_ahead_are_read_when_they_are_asked_for(
     for found, expected in zip(drifts(ahead), drifts(plain), strict=True):
         assert torch.equal(found, expected)
     assert sorted(set(missed)) == [layer.index for layer in ahead.chain.layers[1:]]
-
-
-def test_who_begins_anew_finds_nothing_on_its_way(current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, begun, goes_on = family(CASES["open_clip_vit"]), threading.Event(), threading.Event()
-    reader = models.pool._ahead = Counted()
-
-    def slowly(pool: ModelPool, model: str, layer: Layer) -> dict[str, Tensor]:
-        begun.set()
-        goes_on.wait()
-        return {}
-
-    monkeypatch.setattr(ModelPool, "_read", slowly)
-    models.pool.expect(["merged", "expert:a"], models.chain.layers[1].index)
-    reading, queued = reader._coming.values()
-    begun.wait()
-    threading.Timer(0.05, goes_on.set).start()
-    models.pool.begin_anew()
-    assert not reader._coming and reading.done() and queued.cancelled()
 
 
 def test_a_model_in_the_place_of_another_is_not_the_one_read_ahead(current: Stream) -> None:

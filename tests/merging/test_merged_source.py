@@ -24,7 +24,6 @@ from driftlens.base.errors import (
     SpecError,
 )
 from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.base.registry import Registry
 from driftlens.base.variants import expert_of
 from driftlens.checkpoints.sources import TensorsSource
 from driftlens.engine.sites import rows_and_output
@@ -141,20 +140,6 @@ def test_what_is_merged_as_it_is_written_has_the_same_bits_in_any_order_and_twic
         assert getattr(streamed.change, part) == (value if part == "dtype" else pytest.approx(value)), part
 
 
-def test_what_is_merged_as_it_is_written_is_merged_once() -> None:
-    called: list[Tensor] = []
-
-    def site(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
-        called.append(base["weight"])
-        return experts["b"]
-
-    models = open_models(BASE, EXPERTS)
-    streamed = StreamedMerge(models, merge_called(filed(site, "site")), Reporter())
-    for key in streamed.headers:
-        streamed.read(key)
-    assert len(called) == 3 * 6
-
-
 def test_a_merge_that_is_saved_waits_on_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_disk(*_: object) -> dict[str, Tensor]:
         raise AssertionError("it is written twice")
@@ -191,21 +176,6 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[D
         "came as ndarray, not as a tensor",
     ),
 }
-
-
-RETURNED: dict[Reads, str] = {
-    "model": r"returned NoneType; it is to yield \(name, tensor\)",
-    "samples": r"returned NoneType; it is to yield \(name, tensor\)",
-    "entry": r"returned NoneType; it is to return tensors by name: '",
-    "site": r"returned NoneType; it is to return tensors by name: '",
-}
-
-
-@pytest.mark.parametrize("reads", RETURNED)
-def test_a_method_that_returns_nothing_is_told_what_to_return(reads: Reads) -> None:
-    method, models = merge_called(filed(lambda *given: None, reads)), open_models(BASE, EXPERTS)
-    with pytest.raises(ShapeError, match=f"^Toy of a, b: the method {RETURNED[reads]}"):
-        merged_source(models, method, study_of(models) if reads == "samples" else None)
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -258,19 +228,6 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
     with pytest.raises(Cancelled):
         merged_source(models, merge_called(method), beside=tmp_path / "merged.safetensors", reporter=reporter)
     assert not list(tmp_path.iterdir())
-
-
-def test_one_thread_computes_and_what_torch_was_given_comes_back(threads: None) -> None:
-    seen: list[int] = []
-
-    def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
-        for name, value in base.items():
-            seen.append(torch.get_num_threads())
-            yield name, value[..., None] if len(seen) == 5 else value
-
-    with pytest.raises(ShapeError):
-        merged_source(open_models(BASE, EXPERTS), merge_called(filed(model, "model")))
-    assert seen == [1] * 5 and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(
@@ -341,28 +298,6 @@ def test_the_rule_for_the_rest_gets_the_settings_it_shares() -> None:
     vectors = sum(expert[NAME] - BASE[NAME] for expert in EXPERTS.values())
     torch.testing.assert_close(merged.read(NAME), BASE[NAME] + 0.7 * vectors)
     assert torch.equal(merged.read("blocks.0.up.weight"), BASE["blocks.0.up.weight"])
-
-
-def test_a_method_that_can_not_be_is_refused_when_it_is_filed() -> None:
-    def settings(base: object, experts: object, *, table: dict[str, float]) -> None: ...
-
-    with pytest.raises(TypeError, match="'table' can't be a setting"):
-        filed(settings, "entry")
-    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, tensor"):
-        filed(lambda base, experts: base, "tensors")  # type: ignore[arg-type]
-    assert "toy" not in merge_methods
-
-
-def test_temporary_entries_are_gone_even_after_an_error() -> None:
-    registry: Registry[int] = Registry("number", "tests.merging.no_entries")
-    registry._discovered = True
-    registry.register("one")(1)
-    with pytest.raises(ZeroDivisionError), registry.temporary():
-        registry.register("two")(2)
-        assert list(registry) == ["one", "two"]
-        raise ZeroDivisionError
-    assert list(registry) == ["one"]
-    registry.register("two")(2)
 
 
 def test_a_masked_token_has_no_part_in_the_moments() -> None:

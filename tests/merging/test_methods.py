@@ -16,7 +16,6 @@ from driftlens.jobs.calibrate.job import _anchor
 from driftlens.merging.method import merge_methods
 from tests.merging.applying import LAWS, Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
-from tests.refusing import refusing
 
 
 @pytest.mark.parametrize(
@@ -25,15 +24,6 @@ from tests.refusing import refusing
 def test_declared_law_holds(name: str, law: str) -> None:
     found, wanted = LAWS[law](merge_methods[name])
     assert_same(found, wanted)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in merge_methods if "affine_in_scaling" in merge_methods[name].laws]
-)
-def test_scaling_that_is_affine_is_not_ignored(name: str) -> None:
-    base, experts = states(merge_methods[name])
-    low, high = (apply(merge_methods[name], base, experts, scaling=scaling) for scaling in (0.2, 0.8))
-    assert not any(torch.allclose(low[key], high[key]) for key in base)
 
 
 @pytest.mark.parametrize("name", merge_methods)
@@ -66,27 +56,6 @@ def test_every_method_has_words_for_an_anchor_that_hold(name: str) -> None:
         assert_same(apply(method, base, experts, scaling=rho * scaling), anchor)
     else:
         assert "1.5 times the step" in words
-
-
-def test_average_is_task_arithmetic_with_one_over_n() -> None:
-    base, experts = states(merge_methods["average"])
-    assert_same(
-        merge_methods["average"].function(base, experts),
-        merge_methods["task_arithmetic"].function(base, experts, scaling=1 / 3),
-    )
-
-
-def test_task_arithmetic_by_hand() -> None:
-    base, experts = (
-        {"w": torch.tensor([1.0])},
-        {"a": {"w": torch.tensor([3.0])}, "b": {"w": torch.tensor([0.0])}},
-    )
-    assert merge_methods["task_arithmetic"].function(base, experts, scaling=0.5)["w"].tolist() == [1.5]
-
-
-def test_an_unknown_method_names_those_there_are() -> None:
-    with refusing(SpecError, match=", ".join(sorted(merge_methods)), hint="task_arithmetic"):
-        merge_methods["task_arithmetik"]
 
 
 BASE = random_state(0)

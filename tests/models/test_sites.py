@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.engine.layer_sums import normalised
+from driftlens.engine.snapshot import normalised
 from driftlens.models.chain import Layer, LayerChain, pooled
 from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.walking import chain_states, parameters

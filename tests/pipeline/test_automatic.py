@@ -241,10 +241,9 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
     }.items():
         pieces: dict[float, list[dict[str, np.ndarray]]] = {}
         for part in (0, 1):
-            parts = {task: [drawn] for task, drawn in half(1 - part).items()}
             updates = {
                 (layer.layer, parameter): value
-                for layer in calibrator.calibrate(Ground(pool, parts, sites))
+                for layer in calibrator.calibrate(Ground(pool, half(1 - part), sites))
                 for parameter, value in layer.updates.items()
             }
             made = with_parameters(pool.chain, pool.source("merged"), study.like, updates)

@@ -58,7 +58,7 @@ def test_cached_expert_features_give_the_same_weights_as_none(
 ) -> None:
     """The second calibration on the same samples runs no expert where the cache holds all, and some where it can't."""
     sites = select_sites(study.pool.chain, update=calibrator.update)
-    samples = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
+    samples = {task: at.calibration for task, at in study.tasks.items() if at.calibration}
     runs = list[str]()
 
     def run(layer: Any, *args: Any, **options: Any) -> Any:

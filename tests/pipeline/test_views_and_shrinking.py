@@ -160,7 +160,7 @@ def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
     pool, samples = study.pool, {task: at.calibration for task, at in study.tasks.items()}
     folds = {task: folds_of(len(of), task) for task, of in samples.items() if of is not None}
     rest = {
-        task: [part_of(of, sorted(at for fold in folds[task][:-1] for at in fold))]
+        task: part_of(of, sorted(at for fold in folds[task][:-1] for at in fold))
         for task, of in samples.items()
         if of is not None
     }

@@ -14,15 +14,58 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.typing import NDArray
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
 from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
-from driftlens.findings.projection import stored_projection
+from driftlens.findings.projection import Projection, stored_projection
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import ProjectionRequest
-from tests.projection.clouds import Array, cloud, directions, places, run_of
+from tests.records.full_run import Size, layer_list, write_full_run
+
+Array = NDArray[np.float64]
+
+
+def run_of(path: Path, features: dict[str, Array], task: str = "cars") -> DriftRun:
+    """A run that has just these features, at its head, by role."""
+    with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name="bare") as writer:
+        variants = [role for role in features if role != "expert"]
+        writer.describe(tasks=[task], variants=variants, layers=layer_list(0))
+        writer.write_sample_ids(task, "diagnosis", [f"test/{at}" for at in range(len(features["expert"]))])
+        for role, array in features.items():
+            writer.write_features(task, role, 2, array)
+    return open_run(path)
+
+
+def cloud(n: int, d: int = 6, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).normal(size=(n, d))
+
+
+def places(found: Projection, variant: str) -> Array:
+    return found.frame[found.frame["variant"] == variant][["x", "y"]].to_numpy()
+
+
+def directions(run: DriftRun, variant: str, layer: int | str = "final") -> Array:
+    rows = run.features("cars", variant, layer).astype(float)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+SIZE = Size(blocks=1, samples=20, width=6, tests=40)
+VARIANTS = ("base", "merged", "calibrated:featcal")
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("projection") / "run"
+    return write_full_run(path, tasks=("cars",), variants=VARIANTS, size=SIZE)
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> DriftRun:
+    return open_run(shutil.copytree(written, tmp_path / "run"))
 
 
 def test_pca_is_the_leading_plane_of_all_rows_together(run: DriftRun) -> None:
@@ -35,15 +78,6 @@ def test_pca_is_the_leading_plane_of_all_rows_together(run: DriftRun) -> None:
     found_plane = found.frame[["x", "y"]].to_numpy()
     np.testing.assert_allclose(np.abs(found_plane), np.abs(plane), atol=1e-9)
     assert found.explained_variance == pytest.approx(singular[:2] ** 2 / (singular**2).sum())
-
-
-def test_every_sample_has_one_point_per_variant_with_its_class(run: DriftRun) -> None:
-    frame = dl.project(run, "cars").frame
-    labels = dict(zip(*(run.outputs("cars")[name] for name in ("sample_id", "label")), strict=True))
-    for _, rows in frame.groupby("variant"):
-        assert tuple(rows["sample_id"]) == run.sample_ids("cars")
-        assert rows["label"].tolist() == [labels[sample] for sample in rows["sample_id"]]
-    assert set(frame["task"]) == {"cars"}
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
@@ -140,11 +174,6 @@ def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: Path, metho
     assert kept is not None and kept.notes == found.notes
 
 
-def test_equal_rows_are_not_counted_as_points(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", {"expert": cloud(10), "merged": cloud(10)})
-    assert dl.project(run, "cars", method="tsne").notes[0].startswith("10 distinct points")
-
-
 def test_without_umap_pca_is_drawn_and_the_note_says_how_to_get_it(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,30 +190,6 @@ def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: Path, n:
     row = found.quality.set_index("variant").loc["merged"]
     assert row["neighbours"] == (n - 1) // 2 and math.isnan(row["trustworthiness"]) is (n < 3)
     pd.testing.assert_frame_equal(found.quality, dl.project(run, "cars").quality)  # NaN survives storing
-
-
-def test_an_expert_alone_with_one_sample_is_a_point(tmp_path: Path) -> None:
-    found = dl.project(run_of(tmp_path / "run", {"expert": cloud(1)}), "cars", variants=[])
-    assert places(found, "expert").tolist() == [[0, 0]] and found.explained_variance is None
-    assert found.notes == ("all points the layout is fitted on coincide",)
-
-
-@pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_one_dimension_is_a_line(tmp_path: Path, method: str) -> None:
-    features = {"expert": cloud(20, d=1), "merged": cloud(20, d=1, seed=1)}
-    found = dl.project(run_of(tmp_path / "run", features), "cars", method=method)
-    assert found.method == "pca"  # directions in one dimension are two points
-    assert (found.frame["y"] == 0).all() and found.explained_variance == (pytest.approx(1), 0)
-
-
-def test_a_feature_without_direction_is_drawn_and_named(tmp_path: Path) -> None:
-    expert = cloud(20)
-    expert[2] = 0
-    found = dl.project(run_of(tmp_path / "run", {"expert": expert, "merged": cloud(20, seed=1)}), "cars")
-    assert found.notes == (
-        "1 features of expert are zero and have no direction; they are drawn where zero is",
-    )
-    assert np.isfinite(found.quality["mean_cosine"]).all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinity"])
@@ -298,16 +303,6 @@ def test_damaged_files_are_named(run: DriftRun) -> None:
         words.write_text(text)
         with pytest.raises(RunError, match=words.name):
             dl.project(run, "cars")
-
-
-def test_names_with_markup_are_kept_as_they_are(tmp_path: Path) -> None:
-    task, variant = "<script>$\\input{x}=1", 'calibrated:"><img>'
-    features = {"expert": cloud(16), variant: cloud(16, seed=1)}
-    run = run_of(tmp_path / "run", features, task)
-    found = dl.project(run, task, variants=[variant])
-    assert set(found.frame["task"]) == {task} and set(found.frame["variant"]) == {"expert", variant}
-    stored = stored_projection(run, task, ProjectionRequest(variants=[variant]))
-    assert stored is not None and stored.frame.equals(found.frame)
 
 
 def _printed_without(modules: tuple[str, ...], code: str, path: Path) -> str:

@@ -43,7 +43,7 @@ def models(case: Case) -> dict[str, nn.Module]:
     return {"base": base, "merged": merged, **experts}
 
 
-def samples(case: Case) -> Mapping[str, Sequence[Given]]:
+def samples(case: Case) -> Mapping[str, Given]:
     """Of every task other ones, in one to three batches of unequal sizes."""
     generator = torch.Generator().manual_seed(3)
     batches: dict[str, list[Batch]] = {}
@@ -54,7 +54,7 @@ def samples(case: Case) -> Mapping[str, Sequence[Given]]:
             Batch(start, start + size, case.inputs(generator, size))
             for start, size in zip(starts, sizes, strict=True)
         ]
-    return {task: [Given(lambda task=task: batches[task])] for task in TASKS}  # type: ignore[misc]
+    return {task: Given(lambda task=task: batches[task]) for task in TASKS}  # type: ignore[misc]
 
 
 def calibrated(world: str, calibrator: Calibrator, team: Team, *, num_done: int = 0) -> list[CalibratedLayer]:

@@ -72,10 +72,14 @@ def with_seed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded
 
 
+def stack_chain(module: nn.Module) -> LayerChain:
+    return sequential_chain(module, torch.ones(1, 5, dtype=torch.float64))
+
+
 CASES: dict[str, Case] = {
     "open_clip_vit": Case(adapters["open_clip_vit"].tiny, adapters["open_clip_vit"].chain, pixels(16)),
     "hf_clip_vit": Case(adapters["hf_clip_vit"].tiny, adapters["hf_clip_vit"].chain, pixels(16)),
-    "sequential": Case(with_seed(Stack), sequential_chain, rows(5)),
+    "sequential": Case(with_seed(Stack), stack_chain, rows(5)),
     "masked_decoder": Case(
         with_seed(Decoder), decoder_chain, lambda generator, n: token_batch(generator, n, targets=False)
     ),

@@ -15,11 +15,10 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from driftlens.models.chain import adapters
 from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.sequential import sequential_chain
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock
 from tests.reference.drift import STEPS
-from tests.zoo.cases import CASES, Case, Stack, perturbed, rows, with_seed
+from tests.zoo.cases import CASES, Case, Stack, perturbed, rows, stack_chain, with_seed
 from tests.zoo.hand_made import two_texts
 
 Inputs = Any
@@ -213,7 +212,7 @@ WORLDS: dict[str, World] = {
         CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
     ),
     "rms_stack": World(
-        Case(with_seed(lambda: Stack(depth=2, parts=normed)), sequential_chain, rows(5)),
+        Case(with_seed(lambda: Stack(depth=2, parts=normed)), stack_chain, rows(5)),
         lambda model: list(model.blocks),
         first_step("sequential"),
         of_one_tensor,

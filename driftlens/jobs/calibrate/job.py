@@ -568,7 +568,7 @@ def solve(
 
     ground = Ground(
         study.pool,
-        {task: [samples] for task, samples in plan.samples.items()},
+        plan.samples,
         plan.sites,
         base="base" if study.has_base else None,
         done={index: earlier.updates for index, earlier in solution.layers.items()},

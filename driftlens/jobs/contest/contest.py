@@ -402,7 +402,7 @@ class Fitting:
         settings = self.study.settings
         return Ground(
             self.study.pool,
-            {task: [drawn] for task, drawn in samples.items()},
+            samples,
             self.sites(calibrator.update) if calibrator.takes_sites else {},
             base="base" if self.study.has_base else None,
             objectives=False,

@@ -35,7 +35,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
-from driftlens.engine.walk import Passage, forward_order
+from driftlens.engine.walk import Passage
 from driftlens.jobs.study import opening
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Study
@@ -423,9 +423,11 @@ def site_moments(
     expert's layer reads what merged layers made of the samples.
     The matrices of a layer lie where those of the next will.
     """
-    sets = {task: [viewed(samples)] for task, samples in study.calibration_sets.items()}
-    passage = Passage(study.pool, sets, [_WALKER], is_full=False)
-    yield from forward_order(_SiteMoments(passage, merged).visit, study.pool.chain.layers)
+    sets = {task: viewed(samples) for task, samples in study.calibration_sets.items()}
+    passage = Passage(study.pool, sets, [_WALKER])
+    moments = _SiteMoments(passage, merged)
+    for layer in study.pool.chain.layers:
+        yield from moments.visit(layer)
 
 
 _WALKER = "walker"
@@ -459,6 +461,7 @@ class _SiteMoments:
                 crossing = self.passage.crossing(layer, task)
                 for batch in crossing:
                     crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
+            self.passage.check()
 
     def _means(self, layer: Layer, task: str, readers: Sequence[Site]) -> dict[str, Tensor]:
         pool, moments = self.passage.pool, _InputMoments(self.grams)
@@ -474,6 +477,7 @@ class _SiteMoments:
         crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
         for batch in crossing:
             crossing.take(batch, _WALKER, layer_call, named=expert_of(task), keeps=self.merged is None)
+        self.passage.check()
         return moments.means()
 
 

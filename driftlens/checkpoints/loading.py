@@ -18,21 +18,15 @@ from driftlens.base.errors import CheckpointError, IncompatibleModelsError, Spec
 from driftlens.base.files import expanded, from_json, plain_file
 from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
-from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.checkpoints.weight_files import is_lora_folder, open_folder
 
 if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
     from driftlens.checkpoints.sources import StateSource
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = (".pkl", ".pickle")
-_REFUSED = {
-    ".npz": ("an archive of NumPy arrays", "Save the state dict as safetensors."),
-    ".gguf": ("a quantised GGUF file", "Use the original weights that it was made from."),
-    ".onnx": ("an ONNX graph", "Use the original weights that it was exported from."),
-    ".msgpack": ("a Flax checkpoint", "Load it with `from_flax=True` in transformers 4 and save it again."),
-    ".h5": ("a Keras checkpoint", "Load it with `from_tf=True` in transformers 4 and save it again."),
-}
-NEVER_WRITTEN = (*_READABLE[1:], *_PICKLES, *_REFUSED)
+_OTHERS = (".npz", ".gguf", ".onnx", ".msgpack", ".h5")
+NEVER_WRITTEN = (*_READABLE[1:], *_PICKLES, *_OTHERS)
 """Endings of files of weights in other formats."""
 
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
@@ -121,8 +115,6 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Coll
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
         require_plain_folder(folder)
-        from driftlens.checkpoints.weight_files import open_folder
-
         return open_folder(folder)
     if base is None:
         raise CheckpointError(
@@ -140,7 +132,7 @@ def require_plain_folder(folder: pathlib.Path) -> None:
         config = folder / "config.json"
         require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
     files = sorted(
-        entry for entry in folder.iterdir() if entry.suffix.lower() in (*_READABLE, *_REFUSED, *_PICKLES)
+        entry for entry in folder.iterdir() if entry.suffix.lower() in (*_READABLE, *_OTHERS, *_PICKLES)
     )
     if files and not any(file.suffix.lower() in _READABLE for file in files):
         _require_readable(files[0])
@@ -154,12 +146,9 @@ def _require_readable(path: pathlib.Path) -> None:
         )
     if path.suffix.lower() in _READABLE:
         return
-    if path.suffix.lower() in _PICKLES:
-        kind, remedy = "a pickle, which may hold code", conversion(path)
-    else:
-        remedy = "Save the weights as safetensors, or name the folder that holds them."
-        kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", remedy))
-    raise CheckpointError(f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy)
+    hint = "Save the weights as safetensors, or name the folder that holds them."
+    hint = conversion(path) if path.suffix.lower() in _PICKLES else hint
+    raise CheckpointError(f"{path}: weights are read from {', '.join(_READABLE)} alone", hint=hint)
 
 
 def is_hub_id(text: str) -> bool:

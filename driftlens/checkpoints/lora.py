@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from driftlens.base.errors import CheckpointError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, promoted, require_key
-from driftlens.checkpoints.stated import ADAPTER
-from driftlens.checkpoints.weight_files import open_file
+from driftlens.checkpoints.weight_files import ADAPTER, open_file
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
@@ -40,8 +38,6 @@ _UNSUPPORTED = (
     "kasa_config",
 )
 """Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
-_LARGEST = 1e9
-"""Of a number in a configuration: what is beyond overflows somewhere, and no rank or alpha comes near."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
 _PART = re.compile(
@@ -49,8 +45,6 @@ _PART = re.compile(
 )
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Where the number of a layer stands in a module's path, as peft looks for it."""
 _NESTED = re.compile(r"(\.base_layer)+$")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _SETTINGS = (
@@ -66,6 +60,36 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
     """The model that adapters name as the one they were trained on, and its revision; empty where unsaid."""
     config = _config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
+
+
+_Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
+"""A rank or alpha; what is beyond overflows somewhere."""
+
+
+class _Settings(BaseModel):
+    """Ranks, scalings and places that `adapter_config.json` states; its other entries are read as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    r: _Number
+    lora_alpha: _Number
+    rank_pattern: dict[str, _Number] | None = None
+    alpha_pattern: dict[str, _Number] | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+
+def _patterns(settings: _Settings) -> Iterator[str]:
+    """Yield what peft matches names of modules with."""
+    yield from (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ()))
+    yield from settings.modules_to_save or ()
+    for pattern in (settings.target_modules, settings.exclude_modules):
+        if isinstance(pattern, str):
+            yield pattern
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,7 @@ class LoraSource:
         self._in_by_out = in_by_out
         self.name, self._folder = str(folder), folder
         self._config = _config(folder)
+        self._settings = _settings(folder, self._config)
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if weights is None:
@@ -267,8 +292,8 @@ class LoraSource:
 
     def _matched(self) -> dict[str, _Update]:
         pairs, stacks = self._pairs()
-        ranks = self._numbers("r", "rank_pattern", pairs)
-        alphas = self._numbers("lora_alpha", "alpha_pattern", pairs)
+        ranks = _numbers(self._settings.r, self._settings.rank_pattern or {}, pairs)
+        alphas = _numbers(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
         updates: dict[str, _Update] = {}
         for name, (down, up, magnitude) in pairs.items():
             is_transposed = self._is_transposed or "lora_embedding" in down
@@ -281,7 +306,7 @@ class LoraSource:
             rank = down_shape[0] // count
             if not 0 < rank * count == down_shape[0] == up_shape[1] or rank != ranks[name]:
                 reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {ADAPTER}"
-                raise _refusal(self._folder, reason, _put_back(self._lost_ranks(pairs, stacks, ranks)))
+                raise _refusal(self._folder, reason, "Correct r or rank_pattern there.")
             shape = up_shape[0], down_shape[1]
             if len(stack) == 3 and stack[1:] in (shape, shape[::-1]):
                 key = stacks[name]
@@ -301,79 +326,18 @@ class LoraSource:
             )
         return updates
 
-    def _lost_ranks(
-        self,
-        pairs: Mapping[str, tuple[str, str, str]],
-        stacks: Mapping[str, str],
-        stated: Mapping[str, float],
-    ) -> dict[str, Any]:
-        """What a configuration says by which all adapters have the ranks of their weights."""
-        sizes = {name: self._base.headers[key].shape for name, key in stacks.items()}
-        ranks = {
-            name: self._adapters.headers[down].shape[0]
-            // (size[0] if len(size := sizes.get(name, ())) == 3 else 1)
-            for name, (down, _, _) in pairs.items()
-        }
-        if len({*ranks.values()}) == 1 and not self._config.get("rank_pattern"):
-            return {"r": next(iter(ranks.values()))}
-        leaves = {name: name.rpartition(".")[2] for name in ranks}
-        alike = {
-            leaf
-            for leaf in leaves.values()
-            if len({ranks[name] for name in ranks if leaves[name] == leaf}) == 1
-        }
-        wrong = [name for name in ranks if ranks[name] != stated[name]]
-        return {
-            "rank_pattern": {leaves[name] if leaves[name] in alike else name: ranks[name] for name in wrong}
-        }
-
     def _require_targets(self, modules: Iterable[str]) -> None:
         """Refuse adapters of modules that the configuration does not name, or leaves out: peft passes over them."""
-        targets = self._config.get("target_modules")
-        for option, pattern in (
-            ("target_modules", targets),
-            ("exclude_modules", self._config.get("exclude_modules")),
-        ):
-            if isinstance(pattern, str) and pattern.lower() != "all-linear":
-                self._require_matched(option, pattern, [*modules])
-        if not isinstance(targets, list) or not targets or self._config.get("target_parameters"):
-            return  # of a pattern peft alone knows what it means
-        names = [*modules]
-        ends = tuple(f".{target}" for target in map(str, targets))
-        lost = [name for name in names if not f".{name}".endswith(ends)]
-        entry = [*map(str, targets), *dict.fromkeys(name.rpartition(".")[2] for name in lost)]
-        self._require_held(lost, "target_modules", entry)
-        for option in ("exclude_modules", "modules_to_save"):
-            given = self._config.get(option)
-            given = [str(part) for part in given] if isinstance(given, list) else []
-            is_inside = option == "modules_to_save"  # of which all that lies below is trained whole
-            hit = {
-                part: [n for n in names if _ends(n, part) or (is_inside and f".{part}." in f".{n}.")]
-                for part in given
-            }
-            self._require_held([*chain(*hit.values())], option, [part for part in given if not hit[part]])
-        layers = self._config.get("layers_to_transform")
-        if isinstance(layers, int | list) and layers != [] and not self._config.get("layers_pattern"):
-            numbers = {name: int(found[1]) for name in names if (found := _LAYER.match(name))}
-            known = layers if isinstance(layers, list) else [layers]
-            lost = [name for name in names if numbers.get(name) not in known]
-            self._require_held(lost, "layers_to_transform", sorted({*numbers.values()}))
+        from peft.tuners.tuners_utils import check_target_module_exists
 
-    def _require_matched(self, option: str, pattern: str, modules: Sequence[str]) -> None:
-        """Refuse adapters that a pattern of whole paths leaves out, of modules to adapt or to exclude."""
-        try:
-            places = _first_matches([rf"(?<![\s\S])(?:{pattern})"], modules)
-        except ValueError as error:
-            raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
-        is_lost = option == "exclude_modules"
-        lost = [name for name, place in zip(modules, places, strict=True) if (place is not None) == is_lost]
-        kinds = [*dict.fromkeys(name.rpartition(".")[2] for name in modules)]
-        self._require_held(lost, option, [] if is_lost else kinds)
-
-    def _require_held(self, lost: Sequence[str], option: str, entry: Sequence[Any]) -> None:
+        targets = self._settings.target_modules
+        if not targets or targets == "all-linear" or self._settings.target_parameters:
+            return  # peft alone knows what it means
+        lost = [name for name in modules if not check_target_module_exists(self._settings, name)]
         if lost:
-            reason = f"it holds an adapter of {lost[0]!r}, which peft passes over by {option} in {ADAPTER}"
-            raise _refusal(self._folder, reason, _put_back({option: entry}))
+            reason = f"it holds an adapter of {lost[0]!r}, which peft passes over by {ADAPTER}"
+            hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform there."
+            raise _refusal(self._folder, reason, hint)
 
     def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
         """Path of a module or parameter -> keys of A, B, lengths (or ""); of parameters, path -> the base's key."""
@@ -387,19 +351,10 @@ class LoraSource:
         for module, held in parts.items():
             if held.keys() != wanted:
                 listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, held))
-                hint = (
-                    _put_back({"use_dora": True})
-                    if held.keys() - wanted == {"magnitude_vector"}
-                    else _RESTORE
-                )
-                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", hint)
+                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
         self._require_targets(parts)
         pairs = {name: (at["A"], at["B"], at.get("magnitude_vector", "")) for name, at in parts.items()}
-        targets = self._config.get("target_parameters") or []
-        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-            raise _refusal(
-                self._folder, f"target_parameters is {str(targets)[:80]!r}, expected names", _RESTORE
-            )
+        targets = self._settings.target_parameters or []
         keys = [
             key for key in self._base.headers if f".{key}".endswith(tuple(f".{name}" for name in targets))
         ]
@@ -423,28 +378,6 @@ class LoraSource:
                 self._folder, f"target_parameters names {lost[0]!r}, of which there is no adapter", _RESTORE
             )
         return pairs, stacks
-
-    def _numbers(self, key: str, option: str, modules: Collection[str]) -> dict[str, float]:
-        """A number for every module: that of the first pattern that matches the end of its path, as peft reads them."""
-        patterns = self._config.get(option) or {}
-        if not isinstance(patterns, dict):
-            reason = f"{option} is {str(patterns)[:80]!r}, expected numbers by pattern"
-            raise _refusal(self._folder, reason, _RESTORE)
-        default = self._number(self._config.get(key), key)
-        values = [self._number(value, option) for value in patterns.values()]
-        if not patterns:
-            return dict.fromkeys(modules, default)
-        try:
-            places = _first_matches(list(patterns), modules)
-        except ValueError as error:
-            raise _refusal(self._folder, f"{option}: {error}", _RESTORE) from error
-        chosen = (default if place is None else values[place] for place in places)
-        return dict(zip(modules, chosen, strict=True))
-
-    def _number(self, value: Any, key: str) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
-            raise _refusal(self._folder, f"{key} is {str(value)[:80]!r}, expected a number", _RESTORE)
-        return float(value)
 
     def _weight_key(self, wanted: str, shape: tuple[int | None, ...]) -> str:
         """The one key of the base that ends like `wanted` (or `wanted` like it) and has its shape; None is any size."""
@@ -474,34 +407,17 @@ class LoraSource:
         raise _refusal(self._folder, reason, hint)
 
 
-def _put_back(entry: Mapping[str, Any]) -> str:
-    """What to do where a configuration lost an entry that its weights show."""
-    stated = json.dumps(entry)[1:-1]
-    return f"Put the entry that it lost back into {ADAPTER}: {stated}."
-
-
 def _ends(name: str, end: str) -> bool:
     """Whether a path of modules ends in another one."""
     return f".{name}".endswith(f".{end}")
 
 
-def _first_matches(patterns: Sequence[str], modules: Iterable[str]) -> list[int | None]:
-    """Return for each module the index of the first pattern that matches the end of its path, or None.
+def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
+    """Return a number for every module: that of the first pattern that matches the end of its path."""
+    from peft.utils.other import get_pattern_key
 
-    Raises:
-        ValueError: A pattern is no regular expression.
-    """
-
-    def matches(pattern: str, module: str) -> bool:
-        try:
-            return re.match(rf"(.*\.)?({pattern})$", module) is not None
-        except (re.error, RecursionError, OverflowError):
-            raise ValueError(f"{pattern[:80]!r} is no pattern") from None
-
-    return [
-        next((place for place, pattern in enumerate(patterns) if matches(pattern, module)), None)
-        for module in modules
-    ]
+    patterns = tuple(by_pattern)
+    return {module: by_pattern.get(get_pattern_key(patterns, module), default) for module in modules}
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -516,8 +432,9 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _refusal(folder, f"{ADAPTER} can't be read", "Copy or download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise _refusal(folder, f"peft_type is {kind!r}, only LORA is understood")
+        raise _refusal(
+            folder, f"{ADAPTER} is not that of adapters of type LORA, the only one that is understood"
+        )
     for option in _UNSUPPORTED:
         if config.get(option):
             raise _refusal(folder, f"{option} is {config[option]!r}")
@@ -525,10 +442,22 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
         raise _refusal(
             folder, f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base's weights"
         )
-    saved = config.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise _refusal(folder, f"modules_to_save is {str(saved)[:80]!r}, expected a list of names", _RESTORE)
     return config
+
+
+def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
+    """Return the adapter's settings, once their values and patterns are what they should be."""
+    try:
+        settings = _Settings.model_validate(config)
+        for pattern in _patterns(settings):
+            re.compile(pattern)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {str(first['input'])[:80]!r}"
+        raise _refusal(folder, reason, _RESTORE) from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _refusal(folder, f"{ADAPTER} holds no pattern: {error}", _RESTORE) from error
+    return settings
 
 
 def _refusal(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -252,15 +251,11 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
 
 
 def _has_classes(kind: str, named: Collection[str]) -> bool:
-    """Whether the transformers that is installed has a model type and these classes, by its files: without importing.
+    """Return True if the transformers that is installed has a model type and these classes."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    That takes a second.
-    """
-    spec = importlib.util.find_spec("transformers")
-    home = pathlib.Path(str(spec and spec.origin)).parent / "models"
-    files = [*(home / "auto").glob("*.py"), *(home / kind.replace("-", "_")).glob("modeling_*.py")]
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
-    return f'"{kind}"' in text and all(f'"{name}"' in text or f"class {name}(" in text for name in named)
+    return kind in CONFIG_MAPPING_NAMES and {*named} <= {*dir(transformers)}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from driftlens.base.errors import CheckpointError, IncompatibleModelsError
 from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.stated import WEIGHT_FILES
+from driftlens.checkpoints.weight_files import WEIGHT_FILES
 
 MODULES = "modules.json"
 _WHOLE = "config_sentence_transformers.json"

@@ -9,16 +9,85 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from driftlens.base.errors import CheckpointError
+from driftlens.base.files import from_json, plain_file
 from driftlens.base.words import some_of
 from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer
-from driftlens.checkpoints.sources import Composed, SafetensorsSource, StateSource, TensorsSource
-from driftlens.checkpoints.stated import WEIGHT_FILES, is_lora_folder, shards, weight_map, weights_in
+
+if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
+    from driftlens.checkpoints.sources import StateSource
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Names under which weights are looked for in a folder, best first."""
+ADAPTER = "adapter_config.json"
+
+
+def is_lora_folder(folder: pathlib.Path) -> bool:
+    """Whether a folder holds adapters as peft saves them, rather than a whole model."""
+    return (folder / ADAPTER).is_file()
+
+
+def weight_map(index: pathlib.Path) -> Mapping[str, str]:
+    """The file name of each tensor's shard, as an index lists them."""
+    try:
+        shards = from_json(plain_file(index).read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        shards = None
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(shard, str) for shard in shards.values())
+    ):
+        raise CheckpointError(
+            f"{index} is not an index of shards",
+            hint="It should be JSON with a `weight_map` from tensor names to files; download it again.",
+        )
+    return shards
+
+
+def weights_in(folder: pathlib.Path) -> pathlib.Path:
+    """Return the file of a folder that its weights are read from, or the index of their shards."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return folder / name
+        if (folder / name).is_symlink():  # into a cache of the Hub, of which the folder was copied
+            raise CheckpointError(
+                f"{folder / name} is a link to {(folder / name).readlink()}, which isn't there",
+                hint="Copy or download the folder again, with what its links lead to (cp -rL).",
+            )
+    there = some_of(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+    raise CheckpointError(
+        f"{folder} holds no weights; there is {there}",
+        hint=f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file or folder give its own path.",
+    )
+
+
+def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
+    """The files that an index lists, by their name there; without one that nothing would miss."""
+    files = {name: index.parent / name for name in sorted({*listed.values()})}
+    there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
+    # A part of the model that no file holds, like those for training alone; a head is its own part.
+    needed = {name for key, name in listed.items() if key.partition(".")[0] in there or "head" in key}
+    files = {name: path for name, path in files.items() if not there or name in needed}
+    for name, path in files.items():
+        if path.name != name:  # an index is data from elsewhere: it may not point out of its folder
+            raise CheckpointError(
+                f"{index} names a shard outside its folder: {name}", hint="Don't use this folder."
+            )
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
+            )
+    return files
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
@@ -36,6 +105,8 @@ def shards_of(source: StateSource) -> Mapping[str, str]:
 
 def open_file(path: pathlib.Path) -> StateSource:
     """The weights in one file, `.safetensors` or PyTorch's."""
+    from driftlens.checkpoints.sources import SafetensorsSource
+
     refuse_pointer(path)
     return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
 
@@ -45,6 +116,8 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
     Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
     """
+    from driftlens.checkpoints.sources import Composed
+
     listed = weight_map(index)
     sources = {shard: open_file(path) for shard, path in shards(index, listed).items()}
     there = {
@@ -116,6 +189,11 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
     Raises:
         CheckpointError: The file is damaged, holds no tensors, or holds objects that only code could build.
     """
+    import torch
+    from torch import Tensor
+
+    from driftlens.checkpoints.sources import TensorsSource
+
     content = _load(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in NESTS if isinstance(content.get(key), Mapping)), content)
@@ -146,12 +224,16 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
 
 def _holds_weights(value: Any) -> bool:
     """Return True if a value is a mapping with tensors at names, however deep."""
+    from torch import Tensor
+
     entries = value.values() if isinstance(value, Mapping) else ()
     return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
 
 
 def _load(path: pathlib.Path) -> Any:
     """Return what `torch.load` builds from a file without running code of the file."""
+    import torch
+
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
         raise CheckpointError(
             f"{path} is not read with torch {torch.__version__}, whose reader can be made to run code (CVE-2026-24747)",

@@ -24,8 +24,7 @@ from driftlens.base.progress import LayerSteps
 from driftlens.base.rounding import Change
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
-from driftlens.checkpoints.rounding import written
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.sources import StateSource, written
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap, ModelPool, replaced

@@ -19,7 +19,7 @@ from driftlens.base.errors import SpecError
 from driftlens.base.files import write_text_atomic
 from driftlens.base.variants import calibration_of, expert_of
 from driftlens.checkpoints.loading import library_folder
-from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.runs.attaching import attach
 from driftlens.spec import load_spec
 

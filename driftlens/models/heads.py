@@ -19,7 +19,7 @@ from driftlens.base.errors import CheckpointError, DataError, SpecError
 from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.sources import StateSource, check_finite, require_key
-from driftlens.checkpoints.stated import WEIGHT_FILES
+from driftlens.checkpoints.weight_files import WEIGHT_FILES
 from driftlens.models.language.vocabularies import HEAD
 
 ClassNames = Sequence[str] | str | os.PathLike[str]

@@ -40,8 +40,7 @@ from driftlens.checkpoints.sources import (
     renamed,
     require_key,
 )
-from driftlens.checkpoints.stated import WEIGHT_FILES
-from driftlens.checkpoints.weight_files import shards_of
+from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
 
 if TYPE_CHECKING:
     from driftlens.models.architecture import Architecture

@@ -246,7 +246,7 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
             lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],
             "nothing beside",
         ),
-        (lambda given: [given[0], given[1], given[2] + "/config.json"], "of an unknown kind"),
+        (lambda given: [given[0], given[1], given[2] + "/config.json"], "weights are read from"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(

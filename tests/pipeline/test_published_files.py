@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,27 +213,10 @@ def test_files_of_weights_that_nobody_reads_are_named_beside_the_one_that_is(kin
     assert torch.equal(models.sources["expert:one"].read(TABLE), library)
 
 
-@pytest.mark.parametrize(
-    ("change", "hint"),
-    [
-        (lambda folder: in_shards(folder).unlink(), "the index that lists them"),
-        (
-            lambda folder: shutil.move(
-                folder / "model.safetensors", folder / "checkpoint-10" / "model.safetensors"
-            ),
-            "There are weights in checkpoint-10: give that folder",
-        ),
-    ],
-    ids=["no index", "checkpoints"],
-)
-def test_a_folder_without_weights_says_where_some_may_be(
-    change: Callable[[Path], object], hint: str, root: Path
-) -> None:
-    (root / "one" / "checkpoint-10").mkdir()
-    change(root / "one")
-    with pytest.raises(CheckpointError, match="holds no weights") as refused:
+def test_shards_without_their_index_are_no_weights(root: Path) -> None:
+    in_shards(root / "one").unlink()
+    with pytest.raises(CheckpointError, match="holds no weights"):
         open_checkpoint(root / "one")
-    assert hint in refused.value.hint
 
 
 def test_a_link_that_leads_nowhere_is_named(root: Path) -> None:
@@ -257,9 +239,8 @@ def test_numbers_of_one_byte_are_merged_as_what_they_are(root: Path) -> None:
 def test_names_of_a_trainings_own_are_said_to_be_such(before: str, root: Path) -> None:
     named = {before + key: value for key, value in weights_of(root / "one").items()}
     save_file(named, root / "one" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(IncompatibleModelsError, match=re.escape(before)) as refused:
+    with pytest.raises(IncompatibleModelsError, match=re.escape(before)):
         open_models(load_spec(spec_of(root, "base", "one")))
-    assert "save it from there" in refused.value.hint
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, {"__float__": "NaN"}], ids=str)

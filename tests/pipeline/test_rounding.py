@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.rounding import change_of
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.sources import StateSource, change_of
 from driftlens.engine.pool import ModelPool
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.job import analyze

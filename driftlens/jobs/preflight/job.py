@@ -21,7 +21,7 @@ from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters

@@ -21,7 +21,6 @@ from driftlens.base.files import PathLike, scratch_beside
 from driftlens.base.progress import Reporter
 from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import expert_of, task_of
-from driftlens.checkpoints.rounding import written
 from driftlens.checkpoints.sources import (
     InDtypes,
     StateSource,
@@ -30,6 +29,7 @@ from driftlens.checkpoints.sources import (
     check_finite,
     floats_in,
     require_key,
+    written,
 )
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed

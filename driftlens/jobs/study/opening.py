@@ -29,7 +29,7 @@ from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoi
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.sources import Composed, InDtypes, StateSource, floats_in
-from driftlens.checkpoints.stated import is_lora_folder
+from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings

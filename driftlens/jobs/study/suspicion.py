@@ -21,10 +21,8 @@ from driftlens.base.words import some_of
 from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, Spellings
 from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.refusals import foreign_code
-from driftlens.checkpoints.rounding import task_vector
-from driftlens.checkpoints.sources import StateSource, check_finite
-from driftlens.checkpoints.stated import is_lora_folder
-from driftlens.checkpoints.weight_files import folder_notices
+from driftlens.checkpoints.sources import StateSource, check_finite, task_vector
+from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
 from driftlens.jobs.study.configurations import contradictions
 from driftlens.jobs.study.opening import OpenModels, model_folder
 from driftlens.models.chain import LayerChain, Slot

@@ -57,4 +57,4 @@ def test_pages_name_commands_and_flags_that_there_are(page: Path) -> None:
         assert name in COMMANDS, (name, rest)
         flags = {flag for param in COMMANDS[name].params for flag in (*param.opts, *param.secondary_opts)}
         given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
-        assert given <= flags | {"-q", "-v", "--quiet", "--verbose", "--debug", "--log-json"}, (name, rest)
+        assert given <= flags | {"-q", "-v", "--quiet", "--verbose", "--debug"}, (name, rest)

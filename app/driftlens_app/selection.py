@@ -104,14 +104,6 @@ def choose_run(settings: Settings) -> DriftRun | None:
     return opened(folder_of(settings, chosen))
 
 
-def forget_run(run_id: str) -> None:
-    """Let the newest run be looked at where that was one that was just put away."""
-    if st.query_params.get(RUN) == run_id:
-        del st.query_params[RUN]
-        for key in (RUN, _IN_URL):
-            st.session_state.pop(key, None)
-
-
 def require_no_unreadable(settings: Settings) -> None:
     """Refuse to call a folder empty whose runs can't be read; names the first one, and why."""
     for run in _unreadable(settings):

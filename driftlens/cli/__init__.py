@@ -26,11 +26,11 @@ from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.base.files import put_in_order
 from driftlens.base.team import joined, members
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, hearing, manner, say_event, spelling_homes_out, stopped
+from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
 
 DISTRIBUTED = ("analyze", "calibrate", "sweep")
 """Commands that distribute tasks over processes."""
-_GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug", "--offline"}
+_GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--debug", "--offline"}
 _GLOBAL_OPTIONS = ("--threads", "--progress")
 """Options of the whole program that take a value."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -210,16 +210,12 @@ def _report(message: str, hint: str, code: int) -> int:
     if manner.silent:
         return code
     message, hint = _shortened(message), _shortened(hint)
-    if manner.log_json:
-        raised = {"traceback": traceback.format_exc()} if manner.debug else {}
-        say_event("error", message=message, hint=hint, code=code, **raised)
-    else:
-        text = message if code == Cancelled.exit_code else f"error: {message}"
-        typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
-        if hint:
-            typer.echo(f"hint: {hint}", err=True)
-        if manner.debug:
-            traceback.print_exc()
+    text = message if code == Cancelled.exit_code else f"error: {message}"
+    typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
+    if hint:
+        typer.echo(f"hint: {hint}", err=True)
+    if manner.debug:
+        traceback.print_exc()
     return code
 
 

@@ -50,7 +50,6 @@ class Manner:
 
     quiet: bool = False
     verbose: bool = False
-    log_json: bool = False
     debug: bool = False
     silent: bool = False
     offline: bool = False
@@ -72,9 +71,6 @@ def _tell_version(wanted: bool) -> None:
 def set_manner(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notices.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what happens.")] = False,
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log lines, progress and errors as JSON.")
-    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     offline: Annotated[
         bool,
@@ -105,11 +101,11 @@ def set_manner(
     ] = False,
 ) -> None:
     """Measure, explain and repair the feature drift of merged neural networks."""
-    manner.quiet, manner.verbose, manner.log_json, manner.debug = quiet, verbose, log_json, debug
+    manner.quiet, manner.verbose, manner.debug = quiet, verbose, debug
     manner.offline, manner.threads, manner.progress = offline, threads, progress
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if log_json else _PlainLines())
+    handler.setFormatter(_PlainLines())
     logger = logging.getLogger("driftlens")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
@@ -122,12 +118,7 @@ class _PlainLines(logging.Formatter):
 
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return _event("log", level=record.levelname.lower(), message=record.getMessage())
-
-
-def _event(event: str, **about: object) -> str:
-    """A line that a program reads, as those of progress."""
-    return json.dumps({"event": event, **about})
+        return json.dumps({"event": "log", "level": record.levelname.lower(), "message": record.getMessage()})
 
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -164,8 +155,6 @@ class Job:
         from driftlens.base.progress import sink_for
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
-        if manner.log_json and mode == "auto":
-            mode = "jsonl"
         if mode == "jsonl":  # whoever reads these lines can read no others
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
@@ -333,15 +322,7 @@ def note(text: str) -> None:
     """A remark for a person, on stderr; silent with `--quiet`."""
     if not manner.quiet:
         with suppress(OSError):  # of a terminal that was closed a moment before its signal is heard
-            if manner.log_json:
-                say_event("note", message=harmless(text))
-            else:
-                typer.echo(harmless(text), err=True)
-
-
-def say_event(event: str, **about: object) -> None:
-    """What `--log-json` makes of a line on stderr."""
-    typer.echo(_event(event, **about), err=True)
+            typer.echo(harmless(text), err=True)
 
 
 def say_json(value: object) -> None:

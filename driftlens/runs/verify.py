@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from driftlens.base.errors import RunError
 from driftlens.base.files import sha256_of
 from driftlens.base.words import counted
 from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE, table_file
-from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest, write_manifest
+from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
-from driftlens.runs.status import RunLock
 from driftlens.runs.tables import stored_columns
 
 
@@ -105,38 +103,6 @@ def _rows(path: pathlib.Path) -> int | None:
         shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
         return shape[0] if shape else None
     return None
-
-
-LONGEST_NAME = 120
-"""Characters of a run's name."""
-
-
-def rename(folder: pathlib.Path, name: str) -> None:
-    """Call the run in `folder` otherwise; its id, by which links and other runs know it, stays."""
-    wanted = " ".join(name.split())
-    if not wanted or len(wanted) > LONGEST_NAME or not wanted.isprintable():
-        raise RunError(
-            f"a run can't be called {name!r}",
-            hint=f"Use 1 to {LONGEST_NAME} printable characters on one line.",
-        )
-    with RunLock(folder):
-        write_manifest(folder, replace(read_manifest(folder), name=wanted))
-
-
-def set_aside(folder: pathlib.Path, into: pathlib.Path) -> pathlib.Path:
-    """Move a run into another folder of the same disk, which is made where it isn't there; returns where it is now."""
-    with RunLock(folder):
-        pass  # nobody is at work; the lock's own file moves along
-    try:
-        into.mkdir(exist_ok=True)
-        names = (f"{folder.name}-{number}" if number else folder.name for number in range(10_000))
-        to = next(into / name for name in names if not os.path.lexists(into / name))
-        folder.rename(to)
-    except OSError as error:
-        raise RunError(
-            f"{folder} can't be moved into {into}: {error.strerror}", hint="It is still where it was."
-        ) from error
-    return to
 
 
 TOLERANCE = 1e-5

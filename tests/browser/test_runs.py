@@ -1,9 +1,8 @@
-"""The list of runs in a real browser: names open, ticked rows are compared, renamed and put away."""
+"""The list of runs in a real browser: names open, ticked rows are compared."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.runs.run import open_run
-from driftlens_app.processes import write_job
 from driftlens_app.show import pages
 from driftlens_reports.build import Report
 from driftlens_reports.explorer import Explorer
-from tests.app.pages import failed
 from tests.browser.reading import drawn, eventually, settled, visit
 from tests.records.full_run import write_full_run
 
@@ -42,9 +39,7 @@ def click(page: Any, row: int, x: int) -> None:
     settled(page)
 
 
-def test_runs_are_opened_compared_renamed_and_put_away(
-    page: Any, runs_folder: Path, workshop: tuple[str, Path]
-) -> None:
+def test_runs_are_opened_and_compared(page: Any, runs_folder: Path, workshop: tuple[str, Path]) -> None:
     url, root = workshop
     shutil.copytree(runs_folder, root, dirs_exist_ok=True)
     ids = [open_run(folder).id for folder in root.iterdir()]
@@ -59,48 +54,10 @@ def test_runs_are_opened_compared_renamed_and_put_away(
     assert page.evaluate("history.length") == entries + 1
 
     page.goto(f"{url}/runs")
-    click(page, 0, 15)
-    page.get_by_role("button", name="Rename").click()
-    page.get_by_label("Name", exact=True).fill("better so")
-    page.keyboard.press("Enter")
-    page.get_by_role("dialog").get_by_role("button", name="Rename").click()
-    expect(page.get_by_role("dialog")).to_have_count(0)
     settled(page)
-    names = sorted(open_run(folder).name for folder in root.iterdir())
-    assert "better so" in names and len(names) == 2
-
-    for folder in [*root.iterdir()]:  # later than the run was finished, or nobody would be told
-        write_job(replace(failed(root, folder.name), started="2999-01-01T00:00:00.000Z"))
-    page.goto(f"{url}/runs")
-    expect(page.get_by_role("button", name="Dismiss")).to_have_count(2)
-    click(page, 0, 15)
-    page.get_by_role("button", name="Delete").click()
-    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-    expect(page.get_by_role("dialog")).to_have_count(0)
-    settled(page)
-    (put_away,) = (root / "deleted").iterdir()
-    (left,) = (folder for folder in root.iterdir() if folder.name not in ("deleted", ".driftlens"))
-    assert {open_run(put_away).name, open_run(left).name} == {*names}
-    expect(page.get_by_test_id("stToast")).to_contain_text(f"Deleted: {open_run(put_away).name}")
-    # How it once ended is not told of what is no longer there.
-    expect(page.get_by_role("button", name="Dismiss")).to_have_count(1)
-    # Nothing is ticked in the list that is left.
-    expect(page.get_by_role("button", name="Delete")).to_have_count(0)
-
-    page.goto(f"{url}/runs")
-    settled(page)
-    expect(page.get_by_test_id("stToast")).to_have_count(0)
     click(page, 0, 70)
     page.wait_for_url("**/overview?**")
-    assert open_run(left).id in page.url
-
-    page.goto(f"{url}/runs")
-    click(page, 0, 15)
-    page.get_by_role("button", name="Archive").click()
-    page.get_by_role("dialog").get_by_role("button", name="Archive").click()
-    expect(page.get_by_test_id("stToast")).to_contain_text("Archived: ")
-    (archived,) = (root / "archived").iterdir()
-    assert open_run(archived).name in names and not left.exists()
+    assert any(id in page.url for id in ids)
 
 
 @pytest.fixture(scope="module")

@@ -52,21 +52,6 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_every_line_is_json_where_that_is_asked(
-    run_cli: Cli, quick: Path, tmp_path: Path, debug: bool
-) -> None:
-    asked = ["--log-json", *["--debug"] * debug]
-    done = run_cli(*asked, "merge", quick, "--out", tmp_path / "merged.safetensors")
-    assert done.code == 0
-    assert {json.loads(line)["event"] for line in done.err.splitlines()} == {"progress", "note"}
-    failed = run_cli(*asked, "merge", quick, "--method", "mean", "--out", tmp_path / "x")
-    (refused,) = map(json.loads, failed.err.splitlines())
-    assert (refused.pop("event"), refused.pop("code")) == ("error", failed.code)
-    assert "'mean'" in refused.pop("message") and "'" in refused.pop("hint")
-    assert ("Traceback" in refused.pop("traceback")) if debug else not refused
-
-
 @pytest.fixture
 def quick(world: World, spec_file: Path) -> Path:
     """A spec that is analyzed in a moment."""

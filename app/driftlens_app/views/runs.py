@@ -11,17 +11,15 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn
 
-from driftlens.base.errors import RunError
 from driftlens.base.variants import part_of
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.reading import size
-from driftlens.runs.verify import LONGEST_NAME, rename, set_aside
 from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
-from driftlens_app.processes import MAKING, dismiss, is_at_work, job_of
+from driftlens_app.processes import is_at_work
 from driftlens_app.requests import DEMO
 from driftlens_app.runs import listed_runs
-from driftlens_app.selection import forget_run, lead
-from driftlens_app.settings import Settings, is_inside
+from driftlens_app.selection import lead
+from driftlens_app.settings import Settings
 from driftlens_app.show import (
     AXIS,
     MODELS,
@@ -32,16 +30,13 @@ from driftlens_app.show import (
     page_title,
     plain,
     show_table,
-    shown_errors,
     when,
 )
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
 _PERCENT = "%.1f %%"
-_CHOSEN, _TOLD = "_chosen_in_runs", "_put_away"
-_ASIDE = {"Archive": ("archive", "archived"), "Delete": ("delete", "deleted")}
-"""Icon, and the folder inside the root that such runs are moved to."""
+_CHOSEN = "_chosen_in_runs"
 
 
 def show() -> None:
@@ -49,8 +44,6 @@ def show() -> None:
     settings = Settings.from_environment()
     # A run that is just being made has no manifest in its first moments; its job says more than an error would.
     runs = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
-    if put_away := st.session_state.pop(_TOLD, ""):
-        st.toast(put_away, icon=":material/check:")
     if not runs:
         welcome()
         return
@@ -73,7 +66,7 @@ def show() -> None:
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
             lead("overview", run=shown[position].id)
-    _actions([shown[position] for position in chosen["rows"]], settings)
+    _actions([shown[position] for position in chosen["rows"]])
     for run in shown:
         _remarks(run, is_live=run.path in live)
 
@@ -123,13 +116,11 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
     return chosen
 
 
-def _actions(ticked: list[RunSummary], settings: Settings) -> None:
+def _actions(ticked: list[RunSummary]) -> None:
     """What can be done with the runs whose rows are ticked."""
     readable = [run for run in ticked if not run.problem]
     if not ticked:
-        st.caption(
-            "Newest first. A name opens the run's overview; ticked rows can be compared, renamed, archived and deleted."
-        )
+        st.caption("Newest first. A name opens the run's overview; two ticked rows can be compared.")
         return
     with st.container(horizontal=True):
         if len(readable) == len(ticked) == 2 and st.button(
@@ -137,41 +128,6 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
         ):
             older, newer = sorted(readable, key=lambda run: run.created)
             lead("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
-        if settings.read_only or settings.is_one_run:
-            return
-        if len(readable) == len(ticked) == 1 and st.button("Rename", icon=":material/edit:", key="rename"):
-            _rename(ticked[0])
-        for kind, (icon, _) in _ASIDE.items():
-            if st.button(kind, icon=f":material/{icon}:", key=kind.lower()):
-                st.dialog(kind)(_put_away)(ticked, kind, settings)
-
-
-@st.dialog("Rename")
-def _rename(run: RunSummary) -> None:
-    name = st.text_input("Name", run.name, max_chars=LONGEST_NAME, key="new-name")
-    if st.button("Rename", type="primary", key="rename-it"):
-        with shown_errors():
-            rename(run.path, name)
-            st.rerun()
-
-
-def _put_away(ticked: list[RunSummary], kind: str, settings: Settings) -> None:
-    _, folder = _ASIDE[kind]
-    names = ", ".join(f"**{plain(run.name)}**" for run in ticked)
-    st.markdown(
-        f"{kind} {names}? Its folder is moved into {plain(folder)}/ in {plain(settings.root)}; nothing is erased."
-    )
-    if st.button(kind, type="primary", key="put-away"):
-        with shown_errors():
-            if not is_inside(settings.root / folder, settings.root):
-                raise RunError(f"{folder} is a link that leaves {settings.root}", hint="Remove it.")
-            for run in ticked:
-                set_aside(run.path, settings.root / folder)
-                forget_run(run.id)
-                for job in filter(None, (job_of(run.path, making) for making in MAKING)):
-                    dismiss(job)  # how it ended is over with the run
-            st.session_state[_TOLD] = f"{_ASIDE[kind][1].capitalize()}: {names}"
-            st.rerun()
 
 
 def _row(run: RunSummary) -> dict[str, object]:

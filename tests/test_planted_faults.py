@@ -377,7 +377,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
         ),
-        "maps_left_out": put(embeddings, "_dense", lambda _: lambda place, stated, size: (lambda x: x, size)),
+        "maps_left_out": put(embeddings, "_dense", lambda _: lambda weights, activation, is_residual, x: x),
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(

@@ -16,7 +16,7 @@ from driftlens.data.rows import as_texts, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of
 from driftlens.data.task_data import TaskData, require_same_classes, sample_set
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError
 from driftlens.data.sources import SplitView, open_split, require_column
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import TextEntry

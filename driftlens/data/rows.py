@@ -26,8 +26,7 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
-from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.texts import Form, Pictured, Text, TextReader
+from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData, TableData, TextEntry

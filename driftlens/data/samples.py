@@ -15,7 +15,7 @@ import numpy as np
 
 from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
-from driftlens.models.language.texts import Pictured, Text, TextReader
+from driftlens.models.texts import Pictured, Text, TextReader
 
 if TYPE_CHECKING:
     from driftlens.data.related import Comparison

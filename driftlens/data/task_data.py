@@ -14,7 +14,7 @@ from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
 from driftlens.data.sources import Picture, Split, SplitView, open_split
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import DataDefaults

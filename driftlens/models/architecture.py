@@ -28,11 +28,11 @@ from driftlens.checkpoints.sources import Composed, StateSource, renamed
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
-from driftlens.models.language.vocabularies import vocabulary_keys
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.saving import FolderFormat
 from driftlens.models.sentences import readout_of, with_embedding
+from driftlens.models.vocabularies import vocabulary_keys
 
 
 @dataclass(frozen=True)

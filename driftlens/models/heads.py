@@ -20,7 +20,7 @@ from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.sources import StateSource, check_finite, require_key
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
-from driftlens.models.language.vocabularies import HEAD
+from driftlens.models.vocabularies import HEAD
 
 ClassNames = Sequence[str] | str | os.PathLike[str]
 """Class names in the order of the rows, or the path of a JSON file that holds such a list."""

@@ -19,8 +19,7 @@ from driftlens.checkpoints.loading import (
     read_config,
     tokenizer_in,
 )
-from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.texts import UNLIMITED, Form, Pictured, TextReader
+from driftlens.models.texts import UNLIMITED, Form, Pictured, PictureReader, TextReader
 
 if TYPE_CHECKING:
     from PIL.Image import Image

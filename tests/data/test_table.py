@@ -18,7 +18,7 @@ from driftlens.base.errors import DataError
 from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
-from driftlens.models.language.texts import Text
+from driftlens.models.texts import Text
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images

@@ -13,7 +13,7 @@ from PIL import Image
 from driftlens.base.errors import DataError, DriftLensError, SpecError
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import DataDefaults, fields_of, filled
 from driftlens.spec.yaml_text import to_yaml

@@ -16,7 +16,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.data import views as views_of
 from driftlens.data.samples import SampleSet, Texts, part_of
 from driftlens.data.views import viewed
-from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.texts import Text, TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest

@@ -23,11 +23,11 @@ from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import State, pooled
 from driftlens.models.families.seq2seq import HfSeq2Seq
+from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
-from driftlens.models.language.generation import generate
-from driftlens.models.language.texts import Text
 from driftlens.models.own_heads import OwnHead, behind_core
 from driftlens.models.saving import save_model
+from driftlens.models.texts import Text
 from tests.zoo.cases import perturbed, samples
 from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save

@@ -12,8 +12,8 @@ import transformers
 
 from driftlens.base.errors import DriftLensError, SpecError
 from driftlens.checkpoints.loading import tokenizer_in
-from driftlens.models.language.texts import Text, TextReader
 from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.texts import Text, TextReader
 from tests.zoo.tokenizers import word_tokenizer
 
 

@@ -17,9 +17,8 @@ from driftlens.models.chain import LayerChain
 from driftlens.models.families.causal import causal_chain
 from driftlens.models.families.hf_auto import PADDED, built
 from driftlens.models.families.sequential import block_list
-from driftlens.models.families.vlm import decoder_path
-from driftlens.models.families.vlm_chain import sighted_chain, tower_list
-from driftlens.models.language.pictures import as_the_library
+from driftlens.models.families.vlm import decoder_path, sighted_chain, tower_list
+from driftlens.models.texts import as_the_library
 from tests.quick import few
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed

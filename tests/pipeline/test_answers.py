@@ -23,7 +23,7 @@ from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
-from driftlens.models.language.generation import generate, log_likelihoods
+from driftlens.models.generation import generate, log_likelihoods
 from driftlens.runs.layout import LONGEST_TEXT
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.spec import load_spec

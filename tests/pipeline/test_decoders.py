@@ -19,7 +19,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LmHead
-from driftlens.models.language.texts import Text
+from driftlens.models.texts import Text
 from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, EACH_KIND, EACH_LAYOUT, MIXTURES, families, in_float64

@@ -26,7 +26,7 @@ from driftlens.data.live import live_texts
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 from driftlens.spec import load_spec
 from driftlens.spec.data import TextEntry
 from tests.refusing import refusing

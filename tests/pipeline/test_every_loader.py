@@ -14,7 +14,7 @@ import transformers
 
 import driftlens as dl
 from driftlens.models.architecture import Architecture, load_architecture, loaders
-from driftlens.models.language.texts import Text
+from driftlens.models.texts import Text
 from tests.quick import paced
 from tests.zoo import saved_families, seq2seq, world
 from tests.zoo.cases import perturbed, with_seed

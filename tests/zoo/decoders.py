@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 from tests.quick import paced
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from driftlens.models.language.texts import TextReader
+from driftlens.models.texts import TextReader
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import llama, t5
 from tests.zoo.tokenizers import WORDS as VOCABULARY

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from driftlens.models.language.pictures import together
+from driftlens.models.texts import together
 from tests.zoo.vlms import IMAGE_TOKEN as IMAGE
 
 

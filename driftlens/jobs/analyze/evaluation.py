@@ -32,9 +32,9 @@ from driftlens.jobs.study.study import Study
 from driftlens.linalg.measures import DEEPEST, RANKINGS, similarities
 from driftlens.linalg.state import expert_cosine, lengths
 from driftlens.models.chain import Pool
+from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
-from driftlens.models.language.generation import generate, log_likelihoods
-from driftlens.models.language.texts import Text, TextReader
+from driftlens.models.texts import Text, TextReader
 from driftlens.runs.run import DriftRun
 
 if TYPE_CHECKING:

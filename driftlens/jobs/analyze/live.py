@@ -45,8 +45,8 @@ from driftlens.models.families.sequential import check_deterministic, sequential
 from driftlens.models.families.vit import PIXELS
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.heads import LmScores, ScoreMap, linear_head
-from driftlens.models.language.texts import Form, TextReader
 from driftlens.models.preprocessing import Preprocess, text_preprocess
+from driftlens.models.texts import Form, TextReader
 from driftlens.runs.layout import MANIFEST, SPEC
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run

@@ -39,6 +39,7 @@ from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, Architecture, load_architecture
 from driftlens.models.chain import LayerChain
 from driftlens.models.families.open_clip_vit import resolve_pretrained
+from driftlens.models.generation import generate
 from driftlens.models.heads import (
     LmHead,
     LmScores,
@@ -52,19 +53,18 @@ from driftlens.models.heads import (
     stated_classes,
     text_head,
 )
-from driftlens.models.language.generation import generate
-from driftlens.models.language.pictures import PictureReader
-from driftlens.models.language.tokenizer_files import require_same_tokenizer
-from driftlens.models.language.vocabularies import (
-    own_head,
-    vocabulary_keys,
-    with_head,
-    with_rows,
-)
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.saving import HEADS
 from driftlens.models.sentences import EMBEDDED
 from driftlens.models.taking_apart.interception import settle
+from driftlens.models.texts import PictureReader
+from driftlens.models.vocabularies import (
+    own_head,
+    require_same_tokenizer,
+    vocabulary_keys,
+    with_head,
+    with_rows,
+)
 from driftlens.runs.layout import escape
 from driftlens.spec.published import PublishedTask, published_task
 from driftlens.spec.sections import FileHead, Head, LinearHead

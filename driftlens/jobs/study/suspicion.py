@@ -25,8 +25,8 @@ from driftlens.checkpoints.sources import StateSource, check_finite, task_vector
 from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
 from driftlens.jobs.study.configurations import contradictions
 from driftlens.jobs.study.opening import OpenModels, model_folder
+from driftlens.models import vocabularies
 from driftlens.models.chain import LayerChain, Slot
-from driftlens.models.language import tokenizer_files
 
 FOREIGN = 0.5
 """Relative distance between weights from which on they hardly come from one base.
@@ -328,7 +328,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     home = folders.get("base") or Path(models.architecture.source)
 
     def doubts(name: str, source: StateSource, called: str) -> Doubt:
-        if code := foreign_code(tokenizer_files.json_object(folders[name], "config.json"), needed=False):
+        if code := foreign_code(vocabularies.json_object(folders[name], "config.json"), needed=False):
             text = (
                 f"{called} brings code of its own ({code}), which is not run: the library's own model is used"
             )
@@ -345,10 +345,10 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
         if (folder := folders[name]) is not None:
             yield from _adapter(models, folders["base"], folder, called)
             differing = [
-                *tokenizer_files.changed_files(home, folder),
-                *tokenizer_files.changed_special_tokens(home, folder).values(),
+                *vocabularies.changed_files(home, folder),
+                *vocabularies.changed_special_tokens(home, folder).values(),
             ]
-            if differing := [*differing, *tokenizer_files.changed_ends(home, folder)]:
+            if differing := [*differing, *vocabularies.changed_ends(home, folder)]:
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
                     "The base's reads and ends everything; where ids mean other words, features are those of other "
@@ -434,7 +434,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
     if not is_lora_folder(folder):
         return
     (stated, revision), base = named_base(folder), models.origins["base"]
-    named = tokenizer_files.json_object(base_folder, "config.json").get("_name_or_path")
+    named = vocabularies.json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
     mismatch = ""
     if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.devices import moved
-from driftlens.models.language.texts import TextReader
 from driftlens.models.taking_apart.dissection import fitted
+from driftlens.models.texts import TextReader
 
 
 def generate(

@@ -1,1 +1,0 @@
-"""What language models need besides: tokenizers, chat templates, generation, likelihoods, vocabularies."""

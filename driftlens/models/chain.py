@@ -388,10 +388,6 @@ class Adapter(Protocol):
         """The module taken apart; parameter names are those of `module.state_dict()`. `module` may be on meta."""
         ...
 
-    def tiny(self) -> nn.Module:
-        """The same architecture with random weights, built in under a second without network, in eval mode."""
-        ...
-
 
 adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.families", "driftlens.adapters")
 """One file of this package each; modules of no family are left to `sequential_chain`."""

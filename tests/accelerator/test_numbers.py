@@ -36,6 +36,7 @@ from tests.accelerator.subjects import models, pool_on, same, small, tables
 from tests.calibration.helpers import ground
 from tests.zoo import decoders, live_families, mixtures
 from tests.zoo.hand_made import two_texts
+from tests.zoo.small import TINY
 from tests.zoo.world import World, build
 
 pytestmark = pytest.mark.slow
@@ -153,7 +154,7 @@ def test_a_merge_that_runs_models(sim: torch.device, world: World, tmp_path: Pat
 
 
 def of_adapter(name: str) -> tuple[nn.Module, LayerChain, Any]:
-    model, generator = adapters[name].tiny().float(), torch.Generator().manual_seed(0)
+    model, generator = TINY[name]().float(), torch.Generator().manual_seed(0)
     inputs = two_texts(generator, 3) if name == "seq2seq" else torch.randn(3, 3, 16, 16, generator=generator)
     return model, adapters[name].chain(model), inputs
 

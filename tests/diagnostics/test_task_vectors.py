@@ -12,6 +12,7 @@ from driftlens.diagnostics.task_vectors import Alignment, alignment_rows, task_v
 from driftlens.models.chain import adapters
 from tests.zoo.cases import CASES, Case, family
 from tests.zoo.hand_made import token_batch
+from tests.zoo.small import flan_t5
 
 
 def test_sums_of_parts_are_the_whole(generator: torch.Generator) -> None:
@@ -83,8 +84,8 @@ def test_the_experts_own_task_vector_aligns_with_itself() -> None:
 
 
 def test_a_group_is_all_its_modules_at_once_and_groups_are_the_backbone_and_its_head() -> None:
-    t5 = adapters["seq2seq"]
-    models = family(Case(t5.tiny, t5.chain, lambda generator, n: token_batch(generator, n, targets=True)))
+    chain = adapters["seq2seq"].chain
+    models = family(Case(flan_t5, chain, lambda generator, n: token_batch(generator, n, targets=True)))
     rows = {row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "group"}
     state = {name: module.state_dict() for name, module in models.modules.items()}
 

@@ -21,6 +21,7 @@ from tests.zoo.cases import CASES, perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
 from tests.zoo.hand_made import two_texts
 from tests.zoo.live_families import FAMILIES, batch
+from tests.zoo.small import TINY
 
 Opened = tuple[LayerChain, nn.Module, Any]
 ENTERS = ""
@@ -53,7 +54,7 @@ def decoder(name: str) -> Opened:
 
 
 def t5() -> Opened:
-    model = moved(adapters["seq2seq"].tiny)
+    model = moved(TINY["seq2seq"])
     return adapters["seq2seq"].chain(model), model, two_texts(generator(), 3)
 
 

@@ -13,11 +13,12 @@ from driftlens.models.chain import adapters
 from tests.refusing import refusing
 from tests.zoo.cases import with_seed
 from tests.zoo.decoders import CONFIGS
+from tests.zoo.small import TINY, flan_t5
 
 
 @pytest.fixture(scope="module")
 def chain():  # type: ignore[no-untyped-def]
-    return adapters["open_clip_vit"].chain(adapters["open_clip_vit"].tiny())
+    return adapters["open_clip_vit"].chain(TINY["open_clip_vit"]())
 
 
 LINEAR = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")
@@ -94,8 +95,7 @@ def test_parts_of_a_block_are_known_whatever_the_library_calls_them(name: str, e
 
 
 def test_each_attention_of_a_decoder_block_has_its_own_parts() -> None:
-    t5 = adapters["seq2seq"]
-    chain = t5.chain(t5.tiny())
+    chain = adapters["seq2seq"].chain(flan_t5())
     groups = site_groups(chain.blocks[-1])
     for name, group in groups.items():
         leaf = name.rpartition(".")[2]

@@ -155,8 +155,8 @@ def test_one_block_and_one_token_are_enough(rounding: float) -> None:
     from open_clip.transformer import VisionTransformer
 
     from driftlens.models.chain import adapters
-    from driftlens.models.families.vit import scrambled
     from tests.zoo.cases import Case, pixels
+    from tests.zoo.small import scrambled
 
     case = Case(
         lambda: scrambled(lambda: VisionTransformer(4, 4, 8, 1, 2, 2.0, output_dim=3)),

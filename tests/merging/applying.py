@@ -17,10 +17,10 @@ from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Settings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
-from driftlens.models.families.vit import scrambled
 from driftlens.models.heads import LinearHead
 from tests.zoo import hand_made as tiny
 from tests.zoo.hand_made import TinyStack
+from tests.zoo.small import scrambled
 
 Tensors = dict[str, Tensor]
 FEW: dict[str, dict[str, Any]] = {"adamerging": {"steps": 3, "batch_size": 4}, "wudi": {"steps": 20}}

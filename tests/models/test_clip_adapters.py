@@ -17,6 +17,7 @@ from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
 from driftlens.models.families.vit import activation_name
 from tests.refusing import refusing
+from tests.zoo.small import TINY
 from tests.zoo.towers import (
     HF_VISION,
     hf_tower,
@@ -181,7 +182,7 @@ def test_sites_see_what_the_librarys_modules_see() -> None:
     ids=["open_clip", "transformers"],
 )
 def test_blocks_have_eight_sites_under_public_names(adapter: Any, names: str) -> None:
-    chain = adapter.chain(adapter.tiny())
+    chain = adapter.chain(TINY[adapter.name]())
     for block in chain.blocks:
         assert " ".join(site.name for site in block.sites) == names
         assert [site.kind for site in block.sites] == [

@@ -17,10 +17,10 @@ from driftlens.base.errors import CheckpointError, IncompatibleModelsError, Spec
 from driftlens.jobs.study.opening import open_models
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.families.open_clip_vit import resolve_pretrained
-from driftlens.models.families.vit import scrambled
 from driftlens.spec import load_spec
 from tests.refusing import refusing
 from tests.specs import minimal
+from tests.zoo.small import scrambled
 from tests.zoo.towers import OPEN_CLIP_CONFIG, open_clip_folder
 
 MODEL = "tiny-quickgelu"

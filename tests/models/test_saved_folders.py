@@ -24,12 +24,12 @@ from driftlens.checkpoints.sources import StateSource, TensorsSource, content_di
 from driftlens.jobs.study.card import merge_card
 from driftlens.merging.method import merge_called
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.models.heads import text_head
 from driftlens.models.saving import Patched, save_model
 from tests.zoo import encoders
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained
+from tests.zoo.small import flan_t5
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
 from tests.zoo.walking import chain_states
@@ -305,7 +305,7 @@ def decoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
 
 
 def t5_folder(folder: Path) -> tuple[str, Any]:
-    model = HfSeq2Seq().tiny()
+    model = flan_t5()
     model.save_pretrained(folder)
     word_tokenizer("encoder-decoder").save_pretrained(folder)
     return "hf-t5", model

@@ -22,7 +22,6 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import State, pooled
-from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
 from driftlens.models.own_heads import OwnHead, behind_core
@@ -32,6 +31,7 @@ from tests.zoo.cases import perturbed, samples
 from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save
 from tests.zoo.hand_made import two_texts
+from tests.zoo.small import flan_t5
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
@@ -293,12 +293,12 @@ QUESTIONS = [("is it red ?", "yes"), ("green", ""), ("is it blue or is it green 
 
 
 def flan() -> nn.Module:
-    return HfSeq2Seq().tiny()
+    return flan_t5()
 
 
 def version_1() -> nn.Module:
     """Of one embedding for everything, ReLU instead of gates."""
-    config = HfSeq2Seq().tiny().config.to_dict() | {
+    config = flan_t5().config.to_dict() | {
         "feed_forward_proj": "relu",
         "scale_decoder_outputs": True,
     }
@@ -371,7 +371,7 @@ def test_files_of_every_form_give_the_librarys_features(
 @T5
 @pytest.mark.shows("live", "attribution")
 def test_padding_batches_and_order_change_no_feature() -> None:
-    module = HfSeq2Seq().tiny().double()
+    module = flan_t5().double()
     chain = architecture_of(module).chain
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     wide = {name: torch.nn.functional.pad(value, (0, 4), value=0) for name, value in inputs.items()}
@@ -390,7 +390,7 @@ def test_padding_batches_and_order_change_no_feature() -> None:
 
 def test_every_block_computes_positions_from_its_own_models_table() -> None:
     """Else e = m + p would lack what the tables add to every block behind the first."""
-    module = HfSeq2Seq().tiny().double()
+    module = flan_t5().double()
     chain = architecture_of(module).chain
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     other = perturbed(module, 1)

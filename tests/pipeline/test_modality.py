@@ -130,9 +130,6 @@ class LettersAdapter:
             modality=TEXT,
         )
 
-    def tiny(self) -> nn.Module:
-        return Letters().eval()
-
 
 def load_letters(request: ArchitectureRequest) -> Architecture:
     module = Letters().eval()

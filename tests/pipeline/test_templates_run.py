@@ -16,11 +16,10 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.models.families.seq2seq import HfSeq2Seq
 from driftlens.spec.templates import template_text
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
-from tests.zoo.small import small
+from tests.zoo.small import flan_t5, small
 from tests.zoo.tokenizers import word_tokenizer
 
 ROWS = 24
@@ -48,7 +47,7 @@ def texts(key: str, target: str, answers: list[Any]) -> list[dict[str, Any]]:
 
 
 def t5(models: Path, data: Path) -> None:
-    base = HfSeq2Seq().tiny()
+    base = flan_t5()
     for module, name in ((base, "base"), (perturbed(base, 1, 0.05), "rte")):
         module.save_pretrained(models / name)
         word_tokenizer("encoder-decoder", words=WORDS).save_pretrained(models / name)

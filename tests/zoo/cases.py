@@ -22,6 +22,7 @@ from tests.zoo.hand_made import (
     encoder_decoder_chain,
     token_batch,
 )
+from tests.zoo.small import TINY
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def stack_chain(module: nn.Module) -> LayerChain:
 
 
 CASES: dict[str, Case] = {
-    "open_clip_vit": Case(adapters["open_clip_vit"].tiny, adapters["open_clip_vit"].chain, pixels(16)),
-    "hf_clip_vit": Case(adapters["hf_clip_vit"].tiny, adapters["hf_clip_vit"].chain, pixels(16)),
+    "open_clip_vit": Case(TINY["open_clip_vit"], adapters["open_clip_vit"].chain, pixels(16)),
+    "hf_clip_vit": Case(TINY["hf_clip_vit"], adapters["hf_clip_vit"].chain, pixels(16)),
     "sequential": Case(with_seed(Stack), stack_chain, rows(5)),
     "masked_decoder": Case(
         with_seed(Decoder), decoder_chain, lambda generator, n: token_batch(generator, n, targets=False)

@@ -20,6 +20,7 @@ from tests.reference.calibration import PlainBlock
 from tests.reference.drift import STEPS
 from tests.zoo.cases import CASES, Case, Stack, perturbed, rows, stack_chain, with_seed
 from tests.zoo.hand_made import two_texts
+from tests.zoo.small import TINY
 
 Inputs = Any
 
@@ -117,7 +118,7 @@ class ExactNorm(T5LayerNorm):
 
 
 def exact_t5() -> nn.Module:
-    model = adapters["seq2seq"].tiny()
+    model = TINY["seq2seq"]()
     for module in model.modules():
         if isinstance(module, T5LayerNorm):
             module.__class__ = ExactNorm

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.models.families.vit import scrambled
+from tests.zoo.small import scrambled
 
 VISION = {
     "image_size": 16,

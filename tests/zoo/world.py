@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.models.families.vit import scrambled
+from tests.zoo.small import scrambled
 from tests.zoo.towers import under_transformers_names
 
 Form = Literal["open_clip", "hf"]

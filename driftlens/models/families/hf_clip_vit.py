@@ -34,7 +34,7 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import adapters
 from driftlens.models.families.hf_auto import read_plain_config
-from driftlens.models.families.vit import ClipViT, Names, scrambled
+from driftlens.models.families.vit import ClipViT, Names
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.saving import FolderFormat
@@ -79,21 +79,6 @@ class HfClipViT(ClipViT):
         projection="visual_projection",
     )
     required = frozenset(f"{site}.{part}" for site in names.block_sites for part in ("weight", "bias"))
-
-    def tiny(self) -> nn.Module:
-        """A 3-block tower of width 32 on 16 x 16 pixels (17 tokens) with random weights, in eval mode."""
-        from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-        config = CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-            projection_dim=8,
-        )
-        return scrambled(lambda: CLIPVisionModelWithProjection(config))
 
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
         classifies = f"{type(module).__name__} ends in a classifier of its own"

@@ -32,7 +32,7 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import Slot, adapters
-from driftlens.models.families.vit import ClipViT, Names, Pooling, scrambled
+from driftlens.models.families.vit import ClipViT, Names, Pooling
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
 from driftlens.models.saving import FolderFormat
@@ -97,12 +97,6 @@ class OpenClipViT(ClipViT):
         for part in ("weight", "bias")
     )
     optional = frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
-
-    def tiny(self) -> nn.Module:
-        """A 3-block tower of width 32 on 16 x 16 pixels (17 tokens) with random weights, in eval mode."""
-        from open_clip.transformer import QuickGELU, VisionTransformer
-
-        return scrambled(lambda: VisionTransformer(16, 4, 32, 3, 4, 2.0, output_dim=8, act_layer=QuickGELU))
 
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
         if hasattr(tower, "trunk"):

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,6 @@ from driftlens.models.families.hf_auto import (
     usage_of_texts,
 )
 from driftlens.models.families.sequential import block_list, sequential_chain
-from driftlens.models.families.vit import scrambled
 from driftlens.models.frames import Inputs, find_features, made_of, raw_inputs, result, without_padding
 from driftlens.models.heads import LmScores
 from driftlens.models.preprocessing import hf_text_preprocess
@@ -479,31 +478,6 @@ class HfSeq2Seq:
     def chain(self, module: nn.Module) -> LayerChain:
         """The model taken apart; keys are those of `module.state_dict()`."""
         return seq2seq_chain(module, _EXAMPLE)[0]
-
-    def tiny(self) -> nn.Module:
-        """FLAN-T5's form: 2 + 2 blocks of width 16 over 40 tokens, gated, its `lm_head` apart from the embeddings."""
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        config = T5Config(
-            vocab_size=40,
-            d_model=16,
-            d_kv=6,
-            d_ff=24,
-            num_layers=2,
-            num_heads=3,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=16,
-            feed_forward_proj="gated-gelu",
-            scale_decoder_outputs=False,
-            decoder_start_token_id=0,
-        )
-
-        def build() -> nn.Module:
-            model: Any = T5ForConditionalGeneration(config)
-            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
-            return cast("nn.Module", model)
-
-        return scrambled(build)
 
 
 adapters.register(NAME)(HfSeq2Seq())

@@ -219,10 +219,6 @@ class ClipViT(ABC):
         """What keeps the adapter from understanding a tower, its blocks left out, in words."""
 
     @abstractmethod
-    def tiny(self) -> nn.Module:
-        """A 3-block tower of width 32 on 16 x 16 pixels (17 tokens) with random weights, in eval mode."""
-
-    @abstractmethod
     def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
         """Path of the module that returns the feature, and what is called with pixels ('' is the model itself)."""
 
@@ -452,17 +448,3 @@ def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInput
         "patches": rule(num_tokens, 0, 1),
         "pooled": rule(1, 1, 1),
     }
-
-
-def scrambled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """The module that `build` returns, in eval mode, every parameter shifted by noise.
-
-    Freshly initialised towers have zero biases and unit norms, which would hide a bias or norm that is left
-    out. The caller's random state is not touched.
-    """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        module = build()
-        for parameter in module.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return module.eval()

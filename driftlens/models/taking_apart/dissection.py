@@ -39,7 +39,6 @@ from driftlens.models.frames import (
 from driftlens.models.taking_apart import carried
 from driftlens.models.taking_apart.interception import (
     Recording,
-    ShapesAlone,
     bypassed,
     call,
     evaluating,
@@ -237,7 +236,7 @@ class Dissection:
             (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
             for module in modules
         ]
-        with replaced_forwards(forwards), ShapesAlone():
+        with replaced_forwards(forwards):
             yield
 
     def stand_ins(

@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from driftlens.base.errors import SpecError
 from driftlens.models.chain import Parameters
@@ -112,64 +110,6 @@ def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for (owner, name), buffer in zip(owners, before, strict=True):
             owner._buffers[name] = buffer
-
-
-def _norm(features: Tensor, shape: Sequence[int], *_: Any, **__: Any) -> Tensor | None:
-    return features.new_empty(features.shape) if features.shape[-len(shape) :] == torch.Size(shape) else None
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor | None:
-    is_plain = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == key.shape[-1]
-    return query.new_empty((*query.shape[:-1], value.shape[-1])) if is_plain else None
-
-
-def _linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    parts = [weight] if bias is None else [weight, bias]
-    is_plain = weight.dim() == 2 and features.shape[-1] == weight.shape[1]
-    is_plain &= all(part.is_meta and part.dtype == features.dtype for part in parts)
-    is_plain &= bias is None or bias.shape == weight.shape[:1]
-    return features.new_empty((*features.shape[:-1], weight.shape[0])) if is_plain else None
-
-
-def _elementwise(one: Tensor, other: Any) -> Tensor | None:
-    if not (one.is_floating_point() and one.is_contiguous()):
-        return None
-    if isinstance(other, int | float):
-        return one.new_empty(one.shape)
-    if not (
-        isinstance(other, Tensor) and other.is_meta and other.dtype == one.dtype and other.is_contiguous()
-    ):
-        return None
-    return one.new_empty(torch.broadcast_shapes(one.shape, other.shape))  # type: ignore[no-untyped-call]
-
-
-_SHAPED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
-    F.linear: _linear,
-    F.layer_norm: _norm,
-    F.gelu: lambda features, **_: features.new_empty(features.shape),
-    F.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.pow), _elementwise),
-}
-
-
-class ShapesAlone(TorchFunctionMode):
-    """Inside this context what has shapes only passes linear maps, sums, products, norms, GELU and attention at once.
-
-    Torch takes these apart, and follows every part in Python, for most of the time that opening a model takes.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        rule, named = _SHAPED.get(func), kwargs or {}
-        if rule is not None and len(args) and isinstance(args[0], Tensor) and args[0].is_meta:
-            with contextlib.suppress(
-                TypeError, RuntimeError
-            ):  # torch asks otherwise, or has its own words for it
-                if (output := rule(*args, **named)) is not None:
-                    return output
-        return func(*args, **named)
 
 
 def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -52,8 +52,8 @@ bench:           ## ratios of time and memory, each from one run on this machine
 demo:            ## the whole tool on the embedded suite
 	driftlens demo --force
 
-suites:          ## train the embedded suites anew and put their weights into the package; some minutes
-	$(PYTHON) -m driftlens.suites.packing
+suites:          ## train the embedded suites anew and put them into the package; about 20 minutes
+	$(PYTHON) -m tools.build_demo
 
 docs:            ## the site, under build/site; its gallery is drawn from a demo run
 	test -d build/demo || driftlens demo --out build/demo

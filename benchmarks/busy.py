@@ -11,15 +11,10 @@ import tempfile
 from collections.abc import Iterator
 
 from benchmarks.timing import seconds_of
-from driftlens.spec import load_spec
-from driftlens.suites.embedded import embedded_suite
-from driftlens.suites.recipe import Recipe, Schedule
+from driftlens.demo import spec_file
 
 CORES = 2
 WANTED = 2.5
-_BRIEF = Schedule(steps=2, batch=16, rate=2e-3)
-# The sizes of the models are the demo's; how well they are trained makes no difference to the time they take.
-_RECIPE = Recipe(num_base=16, num_train=128, num_test=128, base=_BRIEF, expert=_BRIEF)
 
 
 def run(device: str) -> str:
@@ -27,8 +22,7 @@ def run(device: str) -> str:
     del device
     with tempfile.TemporaryDirectory() as scratch, _few_cores():
         folder = pathlib.Path(scratch)
-        spec = folder / "run.yaml"
-        spec.write_text(load_spec(embedded_suite(cache=folder, recipe=_RECIPE).spec()).dump())
+        spec = spec_file("image")
         found = {}
         for name, busy in {"idle": 0, "busy": 1}.items():
             out = str(folder / name)

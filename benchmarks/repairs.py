@@ -236,11 +236,10 @@ def spec_of(
     }
     defaults = {"n": samples, "n_test": "all", "seed": seed}
     if suite == "embedded":
-        from driftlens.base.progress import Reporter
-        from driftlens.suites.embedded import embedded_suite
+        from driftlens.demo import spec_file
+        from driftlens.spec import load_spec
 
-        given: Any = embedded_suite(seed=0, reporter=Reporter()).spec()
-        spec = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True, mode="json")
+        spec: Any = load_spec(spec_file("image")).model_dump(exclude_unset=True, mode="json")
         data: dict[str, Any] = {task: {**of} for task, of in spec["data"].items() if task != "defaults"}
     else:
         root = SHARED / ("real" if suite == "real" else "real_text")

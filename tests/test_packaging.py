@@ -91,6 +91,7 @@ def test_a_wheel_holds_the_packages_files_and_no_other(built: tuple[Path, Path])
     assert names - information == wanted and len(wanted) > 300
     parts = {name.split("/", 1)[1] for name in information}
     assert parts == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    assert built[1].stat().st_size < 40e6
 
 
 @pytest.mark.slow

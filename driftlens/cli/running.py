@@ -49,7 +49,6 @@ SpecFile = Annotated[
 @flagged
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
     *,
@@ -57,25 +56,20 @@ def demo(
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
-    `image` is a small CLIP and eight experts, `text` a small language model and four; the package holds their weights
-    (of another seed they are trained first, in minutes). The merged model is repaired by FeatCal, with the published
-    settings for its kind, and by residual calibration.
+    `image` is a small CLIP and eight experts, `text` a small language model and four; the package holds them. The
+    merged model is repaired by FeatCal, with the published settings for its kind, and by residual calibration.
     """
+    from driftlens.demo import spec_file
     from driftlens.jobs.analyze.job import analyze
     from driftlens.jobs.calibrate.job import calibrate
     from driftlens.runs.writer import refuse_occupied
-    from driftlens.suites.embedded import embedded_suite
-    from driftlens.suites.text import text_suite
     from driftlens_reports.build import Report
 
     refuse_occupied(out, force=force)
+    preset = "paper-clip" if suite == "image" else "llama-3b"
     with job.context() as context:
-        make, preset = (embedded_suite, "paper-clip") if suite == "image" else (text_suite, "llama-3b")
-        # Texts are drawn before a second process would have started.
-        made = make(seed=seed, reporter=context.reporter(), apart=suite == "image")
-        analyze(
-            made.spec(), AnalysisRequest(out=out, force=force, synthetic=True), context.about("merged model")
-        )
+        request = AnalysisRequest(out=out, force=force, synthetic=True)
+        analyze(spec_file(suite), request, context.about("merged model"))
         calibrate(out, CalibrationRequest(name="featcal", preset=preset), context.about("featcal"))
         run = calibrate(
             out, CalibrationRequest(name="residual", method="residual"), context.about("residual")
@@ -134,8 +128,7 @@ def init(
         from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
 
         asked = asked_about(models, recipe_in(models), is_merged=False)
-        probe = Path("probe") if is_shown else out.with_name(f"{out.stem}-probe")
-        drafted = draft(asked, data or (), overrides or (), probe, Access(offline=manner.offline))
+        drafted = draft(asked, data or (), overrides or (), Access(offline=manner.offline))
         text, chosen = drafted.text, drafted.chosen
     else:
         text = template_text(template)
@@ -328,7 +321,6 @@ def why(
         asked_about(models, recipe),
         data or (),
         overrides or (),
-        out.with_name(f"{out.name}-probe"),
         job.access,
     )
     from driftlens.jobs.analyze.job import analyze as run_analysis

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -23,7 +22,6 @@ from driftlens.base.errors import RunError
 from driftlens.cli import main
 from driftlens.cli.app import app
 from driftlens.engine.walk import Crossing
-from driftlens.spec import load_spec
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
 from tests.quick import few
@@ -122,8 +120,7 @@ def played(spec: Path, run: Path) -> Played:
             done(command, *ADDED[command](folder), device=device)
             return folder
         with pytest.MonkeyPatch.context() as patch:  # a smaller suite in the place of the embedded one
-            suite = SimpleNamespace(spec=lambda: load_spec(spec))
-            patch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
+            patch.setattr("driftlens.demo.spec_file", lambda _: spec)
             done(command, *MADE[command](spec, folder), device=device)
         return folder
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,8 @@ from playwright.sync_api import expect
 
 from driftlens.findings.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.suites.cache import RECORD
-from driftlens.suites.embedded import embedded_suite
-from driftlens.suites.recipe import Recipe
 from tests.browser.reading import PATIENCE, settled
 from tests.browser.server import serving
-from tests.suites.conftest import TINY, alone
 
 
 @pytest.mark.slow
@@ -36,27 +30,13 @@ def test_models_on_disk_are_merged_and_analyzed(
     assert open_run(root / "mine").tasks == light.tasks
 
 
-@pytest.fixture(scope="module")
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which a suite that took seconds to make stands where the one that takes minutes would."""
-    folder = tmp_path_factory.mktemp("cache")
-    recipe = dataclasses.replace(TINY, num_train=80, num_test=140)
-    with alone():
-        made = embedded_suite(cache=folder / "driftlens", recipe=recipe)
-    digest = Recipe().digest(0)
-    record = made.folder / RECORD
-    record.write_text(json.dumps({**json.loads(record.read_text()), "digest": digest}))
-    made.folder.rename(made.folder.with_name(f"embedded-{digest[:12]}"))
-    return folder
-
-
 @pytest.mark.slow
 def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
-    page: Any, browser: Any, user_cache: Path, tmp_path: Path
+    page: Any, browser: Any, tmp_path: Path
 ) -> None:
     root = tmp_path / "runs"
     root.mkdir()
-    with serving(root, tmp_path / "log", environment={"XDG_CACHE_HOME": str(user_cache)}) as address:
+    with serving(root, tmp_path / "log") as address:
         page.goto(address)
         settled(page)
         expect(page.get_by_role("heading", level=1)).to_contain_text("Welcome")

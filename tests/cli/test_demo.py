@@ -1,4 +1,4 @@
-"""`driftlens demo` on the small world in place of the embedded suite, which takes minutes to make."""
+"""`driftlens demo` on the small world in place of the embedded suite, and the numbers of the embedded one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,8 +24,8 @@ RESIDUAL = "calibrated:residual"
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = SimpleNamespace(spec=lambda: world.spec(metrics={"jacobian": False}))
-    monkeypatch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
+    spec = write_spec(tmp_path / "run.yaml", world.spec(metrics={"jacobian": False}))
+    monkeypatch.setattr("driftlens.demo.spec_file", lambda _: spec)
     result = run_cli("demo", "--out", tmp_path / "demo")
     assert result.code == 0
     told = re.findall(r"^(.+?): (\w+): done in", result.err, re.MULTILINE)

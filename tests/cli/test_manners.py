@@ -415,7 +415,7 @@ JOBS = {
     "calibrate": ("driftlens.jobs.calibrate.job.calibrate", ("run", "--name", "x")),
     "sweep": ("driftlens.jobs.contest.sweep.sweep", ("run", "--param", "lam=0.1")),
     "validate": ("driftlens.jobs.preflight.job.preflight", ("{spec}",)),
-    "demo": ("driftlens.suites.embedded.embedded_suite", ("--out", "demo")),
+    "demo": ("driftlens.jobs.analyze.job.analyze", ("--out", "demo")),
 }
 
 

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import transformers
 import yaml
 
 from driftlens.base.errors import SpecError
 from driftlens.data.drafted import data_entry
+from driftlens.demo import PROBES
 from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
 from driftlens.runs.run import open_run
 from driftlens.spec import load_spec
 from driftlens.spec.mergekit import recipe_of
-from driftlens.suites import probe
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.world import World, merged_weights, save_transformers
@@ -34,8 +33,9 @@ def models(world: World, tmp_path: Path) -> list[str]:
 
 def texts(place: Path, **more: Sequence[str]) -> Path:
     """Rows of the built-in texts with other columns beside them."""
-    rows = [{"input": text, **{name: values[at % len(values)] for name, values in more.items()}}
-            for at, text in enumerate(probe.texts())]  # fmt: skip
+    texts = Path(PROBES["text"][0]["test"]).read_text().splitlines()
+    rows = [{**json.loads(text), **{name: values[at % len(values)] for name, values in more.items()}}
+            for at, text in enumerate(texts)]  # fmt: skip
     place.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return place
 
@@ -44,7 +44,7 @@ def test_experts_are_named_after_their_folders_and_data_go_with_them(world: Worl
     asked = asked_about(models, None)
     assert [*asked.experts] == [*world.tasks] and (asked.base, asked.merged) == (models[0], models[-1])
     data = [f"{task}={world.data(task)}" for task in reversed(world.tasks)]
-    spec = draft(asked, data, ["data.defaults.seed=3"], Path("unused")).spec
+    spec = draft(asked, data, ["data.defaults.seed=3"]).spec
     assert spec.architecture.loader == "hf-clip" and spec.data.defaults.seed == 3
     assert {task: entry.file for task, entry in spec.data.tasks.items()} == {  # type: ignore[union-attr]
         task: str(world.data(task)) for task in world.tasks
@@ -61,8 +61,7 @@ def test_without_data_built_in_pictures_are_measured_and_no_accuracy_is_told(
     assert "96 built-in drawn pictures" in done.err and f"with {models[-1]} as the merged model" in done.err
     assert "Relative drift" in done.out and "ccuracy" not in done.out
     assert run.accuracy().empty and run.layers()["final_share"].notna().any()
-    with np.load(tmp_path / "run-probe.npz") as arrays:
-        assert arrays["x"].shape[0] == probe.PICTURES
+    assert {path.name for path in tmp_path.iterdir()} == {"merged", "run"}
 
 
 @pytest.mark.parametrize(("config", "samples"), [("ConvNextConfig", "npz"), ("AlbertConfig", "jsonl")])
@@ -72,7 +71,7 @@ def test_without_data_models_of_any_family_are_given_what_they_read(
     places = [str(tmp_path / name) for name in ("base", "task", "merged")]
     for place in places:
         getattr(transformers, config)().save_pretrained(place)
-    spec = draft(asked_about(places, None), (), (), tmp_path / "probe").spec
+    spec = draft(asked_about(places, None), (), ()).spec
     assert (spec.architecture.loader, spec.data.tasks["task"].kind) == ("hf-auto", samples)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from driftlens.demo import spec_file
 from driftlens.jobs.preflight.job import preflight
 from driftlens.spec import load_spec
-from driftlens.suites.embedded import embedded_suite
 from tests.quick import few
 from tests.zoo.decoders import MORE
 from tests.zoo.suite import spec_of
@@ -38,8 +38,7 @@ def bytes_below(folder: Path, *names: str) -> int:
 
 @pytest.mark.slow
 def test_peaks_of_an_embedded_suite_are_within_a_factor_of_the_sum(tmp_path: Path) -> None:
-    spec, run, out = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "out.txt"
-    spec.write_text(load_spec(embedded_suite(seed=0).spec()).dump(), encoding="utf-8")
+    spec, run, out = spec_file("image"), tmp_path / "run", tmp_path / "out.txt"
     peak_of("validate", spec, "--json", output=out)
     needs = json.loads(out.read_text())["needs"]
     peaks = {"analyze": peak_of("analyze", spec, "--out", run, "--no-attribution", output=out)}

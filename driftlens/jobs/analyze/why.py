@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from typing import Any
 
 from driftlens.base.access import Access
 from driftlens.base.errors import DataError, SpecError, did_you_mean
-from driftlens.base.files import atomic_path, expanded, write_text_atomic
+from driftlens.base.files import expanded
 from driftlens.base.words import counted
 from driftlens.checkpoints.loading import (
     fetched,
@@ -31,6 +30,7 @@ from driftlens.checkpoints.refusals import family_of_keys, loader_of, reads_imag
 from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.data.drafted import data_entry
 from driftlens.data.sources import SplitView, open_split
+from driftlens.demo import PROBES
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.mergekit import Recipe, is_recipe, recipe_of
 from driftlens.spec.run import override
@@ -185,16 +185,13 @@ def _tasks(experts: Sequence[str]) -> list[str]:
     return names
 
 
-def draft(
-    asked: Asked, data: Sequence[str], overrides: Sequence[str], probe: Path, access: Access = Access()
-) -> Draft:
-    """A spec of the smallest analysis that tells why; `probe` is where built-in samples go if there is no data.
+def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: Access = Access()) -> Draft:
+    """A spec of the smallest analysis that tells why; built-in samples are read if there is no data.
 
     Args:
         asked: the models.
         data: paths: one for all tasks, one per expert in their order, or TASK=PATH.
         overrides: `a.b=value` each, over what is made here.
-        probe: path without its ending.
         access: what may be used.
 
     Raises:
@@ -208,7 +205,7 @@ def draft(
     source = architecture.get("source") or _override(overrides, "architecture.source")
     is_image = loader in _IMAGE_LOADERS or (loader == "hf-auto" and _reads_images(source, access))
     reads = "image" if is_image else "text"
-    entries, chosen = _entries(asked, data, reads, probe)
+    entries, chosen = _entries(asked, data, reads)
     chosen += asked.chosen
     content: dict[str, Any] = {
         "version": 1,
@@ -297,13 +294,12 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
     )
 
 
-def _entries(
-    asked: Asked, data: Sequence[str], reads: str, probe: Path
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the spec says of every task's data, and what was chosen for want of it."""
     tasks = [*asked.experts]
     if not data:
-        entry, notice = _probe(reads, probe)
+        entry, samples = PROBES[reads]
+        notice = f"no --data: {samples} are read, of no task; your own samples may show more"
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
@@ -328,27 +324,6 @@ def _entries(
         )
     entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}
     return {task: dict(entry) for task, entry in entries.items()}, []
-
-
-def _probe(reads: str, probe: Path) -> tuple[dict[str, Any], str]:
-    """Built-in samples, written down where the run can read them again."""
-    from driftlens.suites.probe import PICTURES, pictures, texts
-
-    if reads == "text":
-        file = probe.with_name(f"{probe.name}.jsonl")
-        write_text_atomic(file, "".join(f"{json.dumps({'input': row})}\n" for row in texts()))
-        entry: dict[str, Any] = {"kind": "jsonl", "calibration": str(file), "test": str(file)}
-    else:
-        import numpy as np
-
-        file, images = probe.with_name(f"{probe.name}.npz"), pictures()
-        with atomic_path(file) as path:
-            np.savez_compressed(path, x=images)
-        arrays = {"file": str(file), "x": "x"}
-        entry = {"kind": "npz", "calibration": arrays, "test": arrays}
-    entry = json.loads(json.dumps(entry).replace(str(file), str(file.resolve())))
-    samples = f"{len(texts())} built-in texts" if reads == "text" else f"{PICTURES} built-in drawn pictures"
-    return entry, f"no --data: {samples} are read, of no task; your own samples may show more"
 
 
 def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:

@@ -1,1 +1,0 @@
-"""Known suites of models and tasks; the embedded one is built on the spot."""

@@ -1,1 +1,0 @@
-"""The drawn tasks, one file each; a new file here is a new task of the suite."""

@@ -106,16 +106,14 @@ def doctor(
 
 def environment() -> dict[str, str]:
     """What a bug report needs to know about the machine, and anything that will not work, one line each."""
-    import platformdirs
     import psutil
 
     import driftlens
     from driftlens.base.devices import accelerator, device_name
     from driftlens.base.devices import memory as memory_of
-    from driftlens.base.files import free_bytes
     from driftlens.runs.manifest import version_of
 
-    memory, gpu, cache = psutil.virtual_memory(), "none (CPU only)", platformdirs.user_cache_path("driftlens")
+    memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
         known = memory_of(device)
         gpu = ", ".join([device_name(device), *([f"{known[1] / 2**30:.0f} GiB"] if known else [])])
@@ -132,7 +130,6 @@ def environment() -> dict[str, str]:
         "cpu": f"{os.cpu_count()} cores",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": gpu,
-        "cache": f"{cache}, {free_bytes(cache) / 2**30:.1f} GiB free",
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
         "transformers with torchvision": clip,
         "plugins": "; ".join(_plugins()) or "none",

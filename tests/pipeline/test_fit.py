@@ -180,7 +180,7 @@ import importlib.abc, json, sys
 
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"typer", "rich", "yaml", "platformdirs"}:
+        if name.split(".")[0] in {"typer", "rich", "yaml"}:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Blocked())

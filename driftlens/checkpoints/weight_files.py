@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
-import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -135,7 +134,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
 
 def folder_notices(source: StateSource) -> list[str]:
-    """What is odd about the files of a folder of weights: tensors of the index alone, files that nobody reads."""
+    """Return what is odd about a folder of weights: adapters beside a whole model, tensors of the index alone."""
     place = pathlib.Path(source.name)
     folder = place.parent if place.name in WEIGHT_FILES else place
     if is_lora_folder(folder):
@@ -143,35 +142,9 @@ def folder_notices(source: StateSource) -> list[str]:
         return (
             [f"{folder} holds adapters and {whole[0]}; the adapters are read, on the base"] if whole else []
         )
-    notices = []
-    if folder.is_dir() and (others := _unread(folder)):
-        read, listed = weights_in(folder).name, some_of(others)
-        notices.append(f"{folder} holds {read} and {listed}; {read} is read, as transformers does, no other")
     ghosts = [key for key in shards_of(source) if key not in source.headers]
-    if ghosts:
-        named = some_of([*map(repr, ghosts)], 1)
-        notices.append(f"{folder}: its index names {named}, which no file holds and nothing reads")
-    return notices
-
-
-_BESIDE = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|trainer|random_states")
-"""How files begin that a training leaves beside weights."""
-
-
-def _unread(folder: pathlib.Path) -> list[str]:
-    """The files of weights, and indexes of some, in a folder that nothing is read from."""
-    try:
-        first = weights_in(folder)
-        read = {first.name, *(weight_map(first).values() if first.suffix == ".json" else ())}
-    except CheckpointError:
-        return []
-    endings = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(endings))
-    unread = [name for name in names if name not in read and not _BESIDE.match(name)]
-    index = f"{first.name}.index.json"
-    # Of shards that an index lists, the index is named for all of them.
-    known = {*weight_map(folder / index).values()} if index in unread else set()
-    return [name for name in unread if name not in known]
+    named = some_of([*map(repr, ghosts)], 1)
+    return [f"{folder}: its index names {named}, which no file holds and nothing reads"] if ghosts else []
 
 
 SAFE_TORCH = (2, 10)

@@ -38,11 +38,6 @@ class Passages:
     keys: Mapping[str, tuple[int, ...]]
     is_whole: bool = True
 
-    def first(self, count: int) -> Passages:
-        """At most so many of them."""
-        keys = {key: tuple(place for place in places if place < count) for key, places in self.keys.items()}
-        return replace(self, texts=self.texts[:count], keys=keys)
-
     def candidates(self, row: Related) -> list[int]:
         """The places of the passages that a query looks among; of its own, positives last, so that ties are wrong."""
         if self.is_whole:

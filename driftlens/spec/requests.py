@@ -141,12 +141,10 @@ class Request(Part, title="calibrate"):
     if not TYPE_CHECKING:  # a type checker reads the fields
 
         def __init__(self, **given: Any) -> None:
-            command = self.model_config.get("title", "")
-            refuse_unknown(command, given, self.keywords())
             try:
                 super().__init__(**given)
             except ValidationError as error:
-                raise spec_error(error, given, command) from None
+                raise spec_error(error, given, self.model_config.get("title", "")) from None
 
     @classmethod
     def keywords(cls) -> dict[str, Any]:
@@ -222,13 +220,6 @@ def _pairs(pairs: Any) -> Any:
     return pairs if pairs is None else [(each, {}) if isinstance(each, str) else each for each in pairs]
 
 
-_SAMPLES = "Calibration samples per task."
-_VIEWS = "Copies of every sample to read beside it: crop:3, mix:3, words:3, auto or none."
-_LAYERS = "Layers to calibrate: numbers or patterns on module paths, all blocks if left out."
-_SITES = (
-    "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
-    "modules if left out."
-)
 _MERGED_TO = (
     "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
     "out."
@@ -268,10 +259,22 @@ class CalibrationRequest(Request):
     method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
     preset: Text | None = asked("Published settings; `driftlens doctor --methods` lists them.")
     parameters: dict[str, Any] = _parameters("A setting of the method, such as lam=0.05; repeatable.")
-    samples: Count | None = asked(_SAMPLES, unset="the spec's")
-    views: ViewsAsked = asked(_VIEWS, unset="the spec's", metavar="kind:copies", read=str, is_list=False)
-    layers: LayerPatterns = asked(_LAYERS, read=layers_named)
-    sites: tuple[Text, ...] | None = asked(_SITES, read=parts)
+    samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
+    views: ViewsAsked = asked(
+        "Copies of every sample to read beside it: crop:3, mix:3, words:3, auto or none.",
+        unset="the spec's",
+        metavar="kind:copies",
+        read=str,
+        is_list=False,
+    )
+    layers: LayerPatterns = asked(
+        "Layers to calibrate: numbers or patterns on module paths, all blocks if left out.", read=layers_named
+    )
+    sites: tuple[Text, ...] | None = asked(
+        "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
+        "modules if left out.",
+        read=parts,
+    )
     shrink: Shrink = asked(
         "Keep this share of the way from the base, 0 to 1.5; auto takes the best on held-out calibration samples.",
         unset="1, all of it",

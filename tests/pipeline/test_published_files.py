@@ -185,34 +185,6 @@ def test_what_another_architecture_would_compute_with_is_no_tensor_of_no_use(key
     assert key in refused.value.message and not (root / "out").exists()
 
 
-STRAYS: dict[str, tuple[bool, tuple[str, ...], str]] = {
-    "index": (True, ("model.safetensors",), "model.safetensors and model.safetensors.index.json; model"),
-    "pickle": (False, ("pytorch_model.bin",), "model.safetensors and pytorch_model.bin; model"),
-    "other form": (
-        False,
-        ("consolidated.safetensors",),
-        "and consolidated.safetensors; model.safetensors is",
-    ),
-    "variant": (False, ("model.fp16.safetensors",), "and model.fp16.safetensors; model.safetensors is read"),
-    "older shard": (True, ("model-00001-of-00077.safetensors",), "model.safetensors.index.json is read"),
-    "training": (False, ("optimizer.pt", "rng_state_0.pth", "training_args.bin"), ""),
-}
-
-
-@pytest.mark.parametrize("kind", STRAYS)
-def test_files_of_weights_that_nobody_reads_are_named_beside_the_one_that_is(kind: str, root: Path) -> None:
-    is_sharded, names, text = STRAYS[kind]
-    if is_sharded:
-        in_shards(root / "one")
-    for name in names:
-        shutil.copy(root / "two" / "model.safetensors", root / "one" / name)
-    models = open_models(load_spec(spec_of(root, "base", "one")))
-    told = [finding.text for finding in companions(models)]
-    assert [text in line for line in told] == [True] * bool(text), told
-    library = transformers.AutoModelForCausalLM.from_pretrained(root / "one").state_dict()[TABLE]
-    assert torch.equal(models.sources["expert:one"].read(TABLE), library)
-
-
 def test_shards_without_their_index_are_no_weights(root: Path) -> None:
     in_shards(root / "one").unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):

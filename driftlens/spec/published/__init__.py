@@ -43,13 +43,6 @@ def published_names() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
 
 
-def find_published(name: str) -> str | None:
-    """The name of the task that `name` means, whatever its case and punctuation; None where there is none."""
-    plain = "".join(character for character in name.casefold() if character.isalnum())
-    tasks = {"".join(filter(str.isalnum, task)): task for task in published_names()}
-    return tasks.get(plain, _ALSO.get(plain))
-
-
 @functools.cache
 def published_task(name: str) -> PublishedTask:
     """The task that `name` means: `cars`, `Cars` and `stanford-cars` are the same.
@@ -59,9 +52,10 @@ def published_task(name: str) -> PublishedTask:
     """
     import yaml
 
-    found = find_published(name)
+    names = published_names()
+    plain = "".join(filter(str.isalnum, name.casefold()))
+    found = {"".join(filter(str.isalnum, task)): task for task in names}.get(plain, _ALSO.get(plain))
     if found is None:
-        names = published_names()
         raise SpecError(
             f"no published task is called {name!r}; there are {', '.join(names)}",
             hint=did_you_mean(name, [*names, *_ALSO]),

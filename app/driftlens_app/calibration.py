@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,8 +11,8 @@ from typing import Any, get_args
 import streamlit as st
 from pydantic import TypeAdapter
 
-from driftlens.base.errors import SpecError, did_you_mean
-from driftlens.base.settings import Schema, choices_of, entry_of, expected, model_of, read
+from driftlens.base.errors import SpecError
+from driftlens.base.settings import Schema, choices_of, entry_of, expected
 from driftlens.base.words import counted
 from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, layers_named
 from driftlens_app.processes import ask
@@ -21,7 +20,6 @@ from driftlens_app.settings import Settings
 from driftlens_app.show import caption, coded, is_narrow, note, plain
 
 _START, _BEST = "start-calibration", "best-calibration"
-_SUGGESTED = "_suggested_name"
 _OWN = "the run's spec, or the defaults"
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
 """Kinds of settings that are numbers, and what they are in Python."""
@@ -32,10 +30,6 @@ _ON_BEST = (
 )
 REPLACE = "Replace a calibration of this name"
 """What the form's field `replace` is called; an error points to it."""
-
-_COUNTED = re.compile(r"(.+)-(\d{1,9})")
-_TOO_LARGE = 2**53
-"""A field of a web page holds no whole number from here on."""
 
 
 @dataclass(frozen=True)
@@ -73,46 +67,8 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
     return TypeAdapter(dict[str, Method]).validate_python(entries)
 
 
-def _known(kind: str, name: str, there: Mapping[str, Any]) -> Any:
-    if name not in there:
-        hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'none'}."
-        raise SpecError(f"there is no {kind} {name!r}", hint=hint)
-    return there[name]
-
-
-def checked(request: CalibrationRequest) -> CalibrationRequest:
-    """The request with its settings as its method reads them; refuses, by a SpecError, what the method would refuse."""
-    method = _known("calibrator", request.method or DEFAULT_METHOD, methods())
-    if request.preset is not None:
-        _known("preset", request.preset, method.presets)
-    given = {name: _known("setting", name, method.settings) for name in request.parameters}
-    settings = read(model_of(given), request.parameters)
-    both = [name for name in method.automatic if name in settings]
-    if request.auto and both:
-        raise SpecError(
-            f"{', '.join(both)}: given, and to be chosen too",
-            hint="Leave the fields empty, or switch the automatic choice off.",
-        )
-    return request.changed(parameters=settings)
-
-
-def recorded(values: Mapping[str, Any]) -> CalibrationRequest | None:
-    """The request that a job's record holds; None where it holds none that a form can show."""
-    try:
-        request = checked(CalibrationRequest(**values))
-    except SpecError:
-        return None
-    whole = [value for value in request.parameters.values() if isinstance(value, int)]
-    return request if all(abs(value) < _TOO_LARGE for value in whole) else None
-
-
-def is_search(request: CalibrationRequest) -> bool:
-    """Whether the best of all methods is looked for, which has a button of its own."""
-    return request.auto and request.method is None
-
-
 def require_free_name(request: CalibrationRequest, taken: Container[str]) -> None:
-    """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with."""
+    """Refuse the name of a finished calibration, unless that is to be replaced or resumed."""
     if request.name in taken and not (request.replace or request.resume):
         raise SpecError(
             f"the run has a calibration {request.name!r} already",
@@ -120,17 +76,13 @@ def require_free_name(request: CalibrationRequest, taken: Container[str]) -> Non
         )
 
 
-def freely_named(request: CalibrationRequest, taken: Container[str]) -> CalibrationRequest:
-    """The same under the first name that is not among `taken`, replacing nothing: `featcal`, `featcal-2` ..."""
-    counted = _COUNTED.fullmatch(request.name)
-    stem, number = counted.groups() if counted is not None else (request.name, "1")
-    numbered = (f"{stem}-{count}" for count in itertools.count(int(number) + 1))
-    free = next(name for name in itertools.chain([request.name], numbered) if name not in taken)
-    return request.changed(name=free, replace=False)
+def free_name(stem: str, taken: Container[str]) -> str:
+    """Return the first name that is not among `taken`: `featcal`, `featcal-2` ..."""
+    numbered = (f"{stem}-{count}" for count in itertools.count(2))
+    return next(name for name in itertools.chain([stem], numbered) if name not in taken)
 
 
 def calibration_form(
-    last: CalibrationRequest | None,
     *,
     taken: Container[str],
     blocked: bool,
@@ -139,7 +91,7 @@ def calibration_form(
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationRequest, bool]:
-    """What the form says, `last` at first, and whether one of its buttons was pressed.
+    """Draw the form; return what it says, and whether one of its buttons was pressed.
 
     `counts` are calibration samples by task, `obstacle` is why no calibration of the run could begin.
     """
@@ -164,47 +116,28 @@ def calibration_form(
     # Between the button and what a repair has done a telephone has no room for them.
     tried = st.expander("What it compares") if is_narrow() else st.container()
     tried.markdown("\n".join(f"- {plain(name)}" for name in first.candidates[preset or ""]))
-    with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
-        start = _chosen_method(last, taken, loader)
-        _fill_name(start, taken)
+    with st.expander("Advanced"):
+        calibrators = methods()
+        chosen = st.selectbox(
+            "Calibrator",
+            [*calibrators],
+            index=[*calibrators].index(DEFAULT_METHOD),
+            format_func=lambda name: calibrators[name].title,
+            key="calibrator",
+            on_change=lambda: st.session_state.pop("name", None),
+        )
+        _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
-            asked, pressed = _form_fields(start, loader, blocked=blocked, may_export=exports is not None)
+            asked, pressed = _form_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
     if best:
-        wanted = CalibrationRequest(name="best", preset=preset, auto=True)
-        return freely_named(wanted, taken), True
+        return CalibrationRequest(name=free_name("best", taken), preset=preset, auto=True), True
     if asked.pop("export"):
         asked["save_weights"] = f"{exports}-{asked['name']}"
     return CalibrationRequest(**asked), pressed
 
 
-def _chosen_method(last: CalibrationRequest | None, taken: Container[str], loader: str) -> CalibrationRequest:
-    """What the form begins with, for the calibrator that is chosen."""
-    calibrators = methods()
-
-    def fresh(method: str) -> CalibrationRequest:
-        preset = calibrators[method].preset_for(loader)
-        return freely_named(CalibrationRequest(name=method, method=method, preset=preset), taken)
-
-    start = last or fresh(DEFAULT_METHOD)
-    names, method = [*calibrators], start.method or DEFAULT_METHOD
-    if len(names) > 1:
-        called = st.selectbox(
-            "Calibrator",
-            names,
-            index=names.index(method),
-            format_func=lambda name: calibrators[name].title,
-            key="calibrator",
-        )
-        if called != method:
-            return fresh(called)
-    return start
-
-
-def _form_fields(
-    start: CalibrationRequest, loader: str, *, blocked: bool, may_export: bool
-) -> tuple[dict[str, Any], bool]:
-    """What the fields say, by those of a request, whether weights are exported, and whether the button was pressed."""
-    chosen = start.method or DEFAULT_METHOD
+def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -> tuple[dict[str, Any], bool]:
+    """Return the values of a request and whether weights are exported, and whether the button was pressed."""
     method = methods()[chosen]
     asked: dict[str, Any] = {"method": chosen}
     asked["name"] = st.text_input(
@@ -214,19 +147,19 @@ def _form_fields(
     preset = st.selectbox(
         "Published settings",
         presets,
-        index=presets.index(start.preset or _OWN),
+        index=presets.index(method.preset_for(loader) or _OWN),
         format_func=lambda name: _preset_label(name, method.presets),
         key=f"{chosen} preset",
         help="Values from the paper or its code; the fields below go over them.",
     )
     asked["preset"] = None if preset == _OWN else preset
     published = method.presets.get(preset, {})
-    parameters = _fields(start, method)
+    parameters = _fields(chosen, method)
     asked["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
     asked["samples"] = st.number_input(
         "Samples per task",
         min_value=1,
-        value=start.samples,
+        value=None,
         step=1,
         placeholder="as in the run's spec",
         key="samples",
@@ -234,50 +167,45 @@ def _form_fields(
     )
     asked["views"] = _text(
         "Views of samples",
-        start.views,
         placeholder="as in the run's spec",
         key="views",
         help="Copies of every sample that are read beside it: crop:3, mix:3, words:3, auto or none.",
     )
     asked["shrink"] = _text(
         "Share of the way from the base",
-        start.shrink,
         placeholder="all of it",
         key="shrink",
         help="A number from 0 (the base) to 1.5, or auto for the best on held-out calibration samples.",
     )
     asked["auto"] = bool(method.automatic) and st.checkbox(
         f"Choose {', '.join(method.automatic)} on held-out calibration samples",
-        start.auto,
         key="auto",
         help="Leave their fields empty then. Takes several calibrations' time.",
     )
     layers = st.text_input(
         "Layers",
-        ",".join(map(str, start.layers or ())),
         key="layers",
         placeholder="all blocks",
         help="Numbers or patterns on module paths, with commas between them.",
     )
     asked["layers"] = layers_named(layers) or None
-    asked |= _saved_fields(start, may_export=may_export)
+    asked |= _saved_fields(may_export=may_export)
     asked["replace"] = st.checkbox(REPLACE, key="replace")
     label = f"{method.title} calibrate"
     pressed = st.form_submit_button(label, icon=":material/tune:", disabled=blocked, key=_START)
     return asked, pressed
 
 
-def _text(label: str, start: object, **field: Any) -> str | None:
-    """What a field of text says; None where it is empty."""
-    return st.text_input(label, "" if start is None else str(start), **field).strip() or None
+def _text(label: str, **field: Any) -> str | None:
+    """Return what a field of text says; None where it is empty."""
+    return st.text_input(label, **field).strip() or None
 
 
-def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, Any]:
+def _saved_fields(*, may_export: bool) -> dict[str, Any]:
     """Whether weights are exported, and the number type that they are saved in."""
     types = get_args(OutDtype)
     export = st.checkbox(
         "Also export a folder that the original library loads",
-        start.save_weights is not None and may_export,
         key="save_weights",
         disabled=not may_export,
         help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
@@ -285,7 +213,7 @@ def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, A
     out_dtype = st.selectbox(
         "Saved in",
         types,
-        index=None if start.out_dtype is None else types.index(start.out_dtype),
+        index=None,
         placeholder="the base's own number type",
         key="out_dtype",
         help="float32 keeps the small changes that a half-precision type would round away.",
@@ -293,44 +221,34 @@ def _saved_fields(start: CalibrationRequest, *, may_export: bool) -> dict[str, A
     return {"export": export, "out_dtype": out_dtype}
 
 
-def _fill_name(start: CalibrationRequest, taken: Container[str]) -> None:
-    """Put the name to begin with into the form, and the next one once a calibration has got it or another is meant."""
+def _suggest_name(stem: str, taken: Container[str]) -> None:
+    """Put a free name into the form, and the next one once a calibration has got it."""
     state = st.session_state
-    if any(state.get(button) for button in (_START, _BEST)):
-        return  # What was just sent stands, even if somebody else took the name meanwhile.
-    suggested = state.get(_SUGGESTED)
-    is_used_up = start.name != suggested and (state.get("name") == suggested or state.get("name") in taken)
-    if "name" not in state or is_used_up:
-        state["name"], state["replace"] = start.name, start.replace
-    state[_SUGGESTED] = start.name
+    # What was just sent stands, even if another visitor took the name meanwhile.
+    if not any(state.get(button) for button in (_START, _BEST)) and state.get("name", "") in ("", *taken):
+        state["name"], state["replace"] = free_name(stem, taken), False
 
 
-def _fields(start: CalibrationRequest, method: Method) -> dict[str, Any]:
-    """What the fields of a calibrator's settings say; those that no published setting is about are folded away."""
+def _fields(owner: str, method: Method) -> dict[str, Any]:
+    """Return the settings whose fields are not empty; those that no published setting is about are folded away."""
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
-    given = (start.parameters, start.method or DEFAULT_METHOD)
-    values = fields(
-        {name: each for name, each in method.settings.items() if name in published}, *given, empty="as above"
-    )
     rest = {name: each for name, each in method.settings.items() if name not in published}
+    values = _columns({name: each for name, each in method.settings.items() if name in published}, owner)
     if rest:
         with st.expander("More settings"):
-            values |= fields(rest, *given, empty="as above")
-    return values
+            values |= _columns(rest, owner)
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def fields(
-    settings: Mapping[str, Schema], given: Mapping[str, Any], owner: str, *, empty: str = ""
-) -> dict[str, Any]:
-    """The values of the fields that are not empty, `given` at first; an empty one reads as `empty` or its default."""
+def _columns(settings: Mapping[str, Schema], owner: str) -> dict[str, Any]:
+    """Draw the fields of settings, numbers first, three in a row."""
     numbers = [name for name, schema in settings.items() if _is_number(schema)]
     columns = st.columns(3) if numbers else []
     places = {name: columns[place % 3] for place, name in enumerate(numbers)}
-    values = {
-        name: _value(f"{owner}.{name}", settings[name], given.get(name), places.get(name, st), empty)
+    return {
+        name: _value(f"{owner}.{name}", settings[name], places.get(name, st))
         for name in sorted(settings, key=lambda name: name not in places)
     }
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _is_number(schema: Schema) -> bool:
@@ -338,8 +256,8 @@ def _is_number(schema: Schema) -> bool:
     return entry.get("type") in _NUMBERS and not choices_of(entry) and not is_list
 
 
-def _value(key: str, schema: Schema, value: Any, place: Any, empty: str) -> Any:
-    """What the field of a setting says; None where it is empty."""
+def _value(key: str, schema: Schema, place: Any) -> Any:
+    """Return what the field of a setting says; None where it is empty."""
     entry, is_list = entry_of(schema)
     default = schema.get("default")
     usual = "" if default is None else f"; {_in_words(default)} unless something says otherwise"
@@ -347,30 +265,24 @@ def _value(key: str, schema: Schema, value: Any, place: Any, empty: str) -> Any:
     look: dict[str, Any] = {
         "label": schema["title"],
         "key": key,
-        "placeholder": empty or _in_words(default),
+        "placeholder": "as above",
         "help": plain(f"{about}: {expected(schema)}{usual}."),
     }
     if choices_of(entry) or entry["type"] == "boolean":
-        return _choice(choices_of(entry) or (True, False), is_list, value, place, look)
+        options = choices_of(entry) or (True, False)
+        if not is_list:
+            return place.selectbox(options=options, index=None, format_func=_in_words, **look)
+        chosen = place.multiselect(options=options, format_func=_in_words, **look)
+        return tuple(option for option in options if option in chosen) or None
     number = _NUMBERS.get(entry["type"])
     if number is not None and not is_list:
         low = entry.get("minimum", entry.get("exclusiveMinimum"))
-        low, high, value = (
-            None if bound is None else number(bound) for bound in (low, entry.get("maximum"), value)
-        )
+        low, high = (None if bound is None else number(bound) for bound in (low, entry.get("maximum")))
         form = "%g" if number is float else "%d"
-        return place.number_input(min_value=low, max_value=high, value=value, format=form, **look)
-    text = place.text_input(value="" if value is None else _in_words(value), **look)
+        return place.number_input(min_value=low, max_value=high, value=None, format=form, **look)
+    text = place.text_input(**look)
     entries = tuple(_entry(part, number or str) for part in text.split(",") if part.strip())
     return (entries or None) if is_list else text.strip() or None
-
-
-def _choice(options: tuple[Any, ...], is_list: bool, value: Any, place: Any, look: Mapping[str, Any]) -> Any:
-    if is_list:
-        chosen = place.multiselect(options=options, default=value, format_func=_in_words, **look)
-        return tuple(option for option in options if option in chosen) or None
-    index = None if value is None else options.index(value)
-    return place.selectbox(options=options, index=index, format_func=_in_words, **look)
 
 
 def _entry(text: str, kind: type) -> Any:

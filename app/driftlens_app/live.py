@@ -8,11 +8,9 @@ from typing import Literal
 
 import streamlit as st
 
-from driftlens.base.errors import RunError
 from driftlens.base.progress import duration
 from driftlens.base.variants import is_explained, title
 from driftlens.findings.verdict import Verdict, shareable
-from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import is_analyzed, is_live
 from driftlens_app.processes import (
@@ -30,7 +28,7 @@ from driftlens_app.processes import (
     start,
     watch,
 )
-from driftlens_app.requests import DEMO, SUITES, demo_request, explain_request, resume_request
+from driftlens_app.requests import SUITES, demo_request, explain_request, resume_request
 from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import note, page_title, path_of, plain, show_error, shown_errors
@@ -55,9 +53,6 @@ _WORDS = {
     "running": "Running",
     "cancelling": "Stopping at the next batch",
 }
-_AWAITED, _WELCOMED = "_awaited_run", "_welcomed_on"
-_WAITING_ROOMS = ("runs", "new_run")
-"""Pages on which a run that is being made is watched; on any other, the visitor has turned to something else."""
 _HOW_TO = """
 Or measure your own models:
 
@@ -252,47 +247,14 @@ def _what(job: Job) -> str:
     return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
 
 
-def await_run(run: Path) -> None:
-    """Remember that this visitor waits for the run in the folder `run`."""
-    st.session_state[_AWAITED] = run
-
-
-def await_demo(settings: Settings) -> None:
-    """Let a visitor who finds the demo run being made wait for it: a reload, a second tab, another server's start."""
-    if view := live_job(settings.root / DEMO, "demo"):
-        await_run(view.job.run)
-
-
-def land(page: str) -> None:
-    """Once the run that this visitor waits for is done: leave `page`, if one waits there, for its overview."""
-    waits = st.session_state.pop(_WELCOMED, None) == page or page in map(path_of, _WAITING_ROOMS)
-    run = st.session_state.get(_AWAITED)
-    view = None if run is None else watch(run)
-    if view is None or view.is_live:
-        return
-    del st.session_state[_AWAITED]
-    if view.state != "done":
-        return
-    try:
-        manifest = read_manifest(run)
-    except RunError:
-        return
-    if waits:
-        lead("overview", run=manifest.id)
-    # A switch would swallow what was clicked here, perhaps the start of another job.
-    st.toast(f"The run {plain(manifest.name)} is finished.", icon=":material/check_circle:")
-
-
-def welcome(page: str = "") -> None:
-    """Draw the first visitor's page in the place of the one with the path `page`, on which one waits as on Runs."""
-    st.session_state[_WELCOMED] = page
+def welcome() -> None:
+    """Draw the page of a folder without runs."""
     settings = Settings.from_environment()
     require_root(settings.root)
     page_title(
         "Welcome to DriftLens",
         "There is no run to look at in this folder. The demo makes one, without network.",
     )
-    await_demo(settings)
     is_live = show_new_runs(settings)
     if settings.read_only:
         note("This dashboard is read-only: `driftlens demo` makes a run in a terminal.", "lock")
@@ -308,7 +270,7 @@ def welcome(page: str = "") -> None:
             "Make the demo run", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
         ):
             with shown_errors():
-                await_run(start(demo_request(settings, suite)).run)
+                start(demo_request(settings, suite))
                 st.rerun()
     st.markdown(_HOW_TO)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from driftlens.findings.reading import printable
-from driftlens_app.live import land, welcome
+from driftlens_app.live import welcome
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_title, pages, shown_errors, watch_theme
@@ -58,8 +58,6 @@ def main() -> None:
     }
     chosen = st.navigation([*entries.values()], expanded=True)
     path = next(path for path, entry in entries.items() if entry == chosen)
-    with shown_errors():
-        land(path)
     settings = Settings.from_environment()
     run, is_readable = None, False
     with shown_errors():
@@ -78,7 +76,7 @@ def main() -> None:
             chosen.run()
         elif is_readable:
             require_no_unreadable(settings)
-            welcome(path)
+            welcome()
 
 
 main()

@@ -19,7 +19,7 @@ from driftlens.spec.requests import (
     CalibrationRequest,
     SweepRequest,
 )
-from driftlens_app.calibration import checked, methods, require_free_name
+from driftlens_app.calibration import methods, require_free_name
 from driftlens_app.processes import Kind, Request, job_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
@@ -81,11 +81,7 @@ def new_spec(settings: Settings, name: str) -> Path:
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:
     """The analysis of a spec into a new folder, or into one that a job left unfinished."""
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
-    resume: tuple[str, ...] = ()
-    if run.is_dir() and any(run.iterdir()):
-        if not _is_run(run) or (job_of(run) is None and read_manifest(run).finished):
-            raise SpecError(f"the folder {name} is not empty", hint="Choose another name.")
-        resume = ("--resume",)
+    resume = ("--resume",) if _is_run(run) and job_of(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
     return Request("analyze", name, run, arguments, {"spec": spec, "name": name})
 
@@ -102,9 +98,9 @@ def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: An
 
 
 def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
-    """The calibration of a run; a value out of its range and a name that is taken are refused."""
+    """The calibration of a run; a name that is taken is refused."""
     require_free_name(asked, run.manifest.calibrations)
-    return _on_run("calibrate", asked.name, run, *checked(asked).words(), **asked.model_dump(mode="json"))
+    return _on_run("calibrate", asked.name, run, *asked.words(), **asked.model_dump(mode="json"))
 
 
 def sweep_request(run: DriftRun) -> Request:

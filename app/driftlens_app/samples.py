@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 import time
-from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import parse_qsl
 
@@ -18,7 +15,7 @@ from driftlens.base.variants import part_of
 from driftlens.findings.measures import outcomes
 from driftlens.findings.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
-from driftlens.runs.run import DriftRun, remembered
+from driftlens.runs.run import DriftRun
 from driftlens_app.runs import key_of
 from driftlens_app.selection import TASK, choose, lead, selection
 from driftlens_app.settings import require_inside
@@ -31,27 +28,6 @@ _FRAME = "iframe { display: block; width: 100%; border: 0; }"
 _HEIGHTS = {"": 1000, "points": 520, "wall": 700}
 """Pixels that each part of the explorer takes until it has said how high it is."""
 _ASKED = "_explore"
-
-
-def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | None]:
-    """A picture of each sample as a `data:` address; None where the run has none."""
-    require_inside(run.path / thumbs_file(task))
-    return _pictures(run, task, tuple(sample_ids))
-
-
-@remembered
-def _pictures(run: DriftRun, task: str, sample_ids: tuple[str, ...]) -> list[str | None]:
-    stored = run.thumbs(task)
-    places = {} if stored is None else dict(zip(run.sample_ids(task), stored, strict=False))
-    return [_address(places[sample]) if sample in places else None for sample in sample_ids]
-
-
-def _address(pixels: object) -> str:
-    from PIL import Image
-
-    target = io.BytesIO()
-    Image.fromarray(pixels).save(target, format="PNG")  # type: ignore[arg-type]
-    return f"data:image/png;base64,{base64.b64encode(target.getvalue()).decode()}"
 
 
 def explore(state: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError
 from driftlens.base.files import PathLike, atomic_path, write_text_atomic
 from driftlens.base.variants import part_of
 from driftlens.base.words import counted
@@ -56,15 +56,12 @@ def save_card(
 
     Raises:
         DataError: the run has no such calibration.
-        SpecError: `out` does not end in .png.
         RunError: a table can't be read.
         RunLockedError: the files go into the run, and another process is writing there.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if name:
         opened.calibration_info(name)  # says which there are
-    if out is not None and out.suffix.lower() != ".png":
-        raise SpecError(f"{out}: the picture is a PNG", hint="Give a name that ends in .png.")
     folder = opened.path / "reports" if out is None else out.parent
     picture = "card.png" if out is None else out.name
     files = {picture: share_card(opened, name), "badge.svg": badge(opened, name).encode()}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.errors import DataError
 from driftlens.base.intervals import Interval, share_of_samples
 from driftlens.base.variants import title
 from driftlens.base.words import counted
@@ -130,8 +129,6 @@ def _share(column: pd.Series[Any]) -> Interval:
 
 def advice(run: DriftRun) -> dict[str, Any]:
     """Shares of the final drift by layer, and cosines of task vectors beside that of a sum at right angles."""
-    if "merged" not in run.variants:
-        raise DataError(f"{run.name} has no merged model to give advice on")
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
     paths = {layer: path for path, layer in places.items()}

@@ -63,7 +63,7 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
         [f"{run.name} ({run.id})", *facts.stamps(run)],
         *_verdict_parts(run, verbose=verbose, everyone=everyone),
     ]
-    path, has_merge = shlex.quote(str(run.path)), "merged" in run.variants
+    path = shlex.quote(str(run.path))
     if verbose:
         final, routing = final_sheet(run), routing_sheet(run)
         parts += [
@@ -71,13 +71,13 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
             *([_section(routing.title, _sheet_lines(routing)[1:])] if routing.rows else []),
             *(_section(*part) for part in _score_sections(run)),
             _section("Where the final drift comes from", [*facts.origins(run).values()]),
-            *(
-                [_section("Layers to look at", facts.advice_text(facts.advice(run), path).splitlines())]
-                * has_merge
-            ),
             _section("Decisions", [*facts.decision_sentences(run)]),
             _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
         ]
+        if "merged" in run.variants:
+            parts.insert(
+                -2, _section("Layers to look at", facts.advice_text(facts.advice(run), path).splitlines())
+            )
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
         parts.append([f"`driftlens -v show {path}` tells all: every table, decisions, self-checks, notices."])

@@ -14,7 +14,7 @@ from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import open_run
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import processes
-from driftlens_app.calibration import freely_named
+from driftlens_app.calibration import free_name
 from driftlens_app.processes import job_of, start
 from driftlens_app.requests import calibrate_request
 from tests.app.conftest import Open, until
@@ -60,13 +60,12 @@ def chosen(app: AppTest) -> str:
         ("featcal", ["other"], "featcal"),
         ("featcal", ["featcal"], "featcal-2"),
         ("featcal", ["featcal", "featcal-2"], "featcal-3"),
-        ("featcal-2", ["featcal-2"], "featcal-3"),
+        ("featcal-2", ["featcal-2"], "featcal-2-2"),
         ("lam-0.5", ["lam-0.5"], "lam-0.5-2"),
     ],
 )
 def test_the_first_free_name_follows_its_stem(name: str, taken: list[str], free: str) -> None:
-    request = freely_named(CalibrationRequest(name=name, samples=5, replace=True), taken)
-    assert request == CalibrationRequest(name=free, samples=5)
+    assert free_name(name, taken) == free
 
 
 def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run: Path) -> None:
@@ -140,14 +139,3 @@ def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run:
     assert "Continue where it stopped" in [button.label for button in app.run().button]
     (run / begun_calibration("failing")).unlink()
     assert "Continue where it stopped" not in [button.label for button in app.run().button]
-
-
-@pytest.mark.slow
-def test_one_to_replace_is_tried_again_as_it_was(open_app: Open, run: Path) -> None:
-    with_calibrations(run, ["featcal", "failing"])
-    open_app(run.parent)
-    start(calibrate_request(open_run(run), CalibrationRequest(name="failing", replace=True)))
-    (run.parent / "step-0").touch()
-    until(lambda: state(run) == "failed", "it has failed")
-    app = open_app(run.parent, "repair")
-    assert app.text_input(key="name").value == "failing" and app.checkbox(key="replace").value

@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
-from tests.app.conftest import Open, shown_data
+from tests.app.conftest import Open
 from tests.app.pages import said
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
@@ -53,17 +53,6 @@ def test_what_a_run_lacks_is_a_sentence_with_a_way_to_have_it(open_app: Open, tm
     (path / "manifest.json").write_text(json.dumps(manifest))
     app = opened_at(open_app(tmp_path, "layers"), "layers", "Theory")
     assert not app.error and "driftlens analyze" in said(app)
-
-
-@pytest.mark.slow
-def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:
-    app = open_app(root, "layers")
-    assert {"10 % quantile", "90 % quantile"} <= set(shown_data(app)[0].columns)
-    app.selectbox(key="band").set_value("q25-q75").run()
-    rows, run = shown_data(app)[0], open_run(root / "full")
-    wanted = run.layers("mnist", "merged")["drift_l2_q75"].tolist()
-    found = rows[(rows["task"] == "mnist") & (rows["variant"] == "merged")]["75 % quantile"].tolist()
-    assert found == wanted
 
 
 @pytest.mark.slow

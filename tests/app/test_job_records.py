@@ -11,7 +11,6 @@ import pytest
 from driftlens.runs.status import Status, write_status
 from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import processes
-from driftlens_app.calibration import recorded
 from driftlens_app.processes import job_of, watch
 from tests.app.conftest import Open
 from tests.app.pages import errors, record_job
@@ -123,45 +122,6 @@ def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path,
     write_status(root / "full", Status("running", pid=4_000_000, process_started=1.0))
     view = watch(root / "full")
     assert view is not None and view.state == "stopped"
-
-
-@pytest.mark.parametrize("missing", sorted(CalibrationRequest.model_fields.keys() - {"name"}))
-def test_a_request_without_one_value_keeps_the_others(missing: str) -> None:
-    values = as_json(WANTED)
-    del values[missing]
-    assert recorded(values) == WANTED.changed(**{missing: CalibrationRequest.keywords()[missing]})
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"parameters": {"lam": 10**400}},
-        {"parameters": {"lam": "0.1"}},
-        {"parameters": {"lam": True}},
-        {"parameters": {"update": 5}},
-        {"parameters": {"update": ["bias", {}, "odd"]}},
-        {"parameters": 5},
-        {"method": 5},
-        {"samples": True},
-        {"samples": 2**60},
-        {"replace": 1},
-        {"auto": True},
-        {"best": False},
-    ],
-    ids=lambda values: str(values)[:40],
-)
-def test_a_record_of_what_cannot_be_asked_fills_no_form(values: dict[str, Any]) -> None:
-    assert recorded({**as_json(WANTED), **values}) is None
-
-
-def test_values_that_cannot_be_leave_the_form_at_its_defaults(
-    open_app: Open, root: Path, record: Path
-) -> None:
-    with_values(record, settings={**as_json(WANTED), "parameters": {"lam": 10**400}})
-    app = open_app(root, "repair")
-    assert "mine" not in app.text_input(key="name").value
-    assert "KeyError" not in errors(app) and "TypeError" not in errors(app)
-    assert app.number_input(key="featcal.lam").value is None
 
 
 def test_remarks_beside_progress_are_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

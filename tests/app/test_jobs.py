@@ -17,14 +17,12 @@ import pytest
 from driftlens.base.errors import RunError, RunLockedError, SpecError
 from driftlens.runs.run import open_run
 from driftlens.runs.status import RunLock
-from driftlens.spec.requests import CalibrationRequest
 from driftlens_app import processes
-from driftlens_app.calibration import recorded
 from driftlens_app.processes import cancel, job_of, log_text, running_drift, start, watch
-from driftlens_app.requests import analyze_request, calibrate_request, demo_request, explain_request
+from driftlens_app.requests import analyze_request, demo_request, explain_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
-from tests.app.pages import begin, finish, newest, state, step
+from tests.app.pages import begin, finish, state, step
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -208,16 +206,6 @@ def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
     write_job(job)
 
 
-def test_settings_survive_for_the_form(run: Path) -> None:
-    wanted = CalibrationRequest(
-        name="refused", parameters={"lam": 0.5, "update": ("linear", "norm")}, samples=16
-    )
-    start(calibrate_request(open_run(run), wanted))
-    job = newest(run)
-    assert recorded(job.settings) == wanted
-    until(lambda: state(run) == "failed", "it is refused")
-
-
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc", "a/b", "", "-x", ".hidden", "a" * 81, "a\nb"], ids=repr
 )
@@ -235,12 +223,6 @@ def test_only_specs_under_the_root_are_read(root: Path, spec: str) -> None:
     (root / "link.yaml").symlink_to(root.parent / "secret.yaml")
     with pytest.raises(SpecError, match="no spec"):
         analyze_request(Settings(root), spec, "new")
-
-
-def test_a_folder_with_something_in_it_is_not_written_to(root: Path) -> None:
-    (root / "my.yaml").write_text("version: 1\n")
-    with pytest.raises(SpecError, match="not empty"):
-        analyze_request(Settings(root), "my.yaml", "full")
 
 
 def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:

@@ -17,7 +17,7 @@ from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import zipped
 from driftlens_reports import build
 from tests.app.conftest import Open, shown_data
-from tests.app.pages import errors, said
+from tests.app.pages import said
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 
@@ -79,7 +79,7 @@ def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field
 def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "single", variants=("merged",))
     app = open_app(tmp_path, "repair", repair="Compare")
-    assert "one model only" in said(app) and not app.error
+    assert "no two models" in said(app) and not app.error
     app = open_app(tmp_path, "repair")
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert "tile" in head and not app.error
@@ -145,14 +145,3 @@ def test_several_files_are_one_archive_of_the_same_bytes() -> None:
     with zipfile.ZipFile(io.BytesIO(zipped(files))) as archive:
         assert archive.read("csv/layers.csv") == b"task\n"
     assert zipped(files) == zipped(files)
-
-
-def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:
-    app = open_app(root, "export")
-    app.radio(key="export").set_value("Checks").run()
-    from driftlens.findings.checks import self_checks
-
-    report = self_checks(open_run(root / "full"))
-    (rows,) = [frame.value for frame in app.dataframe]
-    assert rows["status"].tolist() == [result.status for result in report.results]
-    assert not errors(app)

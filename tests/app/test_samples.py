@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from streamlit.testing.v1 import AppTest
 
-from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.layout import thumbs_file
 from driftlens.runs.run import open_run
-from driftlens_app.samples import pictures
 from driftlens_reports.explorer import Explorer
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
@@ -48,19 +42,6 @@ def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Ope
     write_run(tmp_path / "bare", has_labels=False, has_heads=False, name="bare")
     app = open_app(tmp_path, "samples", part="Decisions", run=open_run(tmp_path / "bare").id)
     assert not app.error and "names a head" in said(app)
-
-
-def test_pictures_belong_to_their_samples(root: Path) -> None:
-    run = open_run(root / "full")
-    assert pictures(run, "cars", run.sample_ids("cars")[:2]) == [None, None]
-    stored = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((3, SIDE, SIDE, 3), np.uint8)
-    (run.path / "thumbs").mkdir()
-    np.savez_compressed(run.path / thumbs_file("cars"), pictures=stored)
-    ids = run.sample_ids("cars")
-    second, unknown, late = pictures(run, "cars", [ids[1], "nosuch", ids[10]])
-    assert unknown is None and late is None and second is not None
-    pixels = Image.open(io.BytesIO(base64.b64decode(second.partition(",")[2])))
-    np.testing.assert_array_equal(np.asarray(pixels), stored[1])
 
 
 @pytest.mark.slow

@@ -138,13 +138,12 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
 def test_opening_another_part_leaves_no_step_that_shows_the_same(
     page: Any, app_url: str, runs_folder: Path
 ) -> None:
-    """Its address loses the band, which the part that was open alone obeys."""
     run = open_run(runs_folder / "merged")
-    page.goto(f"{app_url}/layers?run={run.id}&band=one+standard+deviation")
+    page.goto(f"{app_url}/layers?run={run.id}")
     settled(page)
     before = page.evaluate("history.length")
     page.get_by_role("radiogroup", name="Part of the page").get_by_text("Sources").click()
-    page.wait_for_url(lambda url: "layers=Sources" in url and "band" not in url)
+    page.wait_for_url(lambda url: "layers=Sources" in url)
     settled(page)
     assert page.evaluate("history.length") == before
     choose(page, "Task", "dtd")

@@ -11,14 +11,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.base.errors import DataError
 from driftlens.cli import app
 from driftlens.findings.headline import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.card import badge, put_beside, save_card, share_card
 from driftlens_reports.charts.theme import LIGHT
 from tests.records.full_run import write_run
-from tests.refusing import refusing
 
 NAME = "$\\frac{a}{$ <b>&x</b>"
 
@@ -87,12 +86,6 @@ def test_a_calibration_that_is_not_there_leaves_no_file(run: DriftRun, tmp_path:
     with pytest.raises(DataError, match="featcal"):
         save_card(run, tmp_path / "new" / "card.png", "nosuch")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_name_of_another_format_is_refused(run: DriftRun, tmp_path: Path) -> None:
-    with refusing(SpecError, "the picture is a PNG", hint=".png", code=2):
-        save_card(run, tmp_path / "card.svg")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_without_features_and_scores_there_is_a_card_all_the_same(tmp_path: Path) -> None:

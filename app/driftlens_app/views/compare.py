@@ -75,7 +75,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
         second = run if other == _SAME else opened(folder_of(settings, other))
         pair = _pair(run, second)
     if pair is None:
-        note("The run has one model only. Calibrate it, or choose another run.")
+        note("There are no two models to compare. Calibrate the run, or choose another one.")
         link_to_repair()
         return None
     return _compared(run, second, *pair)
@@ -84,10 +84,8 @@ def _comparison(chosen: Selection) -> Comparison | None:
 def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
     """The variants that the reader chooses, before and after."""
     within = first is second
-    if within and len(first.variants) < 2:
+    if not first.variants or not second.variants or (within and len(first.variants) < 2):
         return None
-    if not first.variants or not second.variants:
-        raise DataError("a run without models has nothing to compare", hint="Choose another one.")
     starts = sorted(first.variants, key=lambda name: name != "merged")
     before = st.selectbox("Before", starts, format_func=title, key="before", bind="query-params", width=220)
     ends = [name for name in second.variants if not (within and name == before)]

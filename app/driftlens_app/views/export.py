@@ -1,4 +1,4 @@
-"""Export: whether the run's checks hold, reports to read and hand on, figures and tables for a paper."""
+"""Export: reports to read and hand on, figures and tables for a paper."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.findings.checks import self_checks
 from driftlens.findings.reading import size
 from driftlens.runs.run import DriftRun
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
-from driftlens_app.show import Page, caption, note, open_part, plain, show_sheet, shown_errors
+from driftlens_app.show import Page, note, open_part, plain, shown_errors
 from driftlens_reports.build import Report, formats
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.sections import PRESETS
@@ -54,7 +53,7 @@ def zipped(files: Files) -> bytes:
 def show() -> None:
     """Draw the page."""
     run = selection().run
-    parts = {"Report": _report, "Figures and tables": _exhibits, "Checks": _checks}
+    parts = {"Report": _report, "Figures and tables": _exhibits}
     parts[open_part([*parts], key="export")](run)
 
 
@@ -150,14 +149,6 @@ def _preview(built: Mapping[str, Files]) -> None:
         return
     st.header("Preview", anchor=False)
     st.iframe(page, height=800, alt="Preview of the report")
-
-
-def _checks(run: DriftRun) -> None:
-    caption(
-        "Claims that are exact in theory, tested on this run. `driftlens check RUN --tests FILE` holds it against "
-        "bounds of your own."
-    )
-    show_sheet(self_checks(run).table("self-checks", "Self-checks", "error"))
 
 
 if __name__ == "__main__":

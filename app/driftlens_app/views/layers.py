@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import streamlit as st
-
 from driftlens_app.live import offer_attribution
 from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, selection
 from driftlens_app.show import Page, open_part, show_data, show_part
@@ -19,12 +17,6 @@ PAGE = Page(
 
 _DRIFT, _SOURCES, _THEORY = (SECTIONS[name].part for name in ("drift", "contributions", "features"))
 _CONTROLS = {_DRIFT: (MEASURE,), _THEORY: (LAYER,)}
-_BANDS = {
-    "q10-q90": "10 to 90 % of samples",
-    "q25-q75": "25 to 75 % of samples",
-    "std": "one standard deviation",
-    "none": "none",
-}
 
 
 def show() -> None:
@@ -34,8 +26,7 @@ def show() -> None:
     run = view.run
     if part not in (_DRIFT, _THEORY):
         offer_attribution(run)
-    band, log = _axes() if part == _DRIFT else ("q10-q90", False)
-    options = view.options(band=band, log=log)
+    options = view.options()
     show_part("layers", part, run, options)
     # Diagnostics without a chart (CKA, spectral norms, module groups and the like) are columns of these tables.
     tables = {"layers": run.layers()}
@@ -45,21 +36,6 @@ def show() -> None:
         if len(rows):
             label = f"All numbers of table {name}"
             show_data(chosen(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label)
-
-
-def _axes() -> tuple[str, bool]:
-    """How the curves of drift are drawn: with which band, and whether the axis is logarithmic."""
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        band = st.selectbox(
-            "Band",
-            [*_BANDS],
-            format_func=_BANDS.__getitem__,
-            key="band",
-            bind="query-params",
-            help="What the shaded band shows of the samples behind each mean.",
-            width=260,
-        )
-        return band, st.checkbox("Logarithmic axis", key="log", bind="query-params")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from driftlens.base.files import entries, write_text_atomic
 from driftlens.runs.layout import SPEC
 from driftlens_app import requests
 from driftlens_app.calibration import methods
-from driftlens_app.live import await_run, show_new_runs
+from driftlens_app.live import show_new_runs
 from driftlens_app.processes import Request, ask, start
+from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import Page, coded, note, shown_errors
 from driftlens_app.views.compare import show_merges
@@ -143,8 +144,8 @@ def _from_spec(settings: Settings) -> None:
 
 
 def _begin(request: Request) -> None:
-    await_run(start(request).run)
-    st.rerun()
+    start(request)
+    lead("runs")
 
 
 def proposed_name(spec: str) -> str:

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn
+from streamlit.column_config import AreaChartColumn, NumberColumn
 
 from driftlens.base.variants import title
 from driftlens.base.words import counted
@@ -18,7 +18,7 @@ from driftlens.findings.table import Table
 from driftlens.findings.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens_app.live import offer_attribution, show_steps, steps_of
-from driftlens_app.samples import explore, pictures, show_explorer
+from driftlens_app.samples import explore, show_explorer
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection
 from driftlens_app.show import (
     AXIS,
@@ -158,11 +158,6 @@ def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFram
     rows["by layer"] = rows["task"].map(layers)
     about = "Relative drift from the first layer to the last."
     columns["by layer"] = AreaChartColumn("by layer", width=70, y_min=0.0, help=about)
-    tasks = rows["task"][: len(run.tasks)]
-    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in tasks]
-    if any(image and image[0] for image in images) and not is_narrow():  # there numbers need the room
-        rows.insert(0, "e.g.", [*(image[0] if image else None for image in images), *[None] * len(mean)])
-        columns["e.g."] = ImageColumn("e.g.", width=44)
     return rows.reset_index(drop=True), columns
 
 

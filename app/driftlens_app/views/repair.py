@@ -82,7 +82,6 @@ def show() -> None:
     reason = "" if blocked else obstacle(run)
     with left, shown_errors():
         wanted, pressed = calibration.calibration_form(
-            _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
             obstacle=reason,
@@ -104,15 +103,6 @@ def show() -> None:
     _arena(run, blocked=blocked)
 
 
-def _last(run: DriftRun, job: View | None) -> CalibrationRequest | None:
-    """The newest job's settings, under a free name unless it is to be tried again; None of a search of the best."""
-    last = None if job is None else calibration.recorded(job.job.settings)
-    if last is None or calibration.is_search(last):
-        return None
-    is_again = job is not None and job.state != "done" and last.replace
-    return last if is_again else calibration.freely_named(last, run.manifest.calibrations)
-
-
 def obstacle(run: DriftRun) -> str:
     """What would stop any calibration of the run, by its state alone."""
     try:
@@ -130,11 +120,11 @@ def obstacle(run: DriftRun) -> str:
 
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:
-    last = calibration.recorded(job.settings)
-    if last is None or not (run.path / begun_calibration(job.name)).is_file():
+    if not (run.path / begun_calibration(job.name)).is_file():
         return  # It ended before it had begun: with a fresh start nothing is lost.
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
+            last = CalibrationRequest(**job.settings)
             # A record may say anything, and the folder of an export lies beside the run.
             is_one_run = Settings.from_environment().is_one_run
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"

@@ -14,9 +14,8 @@ from streamlit.column_config import NumberColumn
 from driftlens.base.variants import part_of
 from driftlens.findings.listing import RunSummary
 from driftlens.findings.reading import size
-from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
+from driftlens_app.live import SECONDS, show_new_runs, state_of, welcome
 from driftlens_app.processes import is_at_work
-from driftlens_app.requests import DEMO
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import lead
 from driftlens_app.settings import Settings
@@ -47,8 +46,6 @@ def show() -> None:
     if not runs:
         welcome()
         return
-    if [run.path for run in runs] == [settings.root / DEMO]:
-        await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}.")
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
         lead("new_run")

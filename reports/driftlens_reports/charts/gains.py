@@ -126,23 +126,6 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."
 
 
-def _ticks(seconds: pd.Series[float]) -> list[float]:
-    """Round numbers around the values: 1, 2 and 5 of a power of ten, more of them where values are near each other."""
-    positive = seconds[seconds > 0]
-    if positive.empty:
-        return []
-    low, high = float(positive.min()), float(positive.max())
-    if high < 5 * low:  # or none of them might lie between
-        span = (high - low) / 5 or low / 10
-        power = math.floor(math.log10(span))
-        step = next(digit for digit in (1, 2, 5, 10) if span <= digit * 10**power)
-        ends = (math.floor(low / step / 10**power) - 1, math.ceil(high / step / 10**power) + 2)
-        return [float(f"{steps * step}e{power}") for steps in range(*ends) if steps > 0]
-    first, last = (math.floor(math.log10(end)) for end in (low, high))
-    digits = (1, 2, 5) if last - first < 3 else (1,)
-    return [float(f"{digit}e{power}") for power in range(first - 1, last + 2) for digit in digits]
-
-
 @chart(
     "arena",
     title="Repairs: gain against cost",
@@ -193,9 +176,7 @@ def arena(run: DriftRun, options: ChartOptions) -> Drawn:
             annotation_font=theme.ink(dark=options.dark),
             annotation_position=place,
         )
-    seconds = _ticks(points["seconds"])
-    ticks = {"tickvals": seconds, "ticktext": [f"{second:,.10g}" for second in seconds]}
-    figure.update_xaxes(title_text="seconds of calibrating", type="log", **ticks)
+    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2", tickformat=",~g")
     low, high = float(rows["score"].min()), float(rows["score"].max())
     room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # of the names beside lines
     figure.update_yaxes(

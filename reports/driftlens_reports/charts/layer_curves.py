@@ -32,7 +32,7 @@ class Curves:
     axis: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     number: str = theme.NUMBER
-    band: tuple[str, str] | None = None
+    band: Sequence[str] = ()
     error: Sequence[str] = ()
     beside: tuple[str, str] | None = None
     line: float | None = None
@@ -44,7 +44,7 @@ class Curves:
         rows = panels.parted(rows)
         task, variant, layers = rows["task"].iloc[0], str(rows["variant"].iloc[0]), rows["layer"]
         if self.band:
-            yield band(rows, *self.band, brush, opacity=opacity)
+            yield band(rows, self.band[0], self.band[1], brush, opacity=opacity)
         ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
         hover = {"text": [words.literal(f"{task}, {where}") for where in rows["where"]]}
         template = f"%{{text}}<br>{self.column} %{{y:{self.number}}}"
@@ -128,14 +128,9 @@ def of_layers(
     return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))
 
 
-_BANDS = {
-    "q10-q90": ("10 % quantile", "90 % quantile"),
-    "q25-q75": ("25 % quantile", "75 % quantile"),
-    "std": ("mean - std", "mean + std"),
-}
 _DRIFTS = {
     **{"drift_l2_mean": "mean drift", "drift_rel": "relative drift"},
-    **{f"drift_l2_q{level}": f"{level} % quantile" for level in (10, 25, 75, 90)},
+    **{"drift_l2_q10": "10 % quantile", "drift_l2_q90": "90 % quantile"},
 }
 
 
@@ -155,20 +150,16 @@ _DRIFTS = {
 def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves; all panels have one y axis range, so that tasks compare."""
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
-    spread = rows["drift_l2_std"].astype(float)
-    ends = {"mean - std": rows["mean drift"] - spread, "mean + std": rows["mean drift"] + spread}
-    rows = rows.assign(**ends)
-    source, what = "drift_l2_mean", "mean L2 drift"
-    band = _BANDS.get(options.band)
-    note = f"Band: {picking.SPREADS[options.band]}." if band else ""
+    source, what, band = "drift_l2_mean", "mean L2 drift", (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"])
+    note = "Band: 10 % to 90 % quantiles over samples."
     if options.relative:
-        source, what = "drift_rel", "drift / expert norm"
-        band, note = None, "Relative drift is one ratio of sums over the samples; it has no band."
-    title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
+        source, what, band = "drift_rel", "drift / expert norm", ()
+        note = "Relative drift is one ratio of sums over the samples; it has no band."
+    title, axis = panels.titled(what, "layers", source), panels.value_axis()
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
-    return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[note] if note else [])
+    return of_layers(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
 
 
 _PARTS = {
@@ -195,7 +186,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
-    norms = panels.value_axis(options)
+    norms = panels.value_axis()
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
         Curves(
@@ -243,7 +234,7 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         "amplification",
         error=ends,
         title=panels.titled("amplification", "layers", "amplification"),
-        axis=panels.value_axis(options, zero=False, include=[1.0]),
+        axis=panels.value_axis(zero=False, include=[1.0]),
         band=("lower", "upper"),
         beside=("random gain", "mean gain on random directions"),
         line=1.0,

@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
-from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, theme_layout
 
 MOST_COLUMNS = 3
@@ -114,16 +113,12 @@ def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
     return streams.ne(streams.shift()).cumsum()
 
 
-def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Settings of an axis of values, logarithmic if the options say so, else with the values to `include` on it."""
-    # On a logarithmic axis plotly compares them with logarithms, and would cut off what is drawn.
-    wanted = {"include": list(include)} if include and not options.log else None
+def value_axis(*, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
+    """Settings of an axis of values, with the values to `include` on it."""
     return {
-        "type": "log" if options.log else "linear",
-        "rangemode": "tozero" if zero and not options.log else "normal",
+        "rangemode": "tozero" if zero else "normal",
         "tickformat": TICK_NUMBER,
-        "nticks": 3 if options.log else None,  # or plotly writes every digit of a decade, one over the other
-        "autorangeoptions": wanted,
+        "autorangeoptions": {"include": list(include)} if include else None,
     }
 
 

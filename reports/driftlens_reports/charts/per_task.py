@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.intervals import Interval, mean_interval, mean_over_tasks
+from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.metrics import ACCURACY, metric_called, says_of, title_of
 from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import estimate, number, percent
@@ -155,19 +155,11 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-_QUANTILES = {"q10-q90": (0.1, 0.9), "q25-q75": (0.25, 0.75)}
-
-
-def spread(samples: pd.DataFrame, column: str, band: str = "q10-q90") -> pd.DataFrame:
-    """How far per-sample values scatter around their mean, a row per task and variant; null where the band is none."""
+def spread(samples: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return the 10 % and 90 % quantiles of per-sample values, a row per task and variant."""
     measured = samples[["task", "variant", column]].astype({column: float})
     groups = measured.groupby(["task", "variant"], sort=False)[column]
-    if band in _QUANTILES:
-        low, high = (groups.quantile(level) for level in _QUANTILES[band])
-    else:
-        width = groups.std(ddof=0) if band == "std" else float("nan")
-        low, high = groups.mean() - width, groups.mean() + width
-    return pd.DataFrame({"low": low, "high": high}).reset_index()
+    return pd.DataFrame({"low": groups.quantile(0.1), "high": groups.quantile(0.9)}).reset_index()
 
 
 def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
@@ -191,29 +183,22 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
 def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean cosine per task and variant, and the mean over tasks."""
     tasks = picking.chosen_tasks(run, options)
-    at_layer = picking.rows_at(run, options, "layers")
-    means = at_layer[["task", "variant", "n", "cos_mean"]]
-    bands = spread(picking.rows_at(run, options, "samples"), "cos", options.band)
+    means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
+    bands = spread(picking.rows_at(run, options, "samples"), "cos")
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
-    whiskers = picking.SPREADS.get(options.band, "")
-    title = "mean cosine to the expert"
+    title, whiskers = "mean cosine to the expert", "10 % to 90 % quantiles over samples"
+    last = rows[rows["task"] == (AVERAGE if len(tasks) > 1 else tasks[0])]
+    cosines = words.by_variant(
+        zip(last["variant"], last["mean cosine"].astype(float).map(number), strict=True)
+    )
     return Drawn(
         task_figure(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
-        f"{words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean')}.",
+        f"{words.counted(len(tasks), 'task')}: {cosines}.",
         data=rows,
-        notes=(*words.sample_notes(run, rows), *([f"Whiskers: {whiskers}."] if whiskers else [])),
+        notes=(*words.sample_notes(run, rows), f"Whiskers: {whiskers}."),
     )
-
-
-def _cosines(rows: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
-    """Mean cosines with Student's intervals, which the figure's whiskers over samples are not."""
-    columns = rows[["cos_mean", "cos_std", "n"]].astype(float).fillna({"n": 0}).to_numpy().tolist()
-    intervals = [mean_interval(mean, std, int(n)) for mean, std, n in columns]
-    ends = {"low": [mean.low for mean in intervals], "high": [mean.high for mean in intervals]}
-    return with_average(rows.assign(**ends), "cos_mean", tasks, has_intervals=True)
 
 
 def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:

@@ -26,8 +26,6 @@ class ChartOptions:
         tasks: only these; None is all.
         variants: only these; None is all but the base and those that show an anchor alone.
         layer: layer index, "final" or module path, for charts of one layer.
-        band: which dispersion the band shows: the 10-90 % or 25-75 % quantiles, one standard deviation, or none.
-        log: a logarithmic value axis, where the chart has one.
         relative: drift against the expert's feature norm instead of in feature units.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
         dark: the dark theme.
@@ -36,19 +34,9 @@ class ChartOptions:
     tasks: Sequence[str] | None = None
     variants: Sequence[str] | None = None
     layer: int | str = "final"
-    band: Literal["q10-q90", "q25-q75", "std", "none"] = "q10-q90"
-    log: bool = False
     relative: bool = False
     max_points: int = 20_000
     dark: bool = False
-
-
-SPREADS = {
-    "q10-q90": "10 % to 90 % quantiles over samples",
-    "q25-q75": "25 % to 75 % quantiles over samples",
-    "std": "one standard deviation over samples around the mean",
-}
-"""What bands and whiskers are, by `ChartOptions.band`."""
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:

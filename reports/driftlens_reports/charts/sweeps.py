@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from driftlens.base.metrics import METRICS
-from driftlens.base.variants import calibrated
-from driftlens.findings import swept
 from driftlens.findings.reading import number
 from driftlens.findings.swept import over_seeds
 from driftlens.runs.run import DriftRun
@@ -76,7 +73,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     lacks=_missing,
     caption="Final drift on the diagnosis samples and scores on the test samples against one setting of the "
     "calibration at a time, mean over seeds with whiskers of one standard deviation over seeds; bold the mean of "
-    "tasks, thin the tasks, a ring around the default, a star for each calibration of the run.",
+    "tasks, thin the tasks, a ring around the default.",
     hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
 )
@@ -94,14 +91,12 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         y_by="row",
         dark=options.dark,
     )
-    curves, tasks = [], picking.chosen_tasks(run, options)
+    curves = []
     for panel, (measure, setting) in enumerate(product(measures, settings)):
         points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
         points["is default"] = points[setting] == default_of(run, setting)
         curves.append(points)
         grid.add(panel, *_traces(points, setting, measure, options.dark, legend=panel == 0))
-        stars = _calibrations(run, setting, measure, tasks, options.dark)
-        grid.add(panel, stars.update(showlegend=panel == 0 and len(stars["x"]) > 0))
         grid.set_axis("y", panel, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
@@ -151,27 +146,6 @@ def _traces(
         for group, name, shown, settings in looks
         if group != "tasks" or len(thin)
     ]
-
-
-def _calibrations(
-    run: DriftRun, setting: str, measure: _Measure, tasks: Sequence[str], dark: bool
-) -> theme.Trace:
-    """What the run's own calibrations by FeatCal reached, whatever else they were set to."""
-    values = [
-        (name, max(info.samples.values(), default=0) if setting == "n" else info.settings.get(setting))
-        for name, info in run.manifest.calibrations.items()
-        if info.method == "featcal" and calibrated(name) in run.variants
-    ]
-    return theme.scatter(
-        x=[value for _, value in values],
-        y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in values],
-        text=[words.literal(name) for name, _ in values],
-        name="this run's calibrations",
-        legendgroup="calibrations",
-        mode="markers",
-        marker={"symbol": "star", "size": 11, "color": theme.palette(dark).ink},
-        hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
-    )
 
 
 def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> theme.Trace:

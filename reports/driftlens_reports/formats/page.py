@@ -12,7 +12,6 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
@@ -37,9 +36,6 @@ _MOST_ROWS = 2_000
 _MOST_BYTES = 950_000
 _OPENED = ("layers",)
 """Sections that are open behind the verdict; a click opens the others: a page has at most 8,000 pixels."""
-_BUDGETS = (16_000, 6_000, 0)
-"""Cells of figures' data tables in one light page; the next budget is tried while the page is too large."""
-
 _EXHIBITS = {
     "accuracy": "intro",
     "layer-drift": "drift",
@@ -90,13 +86,9 @@ def _other(light: Any, dark: Any) -> Any:
 
 
 def light_page(content: ReportContent, pictures: Mapping[str, Picture]) -> bytes:
-    """Return the page without a script. If too large for a mail, it drops data tables, then its largest pictures."""
+    """Return the page without a script or data tables. If too large for a mail, it drops its largest pictures."""
     pictures = dict(pictures)
-    page = b""
-    for cells in _BUDGETS:
-        page = _render(content, _fitting(content, cells), pictures=pictures)
-        if len(page) <= _MOST_BYTES:
-            return page
+    page = _render(content, set(), pictures=pictures)
     while pictures and len(page) > _MOST_BYTES:
         del pictures[max(pictures, key=lambda name: len(pictures[name].source))]
         page = _render(content, set(), pictures=pictures)
@@ -127,15 +119,6 @@ def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
 
 def _data_tables(content: ReportContent) -> dict[str, Table]:
     return {figure.name: figure.data for figure in content.figures if figure.data is not None}
-
-
-def _fitting(content: ReportContent, cells: int) -> set[str]:
-    """The figures whose numbers fit into so many cells, the smallest tables first."""
-    sizes = {name: len(table.rows) * len(table.columns) for name, table in _data_tables(content).items()}
-    in_order = sorted(sizes, key=lambda name: sizes[name])
-    return {
-        name for name, end in zip(in_order, accumulate(map(sizes.get, in_order)), strict=True) if end <= cells
-    }
 
 
 def _render(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from driftlens.base.errors import DataError, RunError, did_you_mean
+from driftlens.base.errors import DataError
 from driftlens.base.registry import Registry
 from driftlens.base.variants import calibrated, part_of
 from driftlens.base.variants import title as plain_title
@@ -153,19 +153,9 @@ class ExhibitOptions(ExhibitRequest):
         known = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         known |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
-            if name not in known:
-                unknown = (
-                    f"no run has a task or variant {name!r} to name; there are {', '.join(sorted(known))}"
-                )
-                raise DataError(unknown, hint=did_you_mean(name, sorted(known)))
-        names = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
-        names |= self.names
-        for run in runs:
-            if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
-                raise DataError(
-                    f"two tasks of run {run.name} are called the same", hint="Give each its own name."
-                )
-        return names
+            _check("task or variant", name, tuple(sorted(known)))
+        in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
+        return in_specs | self.names
 
 
 def _check(kind: str, name: str, known: tuple[str, ...]) -> str:
@@ -179,13 +169,8 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
     import yaml
 
     path = run.path / layout.SPEC
-    try:
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RunError(f"{path} can't be read: {error}") from error
-    return (spec.get(name) or {}) if isinstance(spec, dict) else {}
+    spec = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return (spec or {}).get(name) or {}
 
 
 @dataclass(frozen=True)
@@ -224,32 +209,24 @@ exhibits: Registry[Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
 def figure(name: str, *, title: str) -> Callable[[Draw], Draw]:
-    """Register a drawing function as the figure `name`; it runs with the style of the width asked for."""
-
-    def register(draw: Draw) -> Draw:
-        @functools.wraps(draw)
-        def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-            if not runs:
-                raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(options.style), named(options.names_of(runs)):
-                return draw(runs, options)
-
-        exhibits.register(name)(Exhibit(name, "figure", title, drawn))
-        return drawn
-
-    return register
+    """Register a drawing function as the figure `name`; it runs with the style asked for."""
+    return _registered(name, "figure", title)
 
 
 def table(name: str, *, title: str) -> Callable[[Draw], Draw]:
     """Register a function as the table `name`."""
+    return _registered(name, "table", title)
 
+
+def _registered(name: str, kind: Kind, title: str) -> Callable[[Draw], Draw]:
     def register(draw: Draw) -> Draw:
         @functools.wraps(draw)
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-            with named(options.names_of(runs)):
+            look = sheet(options.style) if kind == "figure" else contextlib.nullcontext()
+            with look, named(options.names_of(runs)):
                 return draw(runs, options)
 
-        exhibits.register(name)(Exhibit(name, "table", title, drawn))
+        exhibits.register(name)(Exhibit(name, kind, title, drawn))
         return drawn
 
     return register

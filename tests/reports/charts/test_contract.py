@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
-from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.variants import Part
 from driftlens.findings.reading import error, number, percent
 from driftlens.runs.run import DriftRun
@@ -22,7 +20,6 @@ from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable,
 from driftlens_reports.charts.words import counted, label, labels, literal, ranged
 from driftlens_reports.sections import PRESETS, TITLES
 from tests.quick import few
-from tests.refusing import refusing
 from tests.reports.charts.recording import (
     NUMBER,
     XYZ,
@@ -69,15 +66,6 @@ def test_it_stands_somewhere_and_names_columns_that_there_are(name: str) -> None
     assert columns and set(columns) <= set(TABLES[table].names)
     if chart.place.page:
         assert name in parts_of(chart.place.page)[chart.place.part]
-
-
-def test_what_is_no_drawing_is_refused_with_the_form_of_one(run: DriftRun) -> None:
-    bare = replace(charts["layer-drift"], render=lambda run, options: go.Figure())
-    for draw in (bare.draw, bare.attempt):
-        with refusing(
-            SpecError, match="'layer-drift' returned Figure, expected Drawn", hint="alt=..., data="
-        ):
-            draw(run, ChartOptions())
 
 
 NAMES = ("task", "variant", "module group", "group of modules", "site")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -116,33 +116,6 @@ def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None
     assert sorted(finite(drawn.data["relative drift"])) == finite(table(full)["drift_rel"])
     assert all(trace.fill is None for trace in drawn.figure.data) and "no band" in drawn.notes[-1]
     assert drawn.figure.layout.yaxis.title.text == "drift / expert norm (ratio)"
-
-
-@pytest.mark.parametrize(
-    ("chosen", "edges"),
-    [
-        ("q25-q75", lambda rows: (rows["drift_l2_q25"], rows["drift_l2_q75"])),
-        ("std", lambda rows: [rows["drift_l2_mean"] + sign * rows["drift_l2_std"] for sign in (-1, 1)]),
-    ],
-)
-def test_the_band_is_the_chosen_dispersion(
-    chosen: str, edges: Callable[[pd.DataFrame], list[pd.Series]], full: DriftRun
-) -> None:
-    options = ChartOptions(tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
-    drawn = charts["layer-drift"].draw(full, options)
-    bands = [trace for trace in drawn.figure.data if trace.fill == "toself"]
-    assert [drawn_values(trace) for trace in bands] == [
-        finite(np.concatenate(edges(full.layers("cars", "merged"))))
-    ]
-    assert "Band: " in drawn.notes[-1]
-
-
-def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
-    figure = charts["layer-drift"].draw(full, ChartOptions(log=True)).figure
-    assert {axis.type for axis in figure.select_yaxes()} == {"log"}
-    # Plotly compares what an axis is to include with logarithms: it would cut off what lies above.
-    ratios = charts["amplification"].draw(full, ChartOptions(log=True)).figure
-    assert not ratios.layout.yaxis.autorangeoptions.include
 
 
 def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:

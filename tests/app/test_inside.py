@@ -216,7 +216,7 @@ def test_pictures_are_not_read_through_a_link(root: Path, run: Path, outside: Pa
     (run / "thumbs").mkdir(exist_ok=True)
     replaced_by_link(run / "thumbs", outside)
     with pytest.raises(RunError, match="a link that leaves this folder"):
-        samples.pictures(found, found.tasks[0], ["a"])
+        samples.show_explorer(found)
 
 
 def test_only_a_name_that_jobs_give_their_logs_is_taken_from_a_record(run: Path) -> None:

@@ -173,7 +173,7 @@ def _planes(
             continue
         variants = tuple(name for name in there if name != "expert")
         most = len(there) * len(run.sample_ids(shown.task))
-        points = load_points(run, Settings(shown.task, layer, "pca", 0, variants, "all", most))
+        points = load_points(run, Settings(shown.task, layer, "pca", 0, variants, most))
         rows = {name: points.directions[name][shown.rows] for name in there}
         places, method = _laid_out(run, shown, layer, rows, request)
         before = _turned(places, before)
@@ -201,9 +201,7 @@ def _laid_out(
 ) -> tuple[dict[str, Array], str]:
     """Coordinates [n, 2] by model, and how they were made; NaN of samples that a stored layout has thinned out."""
     if request.method == "pca":
-        plane, how = lay_out(
-            np.concatenate([*rows.values()]), np.full(sum(map(len, rows.values())), True), "pca", 0
-        )
+        plane, how = lay_out(np.concatenate([*rows.values()]), "pca", 0)
         return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
     variants = tuple(name for name in rows if name != "expert")
     most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))

@@ -155,7 +155,12 @@ class ExhibitOptions(ExhibitRequest):
         for name in self.names:
             _check("task or variant", name, tuple(sorted(known)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
-        return in_specs | self.names
+        names = in_specs | self.names
+        for run in runs:
+            # Columns of tables are found by their heads.
+            if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
+                raise DataError(f"two tasks of run {run.name} have one name", hint="Give each its own.")
+        return names
 
 
 def _check(kind: str, name: str, known: tuple[str, ...]) -> str:

@@ -213,23 +213,6 @@ def test_thin_lines_are_the_tasks_apart_by_gaps(swept: DriftRun) -> None:
     assert list(thin.y[:4]) == pytest.approx(cars.tolist())
 
 
-def test_the_calibrations_of_the_run_stand_among_the_points(swept: DriftRun) -> None:
-    stars = [
-        at
-        for at in charts["sweeps"].draw(swept, ChartOptions()).figure.data
-        if at.legendgroup == "calibrations"
-    ]
-    info, tasks = swept.manifest.calibrations["featcal"], list(swept.tasks)
-    values = [info.settings["lam"], info.settings["alpha"]]
-    assert [list(at.x) for at in stars] == [[value] for value in values * 2]
-    final = swept.layers(variant="calibrated:featcal", layer="final")["drift_l2_mean"].mean()
-    rows = swept.accuracy()
-    scored = rows[(rows["variant"] == "calibrated:featcal") & (rows["metric"] == "accuracy")]
-    right = scored.set_index("task")["value"].reindex(tasks).mean(skipna=False)
-    for at, wanted in zip(stars, [final, final, right, right], strict=True):
-        assert list(at.y) == pytest.approx([wanted], nan_ok=True) and list(at.text) == ["featcal"]
-
-
 def test_the_ring_marks_the_value_that_other_sweeps_keep(swept: DriftRun) -> None:
     rings = [
         trace

@@ -52,8 +52,7 @@ FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is th
 another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all
 others rho times the step that the method makes; each calibration says which, and measures the anchor alone beside it.
 How much of a gain is left without that other merge says `driftlens sweep RUN --param rho=1`, with the preset
-and samples of the calibration. The result is a row of its own
-(`NAME at rho 1`) wherever the calibration's before and after is told, and never part of the verdict.
+and samples of the calibration.
 
 ## The same every time, or in law
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import SpecError, concerning
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter, all_of
 from driftlens.base.team import ALONE, Team
 
@@ -35,19 +35,9 @@ class Access:
                 hint="If you trust it, repeat the command with --trust-code.",
             )
         module, _, name = target.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name, None)
-        except ImportError as error:
-            raise SpecError(
-                f"{target}: the module can't be imported: {error}",
-                hint="Install it, or add its folder to PYTHONPATH.",
-            ) from error
-        if not callable(function):
-            raise SpecError(
-                f"{target}: {module} has no function {name}", hint="The form is package.module:function."
-            )
-        checked: Callable[..., Any] = function
-        return checked
+        with concerning(f"the {what} {target}"):
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
 
 
 @dataclass(frozen=True)

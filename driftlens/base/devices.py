@@ -45,11 +45,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
         torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise RunError(
-                f"the device {str(device)!r} has no memory left: {reason}",
-                hint="Stop what else computes there, or take another device.",
-            ) from None
         there = ", ".join(f"`{name}`" for name in names())
         raise SpecError(
             f"there is no device {str(device)!r} here: {reason}", hint=f"Use `auto` or {there}."

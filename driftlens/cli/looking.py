@@ -74,8 +74,6 @@ def list_runs(
     from driftlens.findings.listing import find_runs
     from driftlens_reports.terminal import listing_text
 
-    if not root.is_dir():
-        raise RunError(f"there is no folder {root}", hint="`driftlens ls` alone lists the runs in this one.")
     found = find_runs(root)
     if as_json:
         say_json(found)

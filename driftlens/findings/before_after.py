@@ -32,7 +32,6 @@ from driftlens.findings.measures import (
     score_of,
 )
 from driftlens.findings.reading import Kind, brief, is_measured, signed
-from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
@@ -52,20 +51,17 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
     (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
     high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
-    NaN. Where the same calibration was measured at rho 1 too, that is a model of its own, without errors of drift.
+    NaN.
     `attrs["notices"]` are the calibration's.
     """
-    controls = {(row.about.role, row.task, row.variant): row for row in rho_control(run, name)}
-    at_rho_1 = dict.fromkeys(variant for _, _, variant in controls)
-    *variants, expert = compared_variants(run, name)
     rows = []
     for task in run.tasks:
-        for variant in (*variants, *at_rho_1, expert):
+        for variant in compared_variants(run, name):
             row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
             for about in (DRIFT, RELATIVE, COSINE):
-                finding = controls.get((about.role, task, variant)) or level(run, about, task, variant)
+                finding = level(run, about, task, variant)
                 row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
-            score = controls.get((SCORE.role, task, variant)) or level(run, SCORE, task, variant)
+            score = level(run, SCORE, task, variant)
             metric = score.about.name
             row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
             row |= {"low": score.low, "high": score.high}

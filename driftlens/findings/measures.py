@@ -400,9 +400,8 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
         if metric.needs == "passages":
             mean: Array = counts @ values / counts.sum(axis=1)
             return mean
-        if metric.name in ("perplexity", "wer"):
-            ratio: Array = counts @ values / (counts @ references)
-            value: Array = np.exp(ratio) if metric.name == "perplexity" else ratio
+        if metric.name == "perplexity":
+            value: Array = np.exp(counts @ values / (counts @ references))
             return value
     raise ValueError(f"{metric.name} has no single results to draw from")
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from driftlens.base.files import from_json
-from driftlens.base.intervals import Interval, mean_over_tasks, over_draws, share_of_samples
-from driftlens.base.metrics import ACCURACY, METRICS
-from driftlens.base.variants import calibrated, title
+from driftlens.base.intervals import mean_over_tasks, over_draws, share_of_samples
+from driftlens.base.metrics import METRICS
+from driftlens.base.variants import title
 from driftlens.base.words import counted
-from driftlens.findings.frame import Finding, finding
-from driftlens.findings.measures import COSINE, DRIFT, RELATIVE, main_metrics, measure_of
+from driftlens.findings.measures import main_metrics
 from driftlens.findings.reading import Kind, setting_text
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.runs.tables import plain
 
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""
@@ -106,55 +104,6 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
             tested = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
             points[f"tested_{end}"] = tested.groupby(level=0).mean()
     return points.reset_index()
-
-
-def scope(run: DriftRun, name: str) -> str:
-    """To which layers and sites a calibration is restricted, as the sweep of its control is called; else empty."""
-    info = run.manifest.calibrations[name]
-    is_whole = sorted(info.layers) == [layer.index for layer in run.manifest.layers if layer.role == "block"]
-    layers = "" if is_whole or not info.layers else f"layers {', '.join(map(str, sorted(info.layers)))}"
-    return "; ".join(filter(None, [layers, f"sites {', '.join(info.sites)}" if info.sites else ""]))
-
-
-def rho_control(run: DriftRun, name: str) -> list[Finding]:
-    """What a calibration reaches on every task at rho 1, all else as it is; empty unless a sweep has measured that.
-
-    With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
-    keeps no samples: drifts and cosines have no interval.
-    """
-    info, rows = run.calibration_info(name), run.sweeps()
-    if info.settings.get("rho", 1) == 1 or rows.empty:
-        return []
-    wanted = {**info.settings, "rho": 1.0}
-    # Sweeps of older runs tell neither.
-    rows = rows[(rows["method"] == info.method).fillna(False) & rows["n"].notna()]
-    rows = rows[rows["corruption"].fillna("none") == "none"]
-    within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(info.method).lstrip(":"))
-    rows = rows[within == scope(run, name)]
-    same = [
-        index
-        for index, row in rows.iterrows()
-        if row["n"] == info.samples.get(row["task"])
-        and all(wanted.get(key) == value for key, value in settings_of(row).items())
-    ]
-    points = rows.loc[same].drop_duplicates("task")
-    if set(points["task"]) != set(run.tasks):
-        return []
-    variant = f"{calibrated(name)} at rho 1"
-    return [row for _, point in points.iterrows() for row in _rows_of_point(run, variant, point)]
-
-
-def _rows_of_point(run: DriftRun, variant: str, point: pd.Series[Any]) -> Iterator[Finding]:
-    """A row of the sweep table as any model's."""
-    metric, n = main_metrics(run).get(point["task"], ACCURACY), plain(point["n_test"]) or 0
-    drift, relative, cosine, score = (
-        math.nan if (value := plain(point.get(column))) is None else float(value)
-        for column in ("drift_l2_mean", "drift_rel", "cos_mean", metric.name)
-    )
-    for about, value in ((DRIFT, drift), (RELATIVE, relative), (COSINE, cosine)):
-        yield finding(about, Interval(value), point["task"], variant)
-    reached = share_of_samples(score, n) if metric.kind == "share" and n else Interval(score, n=n)
-    yield finding(measure_of(metric), reached, point["task"], variant)
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Table]:

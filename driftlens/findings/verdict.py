@@ -35,7 +35,6 @@ from driftlens.findings.measures import (
 )
 from driftlens.findings.next_step import comparison, nearer_merge, next_command
 from driftlens.findings.reading import Kind, is_measured, written
-from driftlens.findings.swept import rho_control
 from driftlens.findings.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
@@ -423,8 +422,9 @@ def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str
 def others_sheet(
     run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
 ) -> Table:
-    """Means over tasks of what the verdict leaves out: other calibrations, baselines, controls at rho 1 that were asked
-    for and, with `controls`, anchors alone; with `everyone` of all models, experts last.
+    """Return means over tasks of what the verdict leaves out: other calibrations, baselines, with `controls` anchors.
+
+    With `everyone` of all models, experts last.
     """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
@@ -436,11 +436,6 @@ def others_sheet(
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
         rows.append((title(variant), *average.ends, drift.value))
-    for control in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
-        judged = [row for row in control if row.about.role == judgement.measure.role]
-        average = mean_over_tasks([row for row in judged if row.task in judgement.tasks])
-        drift = mean_over_tasks([row for row in control if row.about is RELATIVE])
-        rows.append((title(control[0].variant), *average.ends, drift.value))
     what = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}

@@ -21,8 +21,7 @@ from driftlens.data.corruption import corrupt
 from driftlens.engine import calibrating
 from driftlens.engine.calibrating import ExpertFeatures, Ground
 from driftlens.engine.sites import rows_and_output, select_sites
-from driftlens.findings.before_after import before_after
-from driftlens.findings.swept import ablation_sheets, rho_control
+from driftlens.findings.swept import ablation_sheets
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.contest.sweep import sweep
 from driftlens.jobs.study.reopening import reopened
@@ -105,26 +104,6 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
         for measure in MEASURES:
             assert getattr(row, measure) == pytest.approx(final[measure], rel=1e-5)
         assert row.n == plain.manifest.calibrations[NAME].samples[row.task]
-
-
-@pytest.mark.slow
-def test_a_point_at_rho_1_is_the_control_of_a_calibration_that_is_else_the_same(folder: Path) -> None:
-    settings = {"rho": 2.0, "lam": 0.2}
-    calibrate(folder, request("whole", parameters=settings, samples=3, attribution=False))
-    calibrate(folder, request(layers=[2], parameters=settings, samples=3, attribution=False))
-    assert not rho_control(open_run(folder), "whole")
-    run = sweep(folder, SweepRequest(param={"rho": [1.0], "lam": [0.2]}, grid=True, samples=3))
-    rows = run.sweeps()
-    measured = {(at.task, at.about.name): at for at in rho_control(run, "whole")}
-    assert len(rows) == len(TASKS)
-    for _, row in rows.iterrows():
-        for name, column in (("drift", "drift_l2_mean"), ("relative", "drift_rel"), ("cosine", "cos_mean")):
-            assert measured[row["task"], name].value == row[column]
-        score, tested = measured[row["task"], "accuracy"], run.accuracy(row["task"], "merged").iloc[0]
-        assert (score.value, score.n) == (row["accuracy"], tested["n"]) and score.low < score.high
-    shown = before_after(run, "whole").set_index(["task", "model"])
-    assert shown.loc[(TASKS[0], "whole at rho 1"), "relative"] == rows["drift_rel"].iloc[0]
-    assert not rho_control(run, NAME), "a control of other layers is none"
 
 
 @pytest.mark.slow

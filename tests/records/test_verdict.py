@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.base.intervals import Interval, wilson
+from driftlens.base.intervals import Interval
 from driftlens.base.variants import title
 from driftlens.findings.headline import headline, sentence
 from driftlens.findings.reading import printable
@@ -29,8 +28,6 @@ from driftlens.findings.verdict import (
 )
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.schema import TABLES
-from driftlens.runs.tables import conform
 from driftlens_reports.charts.words import label
 from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
@@ -289,37 +286,6 @@ def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
         DriftRun(run.path, dataclasses.replace(manifest, layers=other)).layer_name(3)
         == "stage.3 (layer 3 of 4)"
     )
-
-
-def test_the_control_beside_a_gain_is_the_same_calibration_at_rho_1(manifest: Manifest) -> None:
-    made = run_of(manifest, at(expert=[380], merged=[300], cal=[320]), 400, {})
-    info = dataclasses.replace(
-        made.manifest.calibrations["cal"], settings={"lam": 0.1, "rho": 2.0, "alpha": 0.5}
-    )
-    run = DriftRun(made.path, dataclasses.replace(made.manifest, calibrations={"cal": info}))
-    run._frames |= made._frames
-    key = {
-        "sweep": "rho",
-        "seed": 0,
-        "task": "t0",
-        "n": 8,
-        "method": "featcal",
-        "drift_rel": 0.25,
-        "n_test": 400,
-    }
-    points = [
-        {**key, "point": at, "accuracy": value, "settings": f'{{"lam": {lam}, "rho": {rho}, "alpha": 0.5}}'}
-        for at, (lam, rho, value) in enumerate([(0.1, 2.0, 0.8), (0.2, 1.0, 0.7), (0.1, 1.0, 0.775)])
-    ]
-    older = {**key, "sweep": "older", "point": 0, "rho": 1.0, "method": None, "settings": None}
-
-    def told(rows: Sequence[Mapping[str, object]]) -> list[Any]:
-        run._frames["sweeps"] = conform(pd.DataFrame(rows), TABLES["sweeps"])
-        return [list(row) for row in others_sheet(run, verdict(run)).rows]
-
-    low, high = wilson(310, 400)
-    assert told([*points, older]) == [["cal at rho 1", 0.775, pytest.approx(low), pytest.approx(high), 0.25]]
-    assert not told([*points[:2], older]) and not told([{**points[2], "n": 16}])
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")

@@ -8,7 +8,6 @@ plane are indicative only; every quality number comes from the features themselv
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ import pandas as pd
 from driftlens.base.errors import RunError
 from driftlens.base.files import PathLike, from_json, plain_file, sha256_of, write_json_atomic
 from driftlens.base.progress import CancelToken, ProgressSink, Reporter
-from driftlens.base.variants import title
 from driftlens.findings.projection.layouts import (
     METHODS,
     PARAMETERS,
@@ -101,21 +99,6 @@ class Projection:
     versions: Mapping[str, str | None]
     notes: tuple[str, ...]
     digest: str
-
-    def _repr_png_(self) -> bytes:
-        """A panel per variant, points coloured by class, for notebooks."""
-        from matplotlib.figure import Figure
-
-        groups = self.frame.assign(colour=pd.factorize(self.frame["label"])[0]).groupby("variant", sort=False)
-        figure = Figure(figsize=(5.5, 5.5 / len(groups) + 0.3), layout="constrained")
-        panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, (variant, rows) in zip(panels, groups, strict=True):
-            axes.scatter(rows["x"], rows["y"], s=4, c=rows["colour"], cmap="tab10")
-            axes.set_title(title(str(variant)), parse_math=False, fontsize=8)
-            axes.set(xticks=[], yticks=[])
-        written = io.BytesIO()
-        figure.savefig(written, format="png", dpi=200)
-        return written.getvalue()
 
 
 def project(

@@ -175,7 +175,7 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
         "Share of the way from the base",
         placeholder="all of it",
         key="shrink",
-        help="A number from 0 (the base) to 1.5, or auto for the best on held-out calibration samples.",
+        help="A number from 0 (the base) to 1.5.",
     )
     asked["auto"] = bool(method.automatic) and st.checkbox(
         f"Choose {', '.join(method.automatic)} on held-out calibration samples",

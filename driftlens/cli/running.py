@@ -218,7 +218,7 @@ def merge(
     Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
     spec's own merge is made.
     """
-    from driftlens.jobs.study.one_merge import save_one
+    from driftlens.jobs.study.merging import save_one
     from driftlens.spec import load_spec
 
     method, out, merges = request.method, request.out, comparison.merges
@@ -344,7 +344,7 @@ def why(
 def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     choose = None
-    if request.chooses:
+    if request.auto:
         from driftlens.jobs.contest.automatic import choice_of
 
         choose = choice_of(request)
@@ -362,7 +362,6 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
             request,
             context,
             choose=choose,
-            on_first=None if is_watched else note,
             on_measured=None if is_watched else show_first,
         )
     if request.save_weights is not None and request.save_weights.is_dir():
@@ -426,7 +425,7 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
 
 def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: bool) -> None:
     from driftlens.findings.before_after import arena_rows, arena_sheet
-    from driftlens.jobs.contest.methods import compare_methods, wanted_methods
+    from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 

@@ -75,7 +75,6 @@ class Run(DriftRun):
         *,
         modules: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
-        on_first: Callable[[str], None] | None = None,
         on_measured: Callable[[DriftRun], None] | None = None,
     ) -> Run:
         """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
@@ -93,7 +92,6 @@ class Run(DriftRun):
                 just returned, what stands in for it. Other settings, weights, samples, labels or heads are refused.
             data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
                 where they are those that the run was analyzed on, as they are if left out.
-            on_first: called with a sentence on drift and accuracy of a few samples, once the layers are solved.
             on_measured: called with the run when drift and accuracy are there.
         """
         from driftlens.jobs.calibrate.plan import method_called
@@ -104,7 +102,7 @@ class Run(DriftRun):
         )
         live = _live_study(self, modules, data, around.device)
         with around.context(live) as context:
-            return calibrated(self, asked, context, on_first=on_first, on_measured=on_measured)
+            return calibrated(self, asked, context, on_measured=on_measured)
 
     def summary(self) -> Table:
         """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
@@ -271,7 +269,6 @@ def calibrate(
     *,
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
-    on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
     """Calibrate the merged model of a run and measure the result, as `driftlens calibrate` does.
@@ -281,7 +278,7 @@ def calibrate(
     Keywords are the fields of `CalibrationRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
     with around.context(_live_study(run, modules, data, around.device)) as context:
-        return calibrated(run, request, context, on_first=on_first, on_measured=on_measured)
+        return calibrated(run, request, context, on_measured=on_measured)
 
 
 def calibrated(
@@ -289,7 +286,6 @@ def calibrated(
     request: CalibrationRequest,
     context: Context,
     *,
-    on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
     """Return the run with the calibration that is asked for."""
@@ -297,7 +293,7 @@ def calibrated(
     from driftlens.jobs.contest.automatic import choice_of
 
     folder, choose = _folder(run), choice_of(request)
-    run_calibration(folder, request, context, choose=choose, on_first=on_first, on_measured=on_measured)
+    run_calibration(folder, request, context, choose=choose, on_measured=on_measured)
     return _with_modules(Run.at(folder), run)
 
 
@@ -331,7 +327,7 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
     lost, is logged as a warning.
     Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
     """
-    from driftlens.jobs.study.one_merge import save_one
+    from driftlens.jobs.study.merging import save_one
 
     for notice in save_one(spec, request, around.context)[1]:
         log.warning(notice)
@@ -398,7 +394,7 @@ def sweep(
 
     Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
-    from driftlens.jobs.contest.methods import compare_methods, wanted_methods
+    from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
     from driftlens.jobs.contest.sweep import sweep as run_sweep
 
     with around.context(_live_study(run, modules, data, around.device)) as context:

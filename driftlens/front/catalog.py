@@ -11,7 +11,7 @@ from typing import Any
 from driftlens.base.settings import expected, schemas_of, settings_of
 from driftlens.calibration.automatic import NUM_FOLDS
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.jobs.contest.automatic import BEST
+from driftlens.jobs.contest.automatic import titles
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
 
@@ -72,8 +72,10 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
     """What the choice of the best compares from each preset on; how many views depends on the samples."""
     presets = kind.presets if kind.candidates else {}
-    titles = {name: BEST.outlook(kind(**values), {}, has_base=True) for name, values in presets.items()}
-    return {name: [_VIEWS.sub("views", title) for title in listed] for name, listed in titles.items()}
+    return {
+        name: [_VIEWS.sub("views", title) for title in titles(kind(**values))]
+        for name, values in presets.items()
+    }
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

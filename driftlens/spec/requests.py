@@ -30,6 +30,8 @@ from driftlens.spec.yaml_text import from_yaml
 
 DEFAULT_METHOD = "featcal"
 """The calibrator where neither a request nor the run's spec names one."""
+MOST_DRAWS = 1000
+"""Draws of the calibration samples in one sweep, at most."""
 
 
 def parts(given: str | Sequence[str]) -> list[str]:
@@ -224,7 +226,6 @@ _MERGED_TO = (
     "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
     "out."
 )
-Shrink = Annotated[float, Field(ge=0, le=1.5)] | Literal["auto"] | None
 OutDtype = Literal["float32", "float16", "bfloat16"]
 """Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
@@ -275,8 +276,8 @@ class CalibrationRequest(Request):
         "modules if left out.",
         read=parts,
     )
-    shrink: Shrink = asked(
-        "Keep this share of the way from the base, 0 to 1.5; auto takes the best on held-out calibration samples.",
+    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = asked(
+        "Keep this share of the way from the base, 0 to 1.5; --auto chooses one.",
         unset="1, all of it",
         read=str,
         is_list=False,
@@ -294,11 +295,6 @@ class CalibrationRequest(Request):
     replace: Flag = asked("Take out the calibration of this name.", False)
     attribution: Flag = _attribution()
 
-    @property
-    def chooses(self) -> bool:
-        """Whether anything of it is chosen on held-out samples."""
-        return self.auto or self.shrink == "auto"
-
 
 class SweepRequest(Request, title="sweep"):
     """Many calibrations: one or several sweeps, or methods to be compared.
@@ -315,7 +311,9 @@ class SweepRequest(Request, title="sweep"):
         read=lists,
     )
     ablate: Flag = asked("Take the method apart: every declared part by itself.", False)
-    seeds: Count = asked("Draws of the calibration samples; the first is the run's own.", 1)
+    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = asked(
+        "Draws of the calibration samples; the first is the run's own.", 1
+    )
     grid: Flag = asked(
         "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
     )

@@ -14,13 +14,13 @@ import peft
 import pytest
 import torch
 import transformers
+from driftlens.jobs.analyze.unmerged import unmerged
 from torch import nn
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.jobs.analyze.diagnosis import require_as_peft
 from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.preflight.needs import needs_of
 from driftlens.jobs.study.opening import open_models, open_study, study_of

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from driftlens.jobs.contest.methods import compare_methods, wanted_methods
 from typer.testing import CliRunner
 
 import driftlens as dl
@@ -18,7 +19,6 @@ from driftlens.cli import app
 from driftlens.findings.before_after import arena_rows, arena_sheet
 from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.contest.contest import Candidate
-from driftlens.jobs.contest.methods import compare_methods, wanted_methods
 from driftlens.jobs.preflight.job import preflight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify

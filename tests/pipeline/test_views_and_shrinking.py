@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driftlens.jobs.contest.methods import request_of, wanted_methods
 from safetensors.torch import load_file
 
 import driftlens as dl
@@ -24,7 +25,6 @@ from driftlens.jobs.calibrate.job import calibrate, open_calibration
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import contest, shrinking
 from driftlens.jobs.contest.automatic import choice_of
-from driftlens.jobs.contest.methods import request_of, wanted_methods
 from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
 from driftlens.spec.data import Views

@@ -6,35 +6,34 @@ numbers that follow from a model taken apart wrongly, or from products of eight 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.devices import on_host
 from driftlens.base.diagnostic import Diagnostic, Seen
 from driftlens.base.errors import NumericsError, SpecError
 from driftlens.base.progress import Reporter, TaskMeter
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.engine.walk import (
     ROUNDING,
-    FiniteWatch,
     LayerView,
     layer_states,
     not_closed,
-    require_finite,
     tolerance,
     waiting_bytes,
     walk,
 )
-from driftlens.jobs.analyze.unmerged import unmerged
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 K = TypeVar("K")
 Row = dict[str, object]
-Features = Mapping[tuple[str, int], NDArray[np.float32]]
-"""Pooled features [n, d] by (variant, layer)."""
 
 
 @dataclass
@@ -63,168 +60,18 @@ class TaskDiagnosis:
     precision_error: float = float("nan")
 
 
-@dataclass
-class Walked:
-    """What the walk saw of a task: numbers of every sample and features by (variant, layer).
-
-    Of mixtures of experts also `routing`, tokens and sums of gates by expert, [2, experts].
-    Of the first batch alone `closure`, |e - e_library| / |e|; of the first task's `precision_error`, against float64.
-    """
-
-    columns: dict[tuple[str, int], dict[str, Array]]
-    features: Features
-    routing: Mapping[tuple[str, int], Array] = field(default_factory=dict)
-    closure: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    precision_error: float = float("nan")
-    warnings: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
 @torch.no_grad()
-def walked(study: Study, task: str, reporter: Reporter) -> Walked:
-    """Return what every diagnostic sees of every variant on one task's diagnosis samples."""
-    samples = study.tasks[task].diagnosis
-    num_layers = len(study.pool.chain.layers)
-    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
-    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
-    library = LibraryDrift(study, task)
-    for chunk in _chunks(study, task, samples):
-        for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
-            if view.variant == study.variants[0]:
-                index = view.layer.index
-                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
-            recorder.add(view)
-            if view.start == 0:
-                library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
-    library.settle()
-    result = Walked(recorder.columns(), recorder.features(), recorder.routing())
-    result.closure = library.error
-    result.notices += filter(None, [library.unheld])
-    if task == next(iter(study.tasks)):
-        try:
-            result.precision_error = precision_error(study, task, result.features)
-        except RuntimeError as error:  # a model's own code may insist on float32
-            reason = str(error).splitlines()[0]
-            result.warnings.append(f"the drift could not be checked against float64: {reason}")
-        except NumericsError as error:
-            if not any(layer.num_experts for layer in study.pool.chain.layers):
-                raise
-            tie = "a token whose router is near a tie goes to other experts there"
-            result.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
-    meter.finish()
-    return result
-
-
-def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
-    """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
-    models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
-    length = samples.fitting(per_sample, study.settings.feature_budget)
-    for first in range(0, len(samples), length):
-        yield samples.batches(first, min(first + length, len(samples)))
-
-
-class _Recorder:
-    """Collects per-sample columns and pooled features, in sample order, by variant and layer.
-
-    What was seen of a layer stays on the device until another comes: it is asked to wait twice per layer, of a
-    mixture of experts three times.
-    """
-
-    def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
-        self._pool = pool
-        self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
-        self._first_variant = first_variant
-        self._layer = 0
-        self._names: dict[tuple[str, int], list[str]] = {}
-        self._stacked: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._vectors: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._counts: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._routing: dict[tuple[str, int], Array] = {}
-        self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
-        self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
-
-    def add(self, view: LayerView) -> None:
-        if view.layer.index != self._layer:
-            self._settle()
-            self._layer = view.layer.index
-        key = (view.variant, view.layer.index)
-        columns: dict[str, Tensor] = {}
-        for look in self._per_view:
-            columns |= look(view, self._pool)
-        self._names[key] = list(columns)
-        self._stacked[key].append(torch.stack(list(columns.values())))
-        self._keep_features(key, view, view.merged_out)
-        self._count_tokens(key, view, "merged")
-        if view.variant == self._first_variant:
-            self._keep_features(("expert", view.layer.index), view, view.expert_out)
-            self._count_tokens(("expert", view.layer.index), view, "expert")
-
-    def _count_tokens(self, key: tuple[str, int], view: LayerView, model: str) -> None:
-        """Who went where in a mixture of experts."""
-        if model in view.routes:
-            mask = view.side.mask(view.layer.stream)
-            self._counts[key].append(view.routes[model].counts(view.layer.num_experts, mask)[None])
-
-    def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
-        vectors = view.layer.vectors(state, view.side, self._pool)
-        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
-        self._vectors[key].append(vectors.to(torch.float32, copy=True))
-
-    def _settle(self) -> None:
-        """Fetch what was seen of the layer at hand."""
-        for key, columns in fetched(self._stacked, dim=1).items():
-            self._columns[key].append(columns.double().numpy())
-        for key, vectors in fetched(self._vectors, dim=0).items():
-            self._features[key].append(vectors.numpy())
-        for key, counts in fetched(self._counts, dim=0).items():
-            # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
-            self._routing[key] = sum(counts.double().numpy(), self._routing.get(key, np.zeros(())))
-        for waiting in (self._stacked, self._vectors, self._counts):
-            waiting.clear()
-
-    def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
-        self._settle()
-        return {
-            key: dict(zip(self._names[key], np.concatenate(parts, axis=1), strict=True))
-            for key, parts in self._columns.items()
-        }
-
-    def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
-        self._settle()
-        return {key: np.concatenate(parts) for key, parts in self._features.items()}
-
-    def routing(self) -> dict[tuple[str, int], Array]:
-        self._settle()
-        return self._routing
-
-
-def fetched(parts: Mapping[K, Sequence[Tensor]], dim: int) -> dict[K, Tensor]:
-    """The parts of each, joined along one dimension, on the host; those of one shape and dtype travel together."""
-    alike: defaultdict[object, dict[K, Tensor]] = defaultdict(dict)
-    for key, tensors in parts.items():
-        whole = torch.cat([*tensors], dim=dim)
-        alike[whole.shape, whole.dtype][key] = whole
-    return {
-        key: row
-        for group in alike.values()
-        for key, row in zip(group, torch.stack([*group.values()]).cpu(), strict=True)
-    }
-
-
-def diagnosis_of(
-    study: Study, task: str, seen_by_walk: Walked, base: Mapping[int, Array] | None = None
+def diagnose(
+    study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
-    """Return the tables of one task."""
-    data, measured = study.tasks[task], study.settings.measured
-    diagnosis = TaskDiagnosis(
-        features=dict(seen_by_walk.features),
-        warnings=seen_by_walk.warnings,
-        notices=seen_by_walk.notices,
-        precision_error=seen_by_walk.precision_error,
-    )
-    all_columns = seen_by_walk.columns
-    for (variant, index), (tokens, gates) in seen_by_walk.routing.items():
+    """Return the tables of one task: what every diagnostic sees of every variant on its diagnosis samples.
+
+    `base` is the base's drift [n] by layer, where it is measured already.
+    """
+    diagnosis, data, measured = TaskDiagnosis(), study.tasks[task], study.settings.measured
+    recorder, closure = _walked(study, task, reporter, diagnosis)
+    all_columns = recorder.columns()
+    for (variant, index), (tokens, gates) in recorder.routing.items():
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
@@ -249,13 +96,100 @@ def diagnosis_of(
             key = of_task | {"layer": layer.index}
             is_of: Row = {"role": layer.role, "stream": layer.stream}
             is_of |= {"path": layer.path, "n": len(data.diagnosis), "reference": "expert"}
-            row = key | is_of | {"closure_error": seen_by_walk.closure[variant, layer.index]}
+            row = key | is_of | {"closure_error": closure[variant, layer.index]}
             diagnosis.layers.append(row | _measured(measured, "layers", seen))
             diagnosis.samples.append(key | identified | _measured(measured, "samples", seen))
             if layer is layers[-1] and data.head is not None:
                 diagnosis.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
     diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
     return diagnosis
+
+
+def _walked(
+    study: Study, task: str, reporter: Reporter, diagnosis: TaskDiagnosis
+) -> tuple[_Recorder, Mapping[tuple[str, int], float]]:
+    """Walk the samples of a task; return what was recorded, and by variant and layer the closure error."""
+    samples = study.tasks[task].diagnosis
+    num_layers = len(study.pool.chain.layers)
+    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
+    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
+    library = LibraryDrift(study, task)
+    for chunk in _chunks(study, task, samples):
+        for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
+            if view.variant == study.variants[0]:
+                index = view.layer.index
+                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
+            recorder.add(view)
+            if view.start == 0:
+                library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
+    diagnosis.features = recorder.features()
+    diagnosis.notices += filter(None, [library.unheld])
+    if task == next(iter(study.tasks)):
+        try:
+            diagnosis.precision_error = precision_error(study, task, diagnosis.features)
+        except RuntimeError as error:  # a model's own code may insist on float32
+            reason = str(error).splitlines()[0]
+            diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
+        except NumericsError as error:
+            if not any(layer.num_experts for layer in study.pool.chain.layers):
+                raise
+            tie = "a token whose router is near a tie goes to other experts there"
+            diagnosis.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
+    meter.finish()
+    return recorder, library.error
+
+
+def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
+    """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
+    models = 1 + len(study.variants)
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    length = samples.fitting(per_sample, study.settings.feature_budget)
+    for first in range(0, len(samples), length):
+        yield samples.batches(first, min(first + length, len(samples)))
+
+
+class _Recorder:
+    """Collects per-sample columns and pooled features, in sample order, by variant and layer."""
+
+    def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
+        self._pool = pool
+        self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
+        self._first_variant = first_variant
+        self._names: dict[tuple[str, int], list[str]] = {}
+        self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+        self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
+        self.routing: dict[tuple[str, int], Array] = {}
+
+    def add(self, view: LayerView) -> None:
+        key = (view.variant, view.layer.index)
+        columns: dict[str, Tensor] = {}
+        for look in self._per_view:
+            columns |= look(view, self._pool)
+        self._names[key] = list(columns)
+        self._columns[key].append(torch.stack([*columns.values()]).cpu().double().numpy())
+        self._add_model(key, view, view.merged_out, "merged")
+        if view.variant == self._first_variant:
+            self._add_model(("expert", view.layer.index), view, view.expert_out, "expert")
+
+    def _add_model(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
+        """Keep pooled features and, of a mixture of experts, who went where."""
+        vectors = view.layer.vectors(state, view.side, self._pool)
+        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
+        self._features[key].append(vectors.to("cpu", torch.float32, copy=True).numpy())
+        if model in view.routes:
+            mask = view.side.mask(view.layer.stream)
+            counts = view.routes[model].counts(view.layer.num_experts, mask)
+            # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
+            self.routing[key] = self.routing.get(key, np.zeros(())) + counts.cpu().double().numpy()
+
+    def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
+        return {
+            key: dict(zip(self._names[key], np.concatenate(parts, axis=1), strict=True))
+            for key, parts in self._columns.items()
+        }
+
+    def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 
 def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -266,36 +200,21 @@ def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
-    """The columns of one table from all diagnostics that fill some of them."""
+    """Return the columns of one table from all diagnostics that fill some of them."""
     columns: dict[str, Any] = {}
-    whose: dict[str, str] = {}
     shape = () if table == "layers" else (len(seen.variant),)
     for entry in measured:
         if entry.table == table:
             found = entry.measure(seen)
-            if fault := _fault(entry, found, shape, whose):
+            names = {column.name for column in entry.columns} - columns.keys()
+            odd = {name: np.shape(value) for name, value in found.items() if np.shape(value) != shape}
+            if odd or not names >= found.keys():
                 raise SpecError(
-                    f"diagnostic {entry.name!r} returned {fault}",
+                    f"diagnostic {entry.name!r} returned {odd or ', '.join(found)}; expected {shape} by {names}",
                     hint="It returns values by the names of its columns: a number for `layers`, else one per sample.",
                 )
             columns |= found
-            whose |= dict.fromkeys(found, entry.name)
     return columns
-
-
-def _fault(entry: Diagnostic, found: object, shape: tuple[int, ...], whose: Mapping[str, str]) -> str:
-    """Why what a diagnostic returned, which anybody may have written, fills no columns; "" where it does."""
-    if not isinstance(found, Mapping):
-        return f"{type(found).__name__}, expected a mapping"
-    names = [column.name for column in entry.columns]
-    for name, value in found.items():
-        if name not in names:
-            return f"{name!r}, expected some of {', '.join(names)}"
-        if name in whose:
-            return f"{name!r}, which {whose[name]!r} has returned"
-        if np.shape(value) != shape:
-            return f"{name} {[*np.shape(value)]}, expected {[*shape]}"
-    return ""
 
 
 VERIFIED_SAMPLES = 2
@@ -330,31 +249,21 @@ class LibraryDrift:
                 for variant in study.variants
             }
         self.error: dict[tuple[str, int], float] = {}
-        self._compared: list[tuple[Layer, str, Tensor]] = []
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
-        """Keep the closure error of the first samples; `settle` tells it, of all variants of a layer together."""
-        if self._compared and self._compared[0][0] is not layer:
-            self.settle()
-        merged, expert = (
-            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
-        )
-        sizes = _sizes(subtract(merged, expert), self._drift[variant][layer.index - 1], expert)
-        self._compared.append((layer, variant, sizes))
-
-    def settle(self) -> None:
-        """Read what was compared since the last time, at once.
+        """Note the closure error of the first samples at a layer.
 
         Raises:
             NumericsError: drift that the models' own library doesn't give.
         """
-        compared, self._compared = self._compared, []
-        rows = torch.stack([sizes for *_, sizes in compared]).tolist() if compared else []
-        for (layer, variant, _), sizes in zip(compared, rows, strict=True):
-            error, limit, is_off = _apart(sizes, self._dtype)
-            self.error[variant, layer.index] = error
-            if is_off:
-                raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
+        )
+        sizes = _sizes(subtract(merged, expert), self._drift[variant][layer.index - 1], expert)
+        error, limit, is_off = _apart(sizes.tolist(), self._dtype)
+        self.error[variant, layer.index] = error
+        if is_off:
+            raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
 
 
 def _sizes(ours: State, theirs: State, features: State) -> Tensor:
@@ -403,6 +312,49 @@ def unheld(task: str, reason: str) -> str:
     )
 
 
+def unmerged_bytes(study: Study) -> int:
+    """Of the module that `unmerged` loads beside a study; 0 where it loads none."""
+    return study.pool.weight_bytes("base") if study.adapters and not no_room(study) else 0
+
+
+def no_room(study: Study) -> str:
+    """Why peft can't run adapters beside a study: it is not there, or the base exceeds the budget of features."""
+    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed"
+    return (
+        ""
+        if needed <= budget
+        else f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
+    )
+
+
+@torch.no_grad()
+def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
+    """Final states of the base and of an expert's adapters on it, as peft runs them; else why nothing is claimed."""
+    if reason := no_room(study):
+        return reason
+    pool = study.pool
+    module = pool.copied("base")
+    base = pool.chain.library_states(module, inputs)[-1]
+    fitting = adapters.for_modules({name for name, _ in module.named_modules()})
+    unlike = "peft can't put them on the modules as they are taken apart"
+    if fitting is None:
+        return unlike
+    settings, tensors = fitting
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+    # What it starts adapters from is drawn from the one generator of the process.
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        try:
+            wrapped = PeftModel(module, LoraConfig(**settings)).eval()
+            unexpected = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
+            return unlike
+    return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
+
+
 @torch.no_grad()
 def check_closure(study: Study, most: int | None = None) -> None:
     """Hold the first samples of every task, a batch or `most`, against the library's own forward passes."""
@@ -414,7 +366,6 @@ def check_closure(study: Study, most: int | None = None) -> None:
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
             for variant, (_, [(_, state, _)]) in zip(study.variants, of_variants, strict=True):
                 library.compare(layer, variant, state, expert)
-        library.settle()
 
 
 def precision_error(
@@ -430,12 +381,17 @@ def precision_error(
     dtype = str(study.pool.dtype).removeprefix("torch.")
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
     first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
-    worst, watches = math.nan, list[FiniteWatch]()
+    worst = math.nan
     # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
     views = itertools.chain.from_iterable(
-        walk(exact_pool, task, [variant], first, watches=watches) for variant in study.variants
+        walk(exact_pool, task, [variant], first) for variant in study.variants
     )
-    for view, exact in _exact_drifts(study, views, watches):
+    for view in views:
+        exact_merged, exact_expert = (
+            view.layer.vectors(state, view.side, study.settings.pool).cpu().double()
+            for state in (view.merged_out, view.expert_out)
+        )
+        exact = (exact_merged - exact_expert).numpy()
         rows = slice(view.start, view.stop)
         merged, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
@@ -458,28 +414,3 @@ def precision_error(
                 tolerance=limit,
             )
     return worst
-
-
-class _Place(NamedTuple):
-    """Where a view was taken."""
-
-    variant: str
-    layer: Layer
-    start: int
-    stop: int
-
-
-def _exact_drifts(
-    study: Study, views: Iterable[LayerView], watches: list[FiniteWatch]
-) -> Iterator[tuple[_Place, Array]]:
-    """Pooled drifts [n, d] of views; all are looked at and read at once, so that no device is waited for before."""
-    places, vectors = list[_Place](), list[Tensor]()
-    for view in views:
-        places.append(_Place(view.variant, view.layer, view.start, view.stop))
-        for state in (view.merged_out, view.expert_out):
-            # A copy, or a look at some tokens would hold all of them.
-            vectors.append(view.layer.vectors(state, view.side, study.settings.pool).clone())
-    require_finite(watches)
-    features = [vector.double() for vector in on_host(vectors)]
-    for place, merged, expert in zip(places, features[::2], features[1::2], strict=True):
-        yield place, (merged - expert).numpy()

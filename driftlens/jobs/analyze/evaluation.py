@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from driftlens.base.devices import wide
 from driftlens.base.errors import DataError
 from driftlens.base.metrics import ACCURACY, METRICS, metric_called
 from driftlens.base.progress import Reporter, TaskMeter
-from driftlens.base.variants import expert_of, title
+from driftlens.base.variants import expert_of
 from driftlens.data.related import Comparison, Related, number_of
-from driftlens.data.samples import SampleSet, few_of, part_of
+from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool, input_bytes
-from driftlens.engine.walk import FiniteWatch, forward, require_finite, waiting_bytes
-from driftlens.findings.measures import interval_of, results
-from driftlens.findings.reading import estimate
+from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.findings.measures import interval_of
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.measures import DEEPEST, RANKINGS, similarities
 from driftlens.linalg.state import expert_cosine, lengths
@@ -35,11 +34,6 @@ from driftlens.models.chain import Pool
 from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.texts import Text, TextReader
-from driftlens.runs.run import DriftRun
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
@@ -106,25 +100,17 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in range(0, len(samples), length):
         chunk = list(samples.batches(first, min(first + length, len(samples))))
-        # Looked at and fetched together: a device is asked to wait twice per chunk, whatever the variants.
-        hits, watches = dict[str, list[Tensor]](), list[FiniteWatch]()
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
             # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
-            pooling = study.settings.pool
-            for start, features in forward(
-                study.pool, model, chunk, task=task, pooling=pooling, watches=watches
-            ):
+            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits.setdefault(variant, []).append(modality.is_right(head, features, labels))
-        require_finite(watches)
-        rows = torch.stack([*map(torch.cat, hits.values())]).cpu().double().tolist() if hits else []
-        for variant, values in zip(hits, rows, strict=True):
-            result.results[variant, modality.metric] += [(hit,) for hit in values]
+                hits = modality.is_right(head, features, labels).double().tolist()
+                result.results[variant, modality.metric] += [(hit,) for hit in hits]
     meter.finish()
     return result
 
@@ -145,71 +131,6 @@ def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
     relative = float(drift.sum()) / size if size else math.nan
     cosine = float(wide(expert_cosine(features, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
-
-
-@torch.no_grad()
-def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
-    """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
-
-    It costs one forward pass on at most `counts` samples of each task, and answers to as many where these are scored.
-    """
-    import pandas as pd
-
-    drift, size, num_samples = dict.fromkeys(("merged", variant), 0.0), 0.0, 0
-    scored: dict[tuple[str, str], list[pd.DataFrame]] = {}
-    for task, data in study.tasks.items():
-        samples = part_of(data.diagnosis, range(min(counts[task], len(data.diagnosis))))
-        final = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
-        features = run.features(task, "expert", "final")[: len(samples)].astype(np.float32)
-        expert = torch.from_numpy(features).to(final)
-        before = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
-        drift["merged"] += float(before["drift_l2"].sum())
-        drift[variant] += float(lengths(final - expert).sum())
-        size += float(lengths(expert).sum())
-        num_samples += len(samples)
-        metric, rows = _first_scores(run, study, task, variant, samples, final, counts[task])
-        for name in ("merged", variant, "expert") if rows and all(map(len, rows.values())) else ():
-            scored.setdefault((metric, name), []).append(rows[name][["value", "reference"]].astype(float))
-
-    sentence = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
-    ratios = (f"{title(name)} {value / size:.3f}" for name, value in drift.items() if size)
-    sentence += ", ".join(ratios) or "undefined"
-    for metric in dict.fromkeys(metric for metric, _ in scored):
-        about = metric_called(metric)
-        pairs = {model: pd.concat(frames) for (key, model), frames in scored.items() if key == metric}
-        ends = {name: interval_of(about, *pair.to_numpy().T) for name, pair in pairs.items()}
-        scores = (f"{title(name)} {estimate(end, about.kind)}" for name, end in ends.items())
-        sentence += f"; {about.title} with 95 % interval (n = {ends[variant].n}) {', '.join(scores)}"
-    return sentence
-
-
-def _first_scores(
-    run: DriftRun, study: Study, task: str, variant: str, samples: SampleSet, final: Tensor, count: int
-) -> tuple[str, dict[str, pd.DataFrame]]:
-    """The metric of a task, and its values for a few samples by merged model, new variant and expert; none without."""
-    import pandas as pd
-
-    data, modality = study.tasks[task], study.pool.chain.modality
-    head = study.head(task, variant)
-    if head is not None and samples.labels is not None:
-        outputs = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
-        right = {
-            "merged": outputs["pred"] == outputs["label"],
-            variant: modality.is_right(head, final, samples.labels).cpu().numpy(),
-            "expert": outputs["expert_pred"] == outputs["label"],
-        }
-        rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
-        return modality.metric, rows
-    metrics = metrics_of(study, task) if data.test is not None else ()
-    if data.test is None or not metrics:
-        return "", {}
-    metric, few = metrics[0], few_of(data.test, count)
-    part = dataclasses.replace(study, tasks={task: dataclasses.replace(data, test=few, metrics=metrics[:1])})
-    answered = answers(part, task, [variant], Reporter()).results.get((variant, metric), [])
-    rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
-    rows = {name: frame[frame.index.isin(few.ids)] for name, frame in rows.items()}
-    rows[variant] = pd.DataFrame([row[:2] for row in answered], columns=["value", "reference"])
-    return metric, rows
 
 
 SPARE_TOKENS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 import driftlens.spec
 from driftlens.base.access import Context
 from driftlens.base.devices import device_name, host_work
-from driftlens.base.diagnostic import chosen
-from driftlens.base.errors import SpecError
+from driftlens.base.diagnostic import Diagnostic, chosen, diagnostics
+from driftlens.base.errors import SpecError, did_you_mean
 from driftlens.base.files import PathLike, write_text_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.variants import calibrated, is_explained
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import DRAWN_BY
-from driftlens.jobs.analyze.adding import Additions, asking, columns_of_attribution, measured_drifts
-from driftlens.jobs.analyze.causes import attribution_of
-from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnosis_of, stacked, walked
+from driftlens.jobs.analyze.causes import adjoint_columns, attribution_of, group_rows
+from driftlens.jobs.analyze.diagnosis import TaskDiagnosis, diagnose, stacked
 from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.merging import merge_of, save_merge
@@ -49,6 +48,7 @@ from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.standing import command_to_resume, is_live, require_analyzed
 from driftlens.runs.writer import RunWriter
 from driftlens.spec.requests import AnalysisRequest
@@ -139,7 +139,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
         for notice in notices:
             writer.notice(notice)
 
-    run_phases(writer, [Phase("merge", save, leads=study.team)])
+    run_phases(writer, [Phase("merge", lambda: lead(study.team, writer, save))])
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -281,11 +281,7 @@ class Phases:
 
         study, writer = self.study, self.writer
 
-        def measured() -> TaskDiagnosis:
-            base = None if "base" in variants else measured_drifts(writer, study, task)
-            return diagnosis_of(study, task, walked(study, task, self.reporter), base)
-
-        diagnosis = study.of_task(task, measured)
+        diagnosis = study.of_task(task, partial(diagnosed, writer, study, task, self.reporter))
         if diagnosis is None:
             return
         tables = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
@@ -395,3 +391,131 @@ def thumb(picture: Picture) -> NDArray[np.uint8]:
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
     square = ImageOps.pad(image.convert("RGB"), (THUMB_SIDE, THUMB_SIDE), color=(128, 128, 128))
     return np.asarray(square, dtype=np.uint8)
+
+
+_FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
+"""Options with a table of their own, which the way back through known quadratures fills."""
+
+
+def addable() -> tuple[str, ...]:
+    """Options of all diagnostics that can be left out of an analysis."""
+    declared = [column.option for table in TABLES.values() for column in table.columns]
+    return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
+
+
+def asking(study: Study, add: Collection[str]) -> Study:
+    """The study that measures these options too; its attribution is on."""
+    for name in add:
+        if name not in addable():
+            raise SpecError(
+                f"there is no diagnostic {name!r} to add; there are {', '.join(addable())}",
+                hint=did_you_mean(name, addable()),
+            )
+    settings = study.settings
+    jacobian = settings.jacobian
+    if jacobian is not None:
+        named = {field: field in add for field in ("contributions", "prefix")}
+        named["spectral"] = "jacobian.spectral" in add
+        jacobian = dataclasses.replace(jacobian, **{name: True for name, is_on in named.items() if is_on})
+    return dataclasses.replace(
+        study, settings=dataclasses.replace(settings, options=settings.options | {*add}, jacobian=jacobian)
+    )
+
+
+def columns_of_attribution(add: Collection[str]) -> list[str]:
+    """Columns of the layer table without which a variant's attribution lacks some of these options."""
+    first = {column.option: column.name for column in reversed(LAYERS.columns)}
+    parts = [name for name in add if name in ("contributions", "prefix", "jacobian.spectral")]
+    return ["jacobian_samples", *(first[name] for name in parts)]
+
+
+@dataclass(frozen=True)
+class Additions:
+    """The phases that measure options for variants that lack them."""
+
+    writer: RunWriter
+    study: Study
+    reporter: Reporter
+    add: tuple[str, ...]
+
+    def phases(self) -> Iterator[Phase]:
+        """One per option, or all of the walk and task; none where every variant has it."""
+        team, tasks = self.study.team, self.study.tasks
+        for option in (name for name in _FOLLOWED if name in self.add):
+            table = _FOLLOWED[option]
+            present = team.once(partial(self._present, table, ()))
+            for task in tasks:
+                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
+                if lacking:
+                    work = partial(self._follow, option, task, lacking)
+                    yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
+        entries = [entry for entry in chosen(self.add) if entry.option]
+        for task in tasks:
+            lacking = [
+                name
+                for name in self.study.variants
+                if any((task, name) not in team.once(partial(self._has, entry)) for entry in entries)
+            ]
+            if lacking:
+                work = partial(self._walk, task, lacking, entries)
+                named = "+".join(dict.fromkeys(entry.option for entry in entries))
+                yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
+
+    def _has(self, entry: Diagnostic) -> set[tuple[str, str]]:
+        return self._present(entry.table, [column.name for column in entry.columns])
+
+    def _present(self, table: str, columns: Sequence[str]) -> set[tuple[str, str]]:
+        """Tasks and variants with rows in a table, and a number in one of these columns where any are named."""
+        rows = getattr(open_run(self.writer.folder), table)()
+        if columns:
+            present = [name for name in columns if name in rows]
+            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
+        return set(zip(rows["task"], rows["variant"], strict=True))
+
+    def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        study, layers = self.study, open_run(self.writer.folder).layers(task)
+        follow: Callable[..., Iterator[dict[str, Any]]] = (
+            adjoint_columns if option == "adjoint" else group_rows
+        )
+
+        def rows_of(variant: str) -> list[dict[str, Any]]:
+            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
+            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
+            return list(follow(study, task, variant, nodes))
+
+        for variant in self.reporter.track(
+            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
+        ):
+            rows = study.of_task(task, partial(rows_of, variant))
+            if rows:
+                frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
+                self.writer.append(_FOLLOWED[option], frame, replace=True)
+
+    def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
+        import pandas as pd
+
+        study = dataclasses.replace(self.study, variants=tuple(variants))
+
+        tables = study.of_task(task, partial(diagnosed, self.writer, study, task, self.reporter))
+        if tables is None:
+            return
+        frames = {"layers": pd.DataFrame(tables.layers)}
+        frames |= {name: stacked(rows) for name in ("samples", "outputs") if (rows := getattr(tables, name))}
+        for table, frame in frames.items():
+            columns = [column for entry in entries if entry.table == table for column in entry.columns]
+            if columns:
+                names = [*TABLES[table].key, *(column.name for column in columns)]
+                self.writer.fill(table, frame[names], columns)
+
+
+def diagnosed(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
+    """Diagnose a task, with the base's drift from the run where the base is not among the variants."""
+    base = None
+    if "base" in study.pool and "base" not in study.variants:
+        rows = open_run(writer.folder).samples(task, "base")
+        base = {
+            layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in rows["layer"].unique()
+        }
+    return diagnose(study, task, reporter, base)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import SpecError
 from driftlens.base.variants import baseline, expert_of
 from driftlens.spec.types import require_name
 
@@ -48,15 +47,8 @@ class Modules:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not str(field.type).startswith("Mapping") or (value := getattr(self, field.name)) is None:
-                continue
-            if not isinstance(value, Mapping):
-                raise SpecError(
-                    f"{field.name}: expected a dict by name, got {type(value).__name__}",
-                    hint=f"Give {field.name}={{'NAME': ...}}; all but baselines are named by task.",
-                )
-            for name in value:
+        for by_name in (self.experts, self.data, self.baselines, self.heads, self.calibration):
+            for name in by_name or ():
                 require_name(name)
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError, SpecError, did_you_mean
+from driftlens.base.errors import DataError, SpecError
 from driftlens.base.files import expanded
 from driftlens.base.words import counted
 from driftlens.checkpoints.loading import (
@@ -303,23 +303,10 @@ def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, d
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
-    if named and len(named) == len(data):
-        for name in named:
-            if name not in tasks:
-                raise SpecError(
-                    f"--data {name}=...: no expert is called {name!r}; they are {', '.join(tasks)}",
-                    hint=did_you_mean(name, tasks) or "Tasks are called after the experts' files or folders.",
-                )
-        if missing := [task for task in tasks if task not in named]:
-            raise SpecError(
-                f"--data is missing for {', '.join(missing)}", hint="Give TASK=PATH for each, or one PATH."
-            )
-        places = named
-    elif len(data) in (1, len(tasks)):
-        places = dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=True))
-    else:
+    places = named or dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=False))
+    if {*places} != {*tasks} or len(data) not in (1, len(tasks)):
         raise SpecError(
-            f"--data is given {len(data)} times for {len(tasks)} experts",
+            f"--data is given for {', '.join(places)}; the tasks are {', '.join(tasks)}",
             hint=f"Give it once for all, or once each: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
         )
     entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}

@@ -30,7 +30,6 @@ from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.sites import coverage
 from driftlens.engine.walk import require_closed
-from driftlens.jobs.analyze.evaluation import first_look
 from driftlens.jobs.analyze.job import Phases
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
@@ -73,16 +72,15 @@ def calibrate(
     context: Context = Context(),
     *,
     choose: Choice | None = None,
-    on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
     """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
 
     Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are
-    measured, and nothing of it before; where its drift comes from is added behind that. `on_first` is told of a few
-    samples as soon as the layers are solved, `on_measured` once when drift and accuracy are there.
+    measured, and nothing of it before; where its drift comes from is added after that. `on_measured` is called
+    with the run as soon as drift and accuracy are there.
     """
-    folder, is_chosen = pathlib.Path(path), choose is not None and choose.choose is not None
+    folder, is_chosen = pathlib.Path(path), choose is not None
     if only_saves(folder, request):
         context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
         return open_run(folder)
@@ -94,7 +92,7 @@ def calibrate(
     if export is not None:
         study.team.once(export.require_place)
     if choose is not None:
-        choose.outlook(plan.calibrator, plan.counts, has_base=study.has_base)
+        plan.require_choosable()
     study.team.once(lambda: reopening.require_same_samples(opened.manifest, study))
     study.team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = functools.partial(RunWriter.resume, folder)
@@ -106,7 +104,7 @@ def calibrate(
             with resumable(
                 lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
             ):
-                work.first_numbers(choose, resume=request.resume, on_first=on_first)
+                work.first_numbers(choose, resume=request.resume)
             if on_measured is not None and study.team.is_main:
                 on_measured(open_run(folder))
         is_live = context.live is not None
@@ -229,32 +227,18 @@ def require_free_name(
 
 
 def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
-    """In what a finished calibration is not what the plan would make; hyperparameters that were chosen are its own."""
-    # Apart, as a calibrator may call a setting of its own `n` or `samples`.
-    groups: list[dict[str, tuple[Any, Any]]] = [{"method": (finished.method, plan.method)}]
-    if is_chosen:
-        groups = [{"asked": (finished.selection.get("asked", plan.asked), plan.asked)}]
-    else:
-        settings = plan.hyperparameters.items()
-        groups.append({name: (finished.settings.get(name), value) for name, value in settings})
-        groups.append(
-            {"layers": (sorted(finished.layers), plan.layers), "views": (finished.views, plan.views)}
-        )
-    groups.append(
-        {
-            "n": (finished.samples, plan.counts),
-            "auto": (finished.automatic, is_chosen),
-            "out_dtype": (finished.out_dtype or "the base's", plan.out_dtype or "the base's"),
-            "sites": ([*finished.sites], [*plan.patterns]),
-            "samples": (finished.sample_digests, plan.sample_digests),
-            "shrink": (finished.shrink.get("asked"), plan.shrink.get("asked")),
-        }
+    """Say in what a finished calibration is not what the plan would make; chosen hyperparameters are its own."""
+    names = ["samples", "out_dtype", "sites", "sample_digests"]
+    names += [] if is_chosen else ["method", "settings", "layers", "views"]
+    before, now = (
+        {name: getattr(info, name) for name in names} | {"shrink": info.shrink.get("asked")}
+        for info in (finished, plan.info(0.0, ()))
     )
-    for group in groups:
-        before, now = ({name: pair[side] for name, pair in group.items()} for side in (0, 1))
-        if text := reopening.difference(before, now):
-            return text
-    return ""
+    before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
+    now |= {"auto": is_chosen, "layers": now.get("layers", [])}
+    if is_chosen:
+        before["asked"], now["asked"] = finished.selection.get("asked", plan.asked), plan.asked
+    return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
 class _Work:
@@ -269,13 +253,7 @@ class _Work:
         self.scratch = CalibrationScratch(writer.folder, opened.plan.name)
         self.phases = Phases(writer, self.study, reporter, f"{self.plan.phase}:")
 
-    def first_numbers(
-        self,
-        choose: Choice | None,
-        *,
-        resume: bool = False,
-        on_first: Callable[[str], None] | None = None,
-    ) -> None:
+    def first_numbers(self, choose: Choice | None, *, resume: bool = False) -> None:
         """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
         replaces = self.opened.plan.name in self.writer.manifest.calibrations
 
@@ -286,14 +264,11 @@ class _Work:
                     self.writer.remove_calibration(self.plan.name)  # what one that was stopped has left
 
         lead(self.team, self.writer, clear)
-        if choose is not None and choose.choose is not None:
+        if choose is not None:
             self._choose(choose)
         identity, plan = self.plan.identity(self.opened.manifest, self.study), self.plan
         begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
         self.team.once(lambda: self.scratch.go_on(begun))
-        if plan.shrink.get("asked") == "auto" and "share" not in plan.shrink:
-            assert choose is not None
-            plan = self._shrink(choose)
         if replaces:
             self._make_room()
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
@@ -307,25 +282,16 @@ class _Work:
             *lost_of(change),
             *self.team.once(lambda: unreached(Solution(self.scratch.solved()))),
         ]
-        self._save_elsewhere(
-            plan.info(0.0, notices, change=change)
-        )  # before it is measured, which may take long
         reopening.add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
-        look = Phase(f"{plan.phase}:look", lambda: self._look(on_first), self.study, leads=self.team)
-        run_phases(self.writer, [look, *self.phases.measuring(plan.variants)])
+        run_phases(self.writer, self.phases.measuring(plan.variants))
         maps = self.study.pool.variant(plan.variant).attachments
         attached = attachment_tensors(maps, len(self.study.pool.chain.layers))
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
         info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
         run_notices = [f"{plan.variant}: {text}" for text in notices]
         self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=run_notices)
-
-    def _save_elsewhere(self, info: CalibrationInfo) -> None:
-        """Save the model where the user wants it as well, or, where it is, tell in its card what is measured by now."""
-        if (export := self.export) is not None:
-            self.team.once(lambda: export.save(info))
 
     def _choose(self, choose: Choice) -> None:
         """Go on with the plan that has what is chosen; what is tried on the way is kept, and so is the choice."""
@@ -344,16 +310,6 @@ class _Work:
             identity = self.plan.identity(self.opened.manifest, self.study)
             settled = start | identity | {"selection": dict(self.plan.selection)}
             self.team.once(lambda: scratch.settle(settled))
-
-    def _shrink(self, choose: Choice) -> CalibrationPlan:
-        """Go on with the plan that has its share of the way from the base."""
-        plan = self.plan
-
-        def tried() -> None:
-            self.plan = plan.shrunk(choose, self.study, self.reporter, self.scratch.kept("shrunk"))
-
-        run_phases(self.writer, [Phase(f"{plan.phase}:shrink", tried, self.study, again=True, sums=True)])
-        return self.plan
 
     def _make_room(self) -> None:
         """Only when all layers are solved does the calibration that has the name make room."""
@@ -385,13 +341,6 @@ class _Work:
 
         lead(self.team, writer, save)
 
-    def _look(self, on_first: Callable[[str], None] | None) -> None:
-        self.reporter.step("look", 0, 1)
-        summary = first_look(open_run(self.writer.folder), self.study, self.plan.variant, self.plan.counts)
-        self.reporter.step("look", 1, 1, summary)
-        if on_first is not None:
-            on_first(summary)
-
     def complete(self, *, attribution: bool) -> None:
         """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
         plan, writer, study, folder = self.plan, self.writer, self.study, self.writer.folder
@@ -410,17 +359,17 @@ class _Work:
                 file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
         lead(self.team, writer, describe)
-        self._save_elsewhere(info)
+        if (export := self.export) is not None:
+            self.team.once(lambda: export.save(info))
         if attribution:
             run_phases(writer, self.phases.explaining(variants))
-            self._save_elsewhere(info)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
     # Those of files are drawn apart.
     notices = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    notices += trained_on(plan.samples, study) if plan.automatic or "curve" in plan.shrink else []
+    notices += trained_on(plan.samples, study) if plan.automatic else []
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)

@@ -18,6 +18,7 @@ from driftlens.base.intervals import standard_error, student
 from driftlens.base.progress import Reporter
 from driftlens.base.settings import resolve
 from driftlens.base.variants import calibrated, control_of, expert_of, task_of
+from driftlens.calibration.automatic import folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
@@ -43,35 +44,12 @@ _SURE = 200
 """Diagnosis samples of a task that are asked how sure its expert is."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A way to choose hyperparameters.
-
-    Attributes:
-        choose: (study, calibrator to start from, sites, reporter, where to keep what is tried) -> calibrator with the
-            hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where it says
-            `kept`, the calibration's variant is that model, `merged` or `base`, as it is.
-        outlook: (calibrator to start from, samples by task, whether there is a base, and whether views were asked for)
-            -> titles of candidates; refuses what nothing can be chosen for.
-        shares: (study, what to calibrate with; a model's name where it stays as it is, sites, reporter, where to keep
-            what is tried) -> by share of the way from the base, held-out scores; see `CalibrationInfo.shrink`.
-    """
-
-    choose: (
-        Callable[
-            [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept],
-            tuple[Calibrator, Mapping[str, Any]],
-        ]
-        | None
-    ) = None
-    outlook: Callable[..., Sequence[str]] = lambda *_, **__: ()
-    shares: (
-        Callable[
-            [Study, Calibrator | str, Mapping[int, Sequence[str]], Reporter, Kept],
-            Sequence[Mapping[str, Any]],
-        ]
-        | None
-    ) = None
+Choice = Callable[
+    [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept], tuple[Calibrator, Mapping[str, Any]]
+]
+"""Chooses hyperparameters: (study, calibrator to start from, sites, reporter, where to keep trials) -> calibrator
+with the hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where the record says
+`kept`, the calibration's variant is that model, `merged` or `base`, as it is."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +61,7 @@ class CalibrationPlan(Chosen):
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
         out_dtype: what is saved in; empty for the base's own.
-        shrink: see `CalibrationInfo.shrink`; without a `share` while that is still to be chosen.
+        shrink: see `CalibrationInfo.shrink`.
     """
 
     name: str
@@ -100,6 +78,13 @@ class CalibrationPlan(Chosen):
     out_dtype: str = ""
     shrink: Mapping[str, Any] = field(default_factory=dict)
 
+    def require_choosable(self) -> None:
+        """Refuse a choice for a trained calibrator, or with too few samples to hold some out."""
+        if not self.calibrator.takes_sites:
+            raise SpecError(f"{self.method} has no closed form to choose", hint="Leave out --auto.")
+        for task, count in self.counts.items():
+            folds_of(count, task)
+
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
         control = control_of(self.name) if study.has_base and calibrator.anchor_reach != 1 else ""
@@ -115,8 +100,7 @@ class CalibrationPlan(Chosen):
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
             shown = study.blinded(self.samples)
-            assert choose.choose is not None
-            calibrator, record = choose.choose(shown, self.calibrator, self.sites, reporter, kept)
+            calibrator, record = choose(shown, self.calibrator, self.sites, reporter, kept)
             selection = {**record, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
         plan = dataclasses.replace(self, automatic=True, selection=selection)
@@ -137,15 +121,6 @@ class CalibrationPlan(Chosen):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
         return plan.settled(calibrator, study)
-
-    def shrunk(self, choose: Choice, study: Study, reporter: Reporter, kept: Kept) -> CalibrationPlan:
-        """The plan with the share of the way from the base that held-out samples of its own speak for."""
-        assert choose.shares is not None
-        shown, method = study.blinded(self.samples), self.kept or self.calibrator
-        curve = choose.shares(shown, method, self.sites, reporter, kept)
-        best = min(curve, key=lambda entry: entry["score"])
-        shrink = {**self.shrink, "share": best["share"], "curve": list(curve)}
-        return dataclasses.replace(self, shrink=shrink)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -303,16 +278,9 @@ def plan_calibration(
         seed=study.seed,
         boundaries=(len(chain.layers),) if chooses_itself else (),
         out_dtype=request.out_dtype or "",
-        shrink=_shrink_of(request.shrink),
+        shrink={} if request.shrink is None else {"asked": request.shrink, "share": request.shrink},
     )
     return plan.settled(calibrator, study)
-
-
-def _shrink_of(share: float | str | None) -> dict[str, Any]:
-    """What is known of the share before it is chosen."""
-    if share is None:
-        return {}
-    return {"asked": share} if share == "auto" else {"asked": share, "share": share}
 
 
 def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:

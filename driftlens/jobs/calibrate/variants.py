@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import CheckpointError, DriftLensError, RunError
+from driftlens.base.errors import CheckpointError, DriftLensError
 from driftlens.base.rounding import Change, saved_words
 from driftlens.base.variants import calibrated
 from driftlens.base.words import counted, some_of
@@ -230,8 +230,8 @@ def anchors(
 class Export:
     """A calibrated model that a run keeps, to be saved in the form of the base at `target`, with its card.
 
-    What an earlier sitting has saved is not written again, but for its card; `is_saved` is known from `require_place`
-    on. One that `is_new` has no earlier sitting; the run may still keep another one of its name.
+    What an earlier sitting has saved is not written again, but for its card; `require_place` sets `is_saved`. One that
+    `is_new` has no earlier sitting.
     """
 
     run: pathlib.Path
@@ -243,7 +243,7 @@ class Export:
     is_saved: bool = False
 
     def require_kept(self, manifest: Manifest) -> None:
-        """Refuse weights that the run lacks, or that are not those which were measured."""
+        """Refuse weights that are not those which were measured."""
         from driftlens.jobs.study.card import calibration_command
 
         info, weights = manifest.calibrations[self.name], self._weights
@@ -253,8 +253,6 @@ class Export:
             if again
             else "Choose once more, with --auto and --replace."
         )
-        if not weights.is_file():
-            raise RunError(f"{self.run} keeps no weights of {self.name!r}: {weights.name} is gone", hint=hint)
         measured = manifest.models.get(calibrated(self.name))
         stored = model_info(self._architecture.chain, self._model(weights), self._attached, "")
         if measured is not None and stored.digest != measured.digest:
@@ -273,18 +271,10 @@ class Export:
     @torch.no_grad()
     def save(self, info: CalibrationInfo) -> None:
         """Write the model, and what is attached beside its weights; of one that is there the card alone."""
-        from driftlens.jobs.study.card import model_card, unmeasured_card
+        from driftlens.jobs.study.card import model_card
 
         run, heads = open_run(self.run), head_files(self.models)
-        is_measured = calibrated(self.name) in run.manifest.models
-        card = _with_loader(
-            lambda usage: (
-                model_card(run, self.name, usage)
-                if is_measured
-                else unmeasured_card(run, self.name, info, usage)
-            ),
-            self._attached,
-        )
+        card = _with_loader(lambda usage: model_card(run, self.name, usage), self._attached)
         if self._attached and not self._is_file:
             heads[ATTACHED_FILE] = TensorsSource(ATTACHED_FILE, self._portable)
         if self.is_saved:
@@ -296,7 +286,6 @@ class Export:
             save_state_dict(self._attached_file, self._portable, metadata)
         model, form = self._model(self._weights), self.models.own_form
         save_model(self._architecture, form, model, self.target, metadata=metadata, card=card, heads=heads)
-        self.is_saved = True
 
     @property
     def _architecture(self) -> Architecture:

@@ -16,25 +16,24 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from driftlens.base.errors import SpecError
 from driftlens.base.files import temporary_folder
+from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.progress import Reporter
 from driftlens.calibration.automatic import LEVEL, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.sources import Between, StateSource, TensorsSource
 from driftlens.data.samples import part_of
 from driftlens.engine.sites import updated_sites
-from driftlens.jobs.calibrate.plan import Choice as Chooser
-from driftlens.jobs.calibrate.plan import method_called, plain_settings, preset_of
+from driftlens.jobs.calibrate.plan import Choice, method_called, plain_settings, preset_of
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest.contest import (
     LANE,
@@ -45,10 +44,10 @@ from driftlens.jobs.contest.contest import (
     KeptScores,
     Outcome,
     Scored,
+    over_samples,
     try_each,
     unlabelled,
 )
-from driftlens.jobs.contest.shrinking import SHARES, SHRINKING, share_entry, shares_of_the_way
 from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
@@ -57,6 +56,8 @@ from driftlens.spec.data import Views
 from driftlens.spec.requests import CalibrationRequest
 
 PHASE = "choose"
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Of the way from the base to a model: 0 is the base, 1 the model."""
 NUM_PARTS = 2
 """Halves of the samples."""
 _MERGES = ("average", "tsv_m", "regmean_pp")
@@ -89,19 +90,6 @@ class Entrant(NamedTuple):
 
 Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
 """By task, `score` and `drift` of every sample that was judged."""
-
-
-@dataclass(frozen=True)
-class _Part(HeldOut[dict[str, NDArray[np.float64]]]):
-    """Samples at some positions of others, of which experts are run once for all."""
-
-    whole: HeldOut[Any] | None = None
-    positions: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
-
-    def expert(self, task: str) -> Tensor:
-        """The expert's final features."""
-        assert self.whole is not None
-        return self.whole.expert(task)[list(self.positions[task])]
 
 
 @torch.no_grad()
@@ -239,17 +227,14 @@ class _Tries:
         """Scores on a part of the model in the pool, at shares of the way from the base."""
         pool, scores = self.study.pool, dict[str, Mapping[str, NDArray[np.float64]]]()
         positions = {task: folds[part] for task, folds in self.folds.items()}
-        samples = {task: part_of(drawn, positions[task]) for task, drawn in self.samples.items()}
-        held_out = _Part(
-            self.study, samples, self.judge.with_drift, whole=self._held_out, positions=positions
-        )
         model = pool.source(LANE)
         for share in self._shares:
             if share != 1:
                 pool.add(LANE, self._in_memory(Between(pool.source("base"), model, share)))
             else:
                 pool.add(LANE, model)
-            scores |= {f"{part} {share:g} {task}": values for task, values in held_out.of(LANE).items()}
+            judged = self._held_out.of(LANE, positions)
+            scores |= {f"{part} {share:g} {task}": values for task, values in judged.items()}
         return scores
 
     def _in_memory(self, source: StateSource) -> StateSource:
@@ -349,46 +334,17 @@ def _numbers(name: str, scores: Scores, decision: Decision) -> dict[str, Any]:
     return numbers | {key: _finite(value) for key, value in over.items()}
 
 
-def outlook(
-    start: Calibrator,
-    counts: Mapping[str, int],
-    *,
-    has_base: bool,
-    has_views: bool = False,
-    others: bool = False,
-) -> list[str]:
-    """See `Choice.outlook`; raises at once what `choose_settings` would."""
-    entrants = _entrants(start, counts, others=others, has_base=has_base, has_views=has_views)
-    for task, count in counts.items():
-        folds_of(count, task, parts=NUM_PARTS)
-    return [*(_PLAIN[name] for name in _as_they_are(has_base)), *(entrant.title for entrant in entrants)]
+def titles(start: Calibrator) -> list[str]:
+    """Return titles of all candidates that the choice of the best compares with a calibrator."""
+    entrants = _entrants(start, {}, others=True, has_base=True)
+    return [*_PLAIN.values(), *(entrant.title for entrant in entrants)]
 
 
-HELD_OUT = Chooser(choose_settings, outlook)
-"""The best settings of one calibrator and its share, or the merged model or base as it is."""
-
-BEST = Chooser(functools.partial(choose_settings, others=True), functools.partial(outlook, others=True))
-"""Of all calibrators that declare candidates, other merges, and the models as they are."""
-
-
-def choice_of(request: CalibrationRequest) -> Chooser | None:
-    """How a request wants its hyperparameters chosen, or its share of the way from the base; None where nothing is."""
-    if request.auto:
-        others, share = request.method is None, request.shrink if isinstance(request.shrink, float) else None
-        return Chooser(
-            functools.partial(choose_settings, others=others, share=share),
-            functools.partial(outlook, others=others),
-        )
-    if request.shrink != "auto":
+def choice_of(request: CalibrationRequest) -> Choice | None:
+    """Return how a request has its hyperparameters chosen, or None."""
+    if not request.auto:
         return None
-    return Chooser(outlook=_with_shares, shares=shares_of_the_way)
-
-
-def _with_shares(start: Calibrator, counts: Mapping[str, int], **_: bool) -> list[str]:
-    """An outlook of a choice of the share alone."""
-    for task, count in counts.items():
-        folds_of(count, task, SHRINKING)
-    return [f"shares {', '.join(f'{share:g}' for share in SHARES)} of the way from the base"]
+    return functools.partial(choose_settings, others=request.method is None, share=request.shrink)
 
 
 def _entrants(
@@ -398,8 +354,6 @@ def _entrants(
 
     Where nobody has said which views samples have, the dearest that declares settings for them has some, too.
     """
-    if not start.takes_sites:
-        raise SpecError(f"{type(start).__name__} has no closed form to choose", hint="Leave out --auto.")
     repairs = {"start": start}
     for method, kind in calibrators.items():
         declared = vars(kind).get("candidates", ())  # what a method inherits is the other one's
@@ -452,3 +406,14 @@ def _title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
 def _finite(value: float) -> float | None:
     """The value, or None where a candidate could not be solved for: JSON has no infinity."""
     return value if math.isfinite(value) else None
+
+
+def share_entry(
+    share: float, by_task: Mapping[str, Mapping[str, NDArray[np.float64]]], judged_by: str
+) -> dict[str, Any]:
+    """Means over tasks with their intervals, samples being strata by task."""
+    entry: dict[str, Any] = {"share": share, "judged_by": judged_by}
+    for name in ("score", "drift"):
+        mean = mean_over_tasks([over_samples(numbers[name]) for numbers in by_task.values()])
+        entry |= {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
+    return entry | {"n": sum(len(numbers["score"]) for numbers in by_task.values())}

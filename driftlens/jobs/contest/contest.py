@@ -23,10 +23,8 @@ from torch import Tensor
 from driftlens.base.devices import memory, wide
 from driftlens.base.errors import (
     Cancelled,
-    DataError,
     DriftLensError,
     RunError,
-    SpecError,
 )
 from driftlens.base.intervals import Interval, mean_interval
 from driftlens.base.progress import Reporter
@@ -34,7 +32,7 @@ from driftlens.base.settings import resolve
 from driftlens.base.team import ALONE, Team
 from driftlens.base.variants import expert_of
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
 from driftlens.engine.pool import Attachment
 from driftlens.jobs.analyze.evaluation import final_features
@@ -83,8 +81,6 @@ def candidates(
         # YAML reads `off` as false; a name says what the method reads.
         named = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
         name = name_of(method, named)
-        if name in by_name:
-            raise SpecError(f"{name} is asked for twice", hint="Name every candidate once.")
         by_name[name] = Candidate(name, method, settings)
     return list(by_name.values())
 
@@ -261,28 +257,30 @@ class HeldOut(Generic[T]):
     watch: Callable[[str, str], None] = lambda task, model: None
 
     @torch.no_grad()
-    def of(self, model: str) -> dict[str, T]:
-        """What is measured of a model, by task."""
+    def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> dict[str, T]:
+        """Return what is measured of a model, by task, on all samples or on those at some positions."""
 
         def measured(task: str) -> T:
-            expert = self.expert(task)
-            return self.measure(model, task, self._features(model, task), expert)
+            expert, samples = self.expert(task), self.samples[task]
+            if positions is not None:
+                expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
+            return self.measure(model, task, self._features(model, samples), expert)
 
         return self.study.team.each(list(self.samples), measured)
 
     def expert(self, task: str) -> Tensor:
         """The expert's final features, which are taken once."""
         if task not in self._experts:
-            self._experts[task] = self._features(expert_of(task), task)
+            self._experts[task] = self._features(expert_of(task), self.samples[task])
         return self._experts[task]
 
     @cached_property
     def _experts(self) -> dict[str, Tensor]:
         return {}
 
-    def _features(self, model: str, task: str) -> Tensor:
-        self.watch(task, model)
-        return final_features(self.study.pool, model, task, self.samples[task], self.study.settings.pool)
+    def _features(self, model: str, samples: SampleSet) -> Tensor:
+        self.watch(samples.task, model)
+        return final_features(self.study.pool, model, samples.task, samples, self.study.settings.pool)
 
 
 def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
@@ -313,13 +311,8 @@ def over_samples(values: NDArray[np.float64]) -> Interval:
 
 
 def unlabelled(study: Study) -> dict[str, SampleSet]:
-    """The calibration samples by task, without labels, which no choice may see; refuses a task without samples."""
-    samples: dict[str, SampleSet] = {}
-    for task, data in study.tasks.items():
-        if data.calibration is None:
-            raise DataError(f"task {task} has no calibration samples")
-        samples[task] = replace(data.calibration, labels=None)
-    return samples
+    """Return the calibration samples by task, without labels, which no choice may see."""
+    return {task: replace(samples, labels=None) for task, samples in study.calibration_sets.items()}
 
 
 class Bar(Reporter):

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.base.access import Access, Context
-from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.base.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.base.files import PathLike
 from driftlens.base.metrics import METRICS
 from driftlens.base.progress import Reporter
@@ -28,7 +29,7 @@ from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.findings.swept import ABLATION, settings_of, sweep_named
 from driftlens.jobs.analyze.evaluation import final_drift, metrics_of, scores_of
-from driftlens.jobs.calibrate.job import OpenCalibration, open_calibration
+from driftlens.jobs.calibrate.job import OpenCalibration, calibrate, open_calibration
 from driftlens.jobs.calibrate.plan import (
     CalibrationPlan,
     calibrator_of,
@@ -37,13 +38,15 @@ from driftlens.jobs.calibrate.plan import (
 from driftlens.jobs.contest.contest import (
     LANE,
     Bar,
+    Candidate,
     Fitting,
     HeldOut,
     Judge,
     Outcome,
+    candidates,
+    require_any,
     try_each,
 )
-from driftlens.jobs.contest.methods import wanted_methods
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import open_data, with_own_answers
 from driftlens.jobs.study.reopening import Phase, deterministic_algorithms, run_phases, writing
@@ -63,8 +66,6 @@ Rows = Mapping[str, dict[str, Any]]
 """What is measured of one model, by task, as columns of the sweep table."""
 
 PHASE = "sweep"
-MOST_DRAWS = 1000
-"""Of the calibration samples in one sweep."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,13 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     that a sweep of the run has already is measured anew and keeps its number.
     """
     folder = pathlib.Path(path)
-    _require_something(request)
+    for count in request.param.get("n", ()):
+        if not isinstance(count, int | float) or count != int(count) or count < 1:
+            raise SpecError(f"n is {count}, expected a whole number from 1 upwards")
     opened, around = _open(folder, request, context)
     if context.live is not None:
         _require_own_samples(request, opened.study)
-    sweeps = _settings_of(request, around, folder)
+    sweeps = _settings_of(request, around)
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
         setting.calibrator.check(has_base=opened.study.has_base)
@@ -177,7 +180,7 @@ def _open(
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
-    requests = _asked(folder, request, None if count is None else max(count, largest, 1))
+    requests = _asked(request, None if count is None else max(count, largest, 1))
     opened = open_calibration(folder, requests[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
     if largest > fewest:  # of samples that were handed in as many were taken as calibrations take
@@ -189,7 +192,7 @@ def _open(
     return opened, [Setting.of(method_called(start), start.get_params(), count or fewest) for start in starts]
 
 
-def _asked(folder: pathlib.Path, request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
+def _asked(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
     """The calibrations that sweeps vary around, one a method."""
     around = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
     has_preset = [name for name in around if request.preset in calibrators[name].presets] or [*around]
@@ -402,26 +405,7 @@ def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
     )
 
 
-def _require_something(request: SweepRequest) -> None:
-    """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
-    if not request.param and not request.ablate:
-        raise SpecError(
-            "a sweep needs something to vary",
-            hint="For example --param lam=0.01,0.05,0.25, or --methods all.",
-        )
-    for name, values in request.param.items():
-        if not values:
-            raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
-    for count in request.param.get("n", ()):
-        if not isinstance(count, int | float) or count != int(count) or count < 1:
-            raise SpecError(f"n is {count}, expected a whole number from 1 upwards")
-    if request.seeds > MOST_DRAWS:
-        raise SpecError(f"seeds is {request.seeds:,}; at most {MOST_DRAWS:,} draws are made")
-
-
-def _settings_of(
-    request: SweepRequest, around: Sequence[Setting], folder: pathlib.Path
-) -> dict[str, list[Setting]]:
+def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, list[Setting]]:
     """The settings to visit around others, by sweep, in the order of the values; none twice."""
     values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
@@ -434,8 +418,11 @@ def _settings_of(
         ablations = calibrators[start.method].ablations if request.ablate else ()
         if ablations:
             sweeps[sweep_named(ABLATION, start.method)] = [start, *map(start.changed, ablations)]
-        elif request.ablate:
-            raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
+    if not any(sweeps.values()):
+        raise SpecError(
+            "a sweep needs something to vary",
+            hint="For example --param lam=0.01,0.05,0.25, or --methods all.",
+        )
     return sweeps
 
 
@@ -495,3 +482,75 @@ def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
     """The samples whose ids are not among `ids`; the very same set where that is all of them."""
     positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
     return samples if len(positions) == len(samples) else part_of(samples, positions)
+
+
+BESIDE = ("views", "shrink")
+"""Settings of a calibration that a candidate may have in addition to those of its method."""
+
+
+def wanted_methods(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
+    """Return candidates by method and settings, under names that calibrations can have; as `candidates`."""
+
+    def name_of(method: str, settings: Mapping[str, object]) -> str:
+        parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
+
+    wanted = candidates(asked, calibrators, calibrators.__getitem__, name_of, beside=BESIDE)
+    for candidate in wanted:
+        request_of(candidate)
+    return wanted
+
+
+def request_of(candidate: Candidate, **more: Any) -> CalibrationRequest:
+    """Return the calibration that a candidate asks for; raise a SpecError where there is no such calibration."""
+    settings = dict(candidate.settings)
+    beside: dict[str, Any] = {name: settings.pop(name) for name in BESIDE if name in settings}
+    return CalibrationRequest(
+        name=candidate.name, method=candidate.method, parameters=settings, **beside, **more
+    )
+
+
+def compare_methods(
+    run: PathLike, wanted: Sequence[Candidate], context: Context = Context(), *, samples: int | None = None
+) -> dict[str, str]:
+    """Calibrate a run by every method, on the same samples; finished calibrations stay as they are.
+
+    Settings are those published for models of the run's kind, under a candidate's own. Where the spec's `calibration`
+    section has settings of the same method, these take the place of the published ones.
+
+    Args:
+        run: the run, which gains a calibration per candidate.
+        wanted: what to compare, see `wanted_methods`.
+        context: where and how to run; an interrupted calibration is resumed.
+        samples: calibration samples per task; None takes the spec's.
+
+    Returns:
+        By name, why a candidate could not be calibrated.
+    """
+    loader = str(open_run(run).manifest.architecture.get("loader"))
+    section = None
+    if context.live is None:
+        reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
+        section = load_spec(pathlib.Path(run) / layout.SPEC).calibration
+
+    def attempt(candidate: Candidate) -> Outcome[None]:
+        kind = calibrators[candidate.method]
+        preset = kind.suited.get(loader, next(iter(kind.presets), None))
+        if (
+            section is not None
+            and section.method == candidate.method
+            and (section.preset or section.parameters)
+        ):
+            preset = None
+        request = request_of(candidate, preset=preset, samples=samples, resume=True, attribution=False)
+        calibrate(run, request, context)
+        return Outcome()
+
+    try:
+        results = try_each(wanted, attempt, team=context.access.team)
+        outcomes = {candidate.name: outcome for candidate, outcome in results}
+    except Cancelled as error:
+        error.hint = "What was finished is kept; the same command resumes."
+        raise
+    require_any(outcomes.values())
+    return {name: outcome.error.message for name, outcome in outcomes.items() if outcome.error is not None}

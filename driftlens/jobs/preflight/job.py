@@ -13,23 +13,19 @@ import torch
 
 from driftlens.base.access import Access
 from driftlens.base.devices import resolve_device
-from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError
-from driftlens.base.files import expanded
+from driftlens.base.errors import DataError, DriftLensError
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.sources import StateSource
-from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters
 from driftlens.engine.sites import coverage, select_layers, select_sites
 from driftlens.findings.reading import estimate as with_interval
-from driftlens.jobs.analyze.diagnosis import require_as_peft, unheld
+from driftlens.jobs.analyze.diagnosis import no_room, require_as_peft, unheld
 from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.analyze.unmerged import no_room
 from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.jobs.preflight.needs import Needs, needs_of
 from driftlens.jobs.study import opening
@@ -191,21 +187,15 @@ def check_models(
     spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
 ) -> opening.OpenModels:
     """The models of a spec that can be opened and fit the architecture; the others become findings."""
-    origins, sound = opening.origins_of(spec), set()
+    origins = opening.origins_of(spec)
 
     def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
         try:
             source = opened()
             require_same_parameters(architecture.skeleton, architecture.chain, source)
         except DriftLensError as error:
-            lacks_base = spec.base is not None and "base" not in sound and name != "base"
-            if lacks_base and _is_part(architecture, origins[name], error):
-                text = f"the {label(name)} needs the base, which can't be used, and was not checked"
-                checks.notice(label(name), text)
-            else:
-                checks.problem(label(name), error)
+            checks.problem(label(name), error)
             return None
-        sound.add(name)
         checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
         return source
 
@@ -215,15 +205,6 @@ def check_models(
     for text in opening.dtype_notices(models):
         checks.notice("dtypes", text)
     return models
-
-
-def _is_part(architecture: Architecture, place: str, error: DriftLensError) -> bool:
-    """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
-    lacks = str(error.context.get("key", "")) if isinstance(error, IncompatibleModelsError) else ""
-    layout = architecture.layout
-    return is_lora_folder(expanded(place)) or (
-        isinstance(layout, KeyLayout) and lacks.endswith(layout.projection)
-    )
 
 
 def _described(architecture: Architecture, source: StateSource) -> str:

@@ -19,7 +19,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import waiting_bytes
 from driftlens.findings.reading import size
-from driftlens.jobs.analyze.unmerged import unmerged_bytes
+from driftlens.jobs.analyze.diagnosis import unmerged_bytes
 from driftlens.jobs.study.merging import PIECE
 from driftlens.jobs.study.opening import OpenModels
 from driftlens.jobs.study.study import Study

@@ -121,30 +121,6 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     )
 
 
-def unmeasured_card(run: DriftRun, name: str, info: CalibrationInfo, usage: str = "") -> str:
-    """The same of one that is saved before anything is measured of it; it is written anew as soon as that is."""
-    manifest = run.manifest
-    parents = {model: entry.source for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
-    unmeasured = (
-        "Nothing is measured of it yet: this card is written anew once its drift and accuracy are known."
-    )
-    return _rendered(
-        manifest.architecture,
-        parents,
-        [unmeasured, *manifest.warnings, *info.notices],
-        run.name,
-        tags=() if info.kept else ("feature-calibration", info.method),
-        is_merge=info.kept != "base",
-        heading=f"{run.name}: {title(calibrated(name))}",
-        about=_about(run, info),
-        is_synthetic=manifest.synthetic,
-        usage=Markup(usage),
-        settings=[("Setting", "Value"), ("Calibration", info.method), *_texts(info.settings)],
-        models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
-        versions=_listed_versions(manifest.versions),
-    )
-
-
 def merge_card(
     merge: Mapping[str, Any],
     architecture: Mapping[str, Any],
@@ -152,7 +128,7 @@ def merge_card(
     notices: Sequence[str],
     usage: str = "",
 ) -> str:
-    """The same of a model that was merged and not measured; `origins` say where models of the pool came from."""
+    """Return the card of a model that was merged and not measured; `origins` name the sources of the pool's models."""
     parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
     tasks = [task for model in parents if (task := task_of(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"

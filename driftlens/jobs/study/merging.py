@@ -7,7 +7,8 @@ import math
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,8 @@ from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
+from driftlens.spec import load_spec
+from driftlens.spec.requests import MergeRequest
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
@@ -106,26 +109,16 @@ class _Merge:
         entry, settings = self.merge
         function = entry.function
         if entry.reads == "samples":
-            for key, value in self._pairs(function(self.base, self.experts, self.study, **settings)):
+            for key, value in function(self.base, self.experts, self.study, **settings):
                 yield Slot(key), value
         elif entry.reads == "model":
             named = _slots_by_name(self.chain, self.base)
             experts = {task: expert.under(named) for task, expert in self.experts.items()}
-            for name, value in self._pairs(function(self.base.under(named), experts, **settings)):
+            for name, value in function(self.base.under(named), experts, **settings):
                 yield named.get(name, Slot(name)), value
         else:
             for part in self.separate_parts(place_of):
                 yield from self.merge_part(part)
-
-    def _pairs(self, made: Any) -> Iterator[tuple[str, Tensor]]:
-        """What a method yields that reads whole models."""
-        wanted = "it is to yield (name, tensor)"
-        if not isinstance(made, Iterable):
-            raise ShapeError(f"{self.name}: the method returned {type(made).__name__}; {wanted}")
-        for pair in made:
-            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise ShapeError(f"{self.name}: the method yielded {type(pair).__name__}; {wanted}")
-            yield pair
 
     def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
         """What is merged by itself, one after the other, of a method that reads no whole models."""
@@ -180,12 +173,7 @@ class _Merge:
             task: {name: expert.at(slot) for name, slot in slots.items()}
             for task, expert in self.experts.items()
         }
-        merged = merge.method.function(base, experts, *extra, **merge.settings)
-        if not isinstance(merged, Mapping):
-            names = ", ".join(map(repr, slots))
-            raise ShapeError(
-                f"{self.name}: the method returned {type(merged).__name__}; it is to return tensors by name: {names}"
-            )
+        merged: Mapping[str, Tensor] = merge.method.function(base, experts, *extra, **merge.settings)
         return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
 
 
@@ -201,8 +189,6 @@ def _store(
     inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
 ) -> tuple[int, Change | None]:
     """Store what was merged at its place; returns how many entries it has, and the change with what rounding loses."""
-    if not isinstance(value, Tensor):
-        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {type(value).__name__}, not as a tensor")
     value = slot.stored(value).detach()
     if value.shape != place.shape:
         raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
@@ -579,3 +565,33 @@ def merge_experts(
     doubts = [doubt.text for doubt in companions(models)]
     models = opening.all_in(models, out_dtype)
     return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
+
+
+def save_one(
+    source: Path | str | Mapping[str, Any] | RunSpec,
+    request: MergeRequest,
+    context: Callable[[], AbstractContextManager[Context]],
+) -> tuple[str, list[str]]:
+    """Make the merge that is asked for, or else the spec's own, and save it; returns the method and notices.
+
+    Raises:
+        SpecError: there is no place to save it, settings have no method, or a spec names a merged model instead.
+        DriftLensError: as for `merge_experts`.
+    """
+    method, parameters, out = request.method, request.parameters, request.out
+    if out is None:
+        raise SpecError(
+            "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
+        )
+    if method is None and parameters:
+        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
+    spec = load_spec(source)
+    if method is None:
+        if spec.merge is None:
+            raise SpecError(
+                f"the spec of {spec.name!r} names a merged model, and no merge to make",
+                hint="Say which with --method, or add `merge:`.",
+            )
+        method, parameters = spec.merge.method, spec.merge.parameters
+    with context() as opened:
+        return method, merge_experts(spec, method, parameters, out, opened, request.out_dtype)

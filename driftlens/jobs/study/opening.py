@@ -132,8 +132,6 @@ def open_models(
         shared.preprocess is not None and shared.preprocess.texts is not None
     )
     rows, align = vocabulary_keys(shared.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
-    if align and not rows:
-        raise SpecError("architecture.vocab: the model reads no texts by a vocabulary", hint="Take it out.")
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:

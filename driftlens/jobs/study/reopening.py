@@ -34,7 +34,7 @@ from driftlens.base.files import PathLike, from_json, write_json_atomic
 from driftlens.base.progress import Reporter
 from driftlens.base.team import Team
 from driftlens.base.variants import calibrated
-from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import halving_batches
 from driftlens.engine.pool import Attachments, attachments_from
@@ -111,11 +111,7 @@ def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
     file = run / layout.calibration_attachments(name)
     if not file.exists():
         return {}
-    kind = calibrators[method]
-    if not issubclass(kind, Trained):
-        raise CheckpointError(
-            f"{file} holds attachments, and {method} makes none", hint="Calibrate again under another name."
-        )
+    kind: Any = calibrators[method]
     source = open_checkpoint(file)
     return attachments_from(((key, source.read(key)) for key in source.headers), kind.attachment)
 
@@ -253,13 +249,11 @@ class Phase:
 
     Attributes:
         study: whose models it runs; None where it runs none.
-        leads: the team whose first process does it alone, because it writes; None where all do their share.
     """
 
     name: str
     work: Callable[[], object]
     study: Study | None = None
-    leads: Team | None = None
     again: bool = False
     sums: bool = False
 
@@ -276,9 +270,7 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
         answered = answering(device, f"{phase.name.partition(':')[0]} here")
         with exact_products(), writer.phase(phase.name) as usage, answered:
             reset_peak_memory(device)
-            if phase.leads is not None:
-                lead(phase.leads, writer, phase.work)
-            elif phase.study is None:
+            if phase.study is None:
                 phase.work()
             else:
                 of_tasks = phase.study.tasks.values()
@@ -319,14 +311,9 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 class Kept:
     """Tensors by name, each name a file that is whole or absent."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        require_there: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """Nothing is read or written yet; `require_there` is asked before that, `clock` for seconds so far."""
-        self._folder, self._require_there, self._clock = folder, require_there, clock
+    def __init__(self, folder: pathlib.Path, require_there: Callable[[], None] = lambda: None) -> None:
+        """Nothing is read or written yet; `require_there` is called before every write."""
+        self._folder, self._require_there = folder, require_there
 
     def read(self, name: str) -> dict[str, Tensor]:
         """What is kept under a name; nothing where there is none, or what is there can't be read any more."""
@@ -339,14 +326,12 @@ class Kept:
         except CheckpointError:  # it is made once more, and takes that file's place
             return {}
 
-    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float | None = None) -> None:
+    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float) -> None:
         """Keep tensors, with the time that all work took until then, over all sittings."""
         self._require_there()
         self._folder.mkdir(exist_ok=True)
         contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        save_state_dict(
-            self._file(name), contiguous, {"seconds": repr(self._clock() if seconds is None else seconds)}
-        )
+        save_state_dict(self._file(name), contiguous, {"seconds": repr(seconds)})
 
     def forget(self, name: str) -> None:
         """Keep nothing under a name any more."""
@@ -419,9 +404,9 @@ class Begun:
                 hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
             )
 
-    def kept(self, name: str, clock: Callable[[], float] = lambda: 0.0) -> Kept:
+    def kept(self, name: str) -> Kept:
         """Results under a name of their own."""
-        return Kept(self._folder / name, self.require_there, clock)
+        return Kept(self._folder / name, self.require_there)
 
     def require_there(self) -> None:
         """Refuse to write where the job is not any more, which would bring a folder back."""

@@ -237,9 +237,8 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
         ),
         (lambda given: [*given[:-1], given[0]], "is given twice"),
         (lambda given: [*given[:-1], "nowhere"], "there is no file or folder nowhere"),
-        (lambda given: [*given, "--data=a", "--data=b", "--data=c"], "--data is given 3 times for 2 experts"),
-        (lambda given: [*given, "--data=rose=a"], "no expert is called 'rose'"),
-        (lambda given: [*given, "--data=flowers=a"], "--data is missing for shapes"),
+        (lambda given: [*given, "--data=a", "--data=b", "--data=c"], "--data is given for flowers, shapes"),
+        (lambda given: [*given, "--data=rose=a"], "--data is given for rose; the tasks are flowers, shapes"),
         (lambda given: [*given, "--data=nothing.csv"], "there is no file or folder nothing.csv"),
         (
             lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],

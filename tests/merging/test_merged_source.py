@@ -168,13 +168,6 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[D
         r"came as \[\], not",
     ),
     "unknown": (lambda name, value: [(f"{name}s", value)], CheckpointError, "holds no tensor"),
-    "no pair": (lambda name, value: [value], ShapeError, r"yielded Tensor; it is to yield \(name, tensor\)"),
-    "no name": (lambda name, value: [(3, value)], ShapeError, r"yielded tuple; it is to yield"),
-    "no tensor": (
-        lambda name, value: [(name, value.numpy())],
-        ShapeError,
-        "came as ndarray, not as a tensor",
-    ),
 }
 
 

@@ -85,8 +85,8 @@ def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let merged model and base look bad, so that calibrations are chosen among: few samples rarely show it."""
     measured = HeldOut.of
 
-    def spoilt(self: HeldOut[Any], model: str) -> dict[str, Any]:
-        found = measured(self, model)
+    def spoilt(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+        found = measured(self, model, *at)
         as_is = model in ("merged", "base")
         if not as_is:
             return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,13 +18,11 @@ from torch import nn
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.jobs.analyze.diagnosis import require_as_peft
+from driftlens.jobs.analyze.diagnosis import require_as_peft, unmerged
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.preflight.needs import needs_of
-from driftlens.jobs.study.opening import open_models, open_study, study_of
+from driftlens.jobs.study.opening import open_models, study_of
 from driftlens.jobs.study.study import Study
-from driftlens.jobs.study.suspicion import companions
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.models.writing import train
@@ -126,18 +123,6 @@ def test_features_of_an_expert_are_those_that_peft_computes(
     require_as_peft(study, "a", INPUTS, states)
 
 
-def test_a_whole_model_beside_adapters_is_named_and_not_read(tmp_path: Path) -> None:
-    with_adapters(*OPTIONS["plain"], tmp_path)
-    shutil.copy(tmp_path / "base" / "model.safetensors", tmp_path / "expert")
-    models = open_models(spec_of_adapters(tmp_path))
-    assert isinstance(models.stored["expert:a"], LoraSource)
-    told = [finding.text for finding in companions(models)]
-    assert (
-        f"{tmp_path / 'expert'} holds adapters and model.safetensors; the adapters are read, on the base"
-        in told
-    )
-
-
 def wrong_alpha(source: LoraSource) -> None:
     key = next(iter(source._updates))
     source._updates[key] = dataclasses.replace(
@@ -163,43 +148,6 @@ def test_an_adapter_that_is_read_otherwise_is_found(
         require_as_peft(study, "a", INPUTS, states[-1])
     monkeypatch.setitem(sys.modules, "peft", None)
     require_as_peft(study, "a", INPUTS, states[-1])  # nothing is claimed
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_memory_is_told_with_the_model_that_peft_wraps(
-    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_adapters(*OPTIONS["plain"], tmp_path)
-    described = spec_of_adapters(tmp_path).model_dump(mode="json", exclude_none=True)
-    (tmp_path / "rows.jsonl").write_text('{"q": "a b"}\n' * 8)
-    rows = {"kind": "jsonl", "input": "q"} | dict.fromkeys(
-        ("calibration", "test"), str(tmp_path / "rows.jsonl")
-    )
-    spec = load_spec(described | {"data": {"defaults": {"n": 2, "n_diagnosis": 2}, "a": rows}})
-    study, models = open_study(spec)
-    whole = study.pool.weight_bytes("base")
-    monkeypatch.setattr(study.pool, "budget", whole - (not room))
-    said = unmerged(study, study.adapters["expert:a"], INPUTS)
-    assert ("of the base don't fit compute.feature_budget" in said) == (not room)
-    assert needs_of(study, models)["analyze"].memory["base as peft runs it"] == (whole if room else 0)
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_adapters_that_nobody_held_against_peft_are_named(
-    is_there: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(clip(world.state("base")).visual, tmp_path / "adapter", r=4, target_modules=["c_fc"])
-    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
-    if is_there:
-        spec["compute"] = {**spec.get("compute", {}), "feature_budget": "10kB"}
-    else:
-        monkeypatch.setitem(sys.modules, "peft", None)
-    reason = "don't fit compute.feature_budget, 0.0 MB" if is_there else "peft is not installed"
-    checks = preflight(load_spec(spec))
-    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
-    for texts in ([finding.text for finding in checks.findings], run.manifest.notices):
-        (told,) = [text for text in texts if "as peft runs them" in text]
-        assert told.startswith("the features of the expert of flowers were not held") and reason in told
 
 
 @pytest.mark.parametrize("alpha", [6, 6.1])

@@ -376,19 +376,6 @@ def test_the_manifest_says_what_was_computed_and_how(world: World, finished: Dri
 
 
 @pytest.mark.slow
-def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: Path) -> None:
-    spec = world.one_task(**QUICK)
-    for wanted in (False, True):
-        torch.use_deterministic_algorithms(wanted)
-        try:
-            dl.analyze(spec, out=tmp_path / f"run-{wanted}", progress="none")
-            assert torch.are_deterministic_algorithms_enabled() is wanted
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.slow
 def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: DriftRun, tmp_path: Path) -> None:
     spec, out, token = world.spec(metrics={"jacobian": False}), tmp_path / "run", CancelToken()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
-import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import driftlens as dl
 from driftlens.base.access import Context
@@ -35,9 +30,8 @@ from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
-from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.world import SCALING, TASKS, World, merged_weights, write_spec
+from tests.zoo.world import TASKS, World
 
 pytestmark = pytest.mark.slow
 
@@ -94,18 +88,11 @@ def test_a_calibration_is_there_with_drift_and_accuracy_before_it_is_explained(
         assert unexplained(run, VARIANT) and unexplained(run, CONTROL)
         seen.append((finished_phases(run), run, run.layers(), run.accuracy()))
 
-    def hear(text: str) -> None:
-        assert not seen
-        said.append(text)
-
-    said: list[str] = []
-    run = calibrate(copied(finished, tmp_path / "run"), request(), on_first=hear, on_measured=look)
-    (sentence,) = said
-    assert_told_of(run, sentence)
+    run = calibrate(copied(finished, tmp_path / "run"), request(), on_measured=look)
     ((phases, early, layers, accuracy),) = seen
     own = [name for name in phases if name.startswith("calibrate:")]
     steps = [f"calibrate:{NAME}:{kind}:{task}" for kind in ("analyze", "evaluate") for task in TASKS]
-    assert own == [f"calibrate:{NAME}", f"calibrate:{NAME}:look", *steps]
+    assert own == [f"calibrate:{NAME}", *steps]
     later = [name for name in finished_phases(run) if name.startswith("calibrate:")][len(own) :]
     explained = [f"calibrate:{NAME}:explain:{task}" for task in TASKS]
     assert later == [f"calibrate:{NAME}:digests", f"calibrate:{NAME}:params", *explained]
@@ -114,30 +101,6 @@ def test_a_calibration_is_there_with_drift_and_accuracy_before_it_is_explained(
     pd.testing.assert_frame_equal(accuracy, run.accuracy(), check_exact=True)
     assert early.path == run.path and not unexplained(run, VARIANT)
     same(run, at_once)
-
-
-def assert_told_of(run: DriftRun, sentence: str) -> None:
-    """The first look's numbers are those that the tables hold of the same samples."""
-    drift, right, size, n = {"merged": 0.0, VARIANT: 0.0}, {"merged": 0, VARIANT: 0, "expert": 0}, 0.0, 0
-    for task in run.tasks:
-        few = list(run.sample_ids(task))[: run.manifest.calibrations[NAME].samples[task]]
-        features = run.features(task, "expert", "final")[: len(few)].astype(np.float64)
-        size, n = size + float(np.linalg.norm(features, axis=1).sum()), n + len(few)
-        for variant in drift:
-            rows = run.samples(task, variant, layer="final").set_index("sample_id").loc[few]
-            drift[variant] += rows["drift_l2"].sum()
-            outputs = run.outputs(task, variant).set_index("sample_id").loc[few]
-            right[variant] += int((outputs["pred"] == outputs["label"]).sum())
-        right["expert"] += int((outputs["expert_pred"] == outputs["label"]).sum())
-    told = re.fullmatch(
-        rf"first look, {n} samples of {len(run.tasks)} tasks: relative drift merged ([\d.]+), {NAME} ([\d.]+); "
-        rf"accuracy with 95 % interval \(n = {n}\) merged ([\d.]+) % .*, {NAME} ([\d.]+) % .*, expert ([\d.]+) % .*",
-        sentence,
-    )
-    assert told is not None, sentence
-    wanted = [value / size for value in drift.values()]
-    assert [float(value) for value in told.groups()[:2]] == pytest.approx(wanted, abs=2e-3)
-    assert list(told.groups()[2:]) == [f"{count / n:.1%}".rstrip("%") for count in right.values()]
 
 
 @pytest.mark.slow
@@ -226,19 +189,6 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
 
 
 @pytest.mark.slow
-def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path: Path) -> None:
-    run = dl.analyze(
-        world.one_task(metrics={"jacobian": {"samples": 2}, "adjoint": True, "groups": True}),
-        out=tmp_path / "run",
-        progress="none",
-        attribution=False,
-    )
-    assert unexplained(run, "merged") and run.adjoint().empty and not run.accuracy().empty
-    told = run.measure()
-    assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0
-
-
-@pytest.mark.slow
 def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_path: Path) -> None:
     asked = {"cka": True, "adjoint": True, "groups": True, "contributions": True}
     whole, bare = (
@@ -268,13 +218,6 @@ def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:
     assert small.shape == (SIDE, SIDE, 3)
     assert (small[SIDE // 4 : 3 * SIDE // 4] == [255, 0, 0]).all()
     assert (small[: SIDE // 4] == 128).all() and (small[-SIDE // 4 :] == 128).all()
-
-
-def test_grey_arrays_and_images_give_the_same_picture() -> None:
-    grey = np.arange(SIDE * SIDE, dtype=np.uint32).reshape(SIDE, SIDE).astype(np.uint8)
-    expected = np.repeat(grey[:, :, None], 3, axis=2)
-    np.testing.assert_array_equal(thumb(grey), expected)
-    np.testing.assert_array_equal(thumb(Image.fromarray(grey)), expected)
 
 
 def test_an_analysis_keeps_a_picture_of_every_diagnosis_sample(light: DriftRun) -> None:
@@ -327,111 +270,10 @@ def test_a_smooth_activation_raises_nothing(tmp_path: Path) -> None:
     assert analysed(nn.Tanh, tmp_path / "run").manifest.warnings == []
 
 
-ASKING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 METHODS = ("cpu", "numpy", "tolist")
-OF_DATA = "preprocessing.py"
+
+
 """Pictures are made tensors on the CPU, wherever models are."""
-
-
-class Waits(TorchDispatchMode):
-    """Counts them by line of the product, while it is entered."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.lines: Counter[str] = Counter()
-        for name in METHODS:
-            monkeypatch.setattr(Tensor, name, self._counting(name, getattr(Tensor, name)))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(
-            isinstance(entry, Tensor) and entry.dtype is torch.bool for entry in args[1] or ()
-        )
-        if name in ASKING or by_mask:
-            self._count(name)
-        return func(*args, **(kwargs or {}))
-
-    def _counting(self, name: str, method: Any) -> Any:
-        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._count(name)
-            return method(tensor, *args, **kwargs)
-
-        return counted
-
-    def _count(self, name: str) -> None:
-        frame: Any = sys._getframe(2)
-        while frame is not None and "/driftlens/" not in frame.f_code.co_filename:
-            frame = frame.f_back
-        # `lengths` asks of what lies on the host alone, as the pretended accelerator shows.
-        if frame is None or frame.f_code.co_name == "lengths":
-            return
-        if not frame.f_code.co_filename.endswith(OF_DATA):
-            self.lines[f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
-
-
-@pytest.mark.parametrize("method", few(["featcal", "residual"], quick=["featcal"], some=()))
-@pytest.mark.slow
-def test_more_batches_don_t_make_a_device_wait_more_often(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    waits = Waits(monkeypatch)
-    found: dict[tuple[str, int], Counter[str]] = {}
-    for batch_size in (4, 2):
-        spec = world.one_task(metrics={"jacobian": {"samples": 2}})
-        defaults = {"n": 4, "n_diagnosis": 4, "batch_size": batch_size}
-        spec["data"] = {"flowers": spec["data"]["flowers"], "defaults": defaults}
-        out = tmp_path / f"run-{batch_size}"
-        for step in ("analyze", method):
-            waits.lines = found[step, batch_size] = Counter()
-            with waits:
-                if step == "analyze":
-                    dl.analyze(spec, out=out, progress="none")
-                else:
-                    dl.calibrate(out, method=step, name=step, progress="none")
-    for (step, batch_size), lines in found.items():
-        assert lines.total() > 0
-        assert lines == found[step, 4], (step, batch_size)
-
-
-@pytest.mark.slow
-def test_calibrate_takes_the_commands_options_by_name(world: World, light: DriftRun, tmp_path: Path) -> None:
-    settings = {"lam": 0.2, "rho": 2.0, "alpha": 0.5}
-    wanted = calibrate(copied(light, tmp_path / "wanted"), request(parameters=settings, samples=3))
-    run = dl.calibrate(
-        copied(light, tmp_path / "run"),
-        name="featcal",
-        preset="paper-clip",
-        parameters={"lam": 0.2, "alpha": 0.5},
-        samples=3,
-        progress="none",
-    )
-    assert run.manifest.calibrations["featcal"].settings == wanted.manifest.calibrations["featcal"].settings
-    found = run.calibrated_state("featcal")
-    for key, value in load_file(wanted.path / "calibrations/featcal/weights.safetensors").items():
-        assert torch.equal(found[key], value), key
-    with pytest.raises(SpecError, match="made from a spec"):
-        dl.calibrate(run, name="other", data={"flowers": torch.zeros(2, 3, 16, 16)})
-
-
-@pytest.mark.slow
-def test_sweep_adds_the_rows_of_its_command(light: DriftRun, tmp_path: Path) -> None:
-    given = {"accuracy": False, "samples": 3, "progress": "none"}
-    rows = dl.sweep(copied(light, tmp_path / "run"), param={"lam": [0.2, 0.4]}, **given).sweeps()
-    assert sorted(set(rows["lam"])) == [0.2, 0.4] and rows["accuracy"].isna().all()
-
-
-def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: Path) -> None:
-    file = dl.merge(
-        write_spec(tmp_path / "run.yaml", world.spec()),
-        method="task_arithmetic",
-        parameters={"scaling": SCALING},
-        out=tmp_path / "merged.safetensors",
-    )
-    for key, value in merged_weights(world).items():
-        torch.testing.assert_close(load_file(file)[key], value, rtol=1e-6, atol=1e-7)
-    assert not dl.validate(world.spec()).problems
-    broken = dl.validate(world.spec(base={"weights": str(tmp_path / "nowhere.safetensors")}), device="cpu")
-    assert [finding.subject for finding in broken.problems] == ["base"] and broken.exit_code == 4
 
 
 @pytest.mark.slow

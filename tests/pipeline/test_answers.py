@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from driftlens_app.views.samples import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import scored_again
+from tests.quick import few
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
@@ -105,7 +105,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
 FORMS = ("decoder", "encoder-decoder")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(FORMS, ["decoder"]))
 def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path) -> None:
     """Against generation and likelihoods by the plain model, whose last norm has the saved tensors hooked in."""
     suite = Suite(form, tmp_path, learns=False)
@@ -158,13 +158,7 @@ def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_pat
     )
     assert any("in perplexity on" in text and "no better" not in text for text in texts)
     run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).path
-    said: list[str] = []
-    request = CalibrationRequest(name="fc", parameters={"lam": 0.1, "rho": 1.0})
-    found = calibrate(run, request, on_first=said.append)
-    for metric in ("exact match", "perplexity", "choice accuracy"):
-        assert re.search(
-            rf"; {metric} with 95 % interval \(n = 2\) merged \S+.*, fc \S+.*, expert \S+", said[0]
-        )
+    found = calibrate(run, CalibrationRequest(name="fc", parameters={"lam": 0.1, "rho": 1.0}))
     swept = sweep(run, SweepRequest(param={"lam": [0.1, 1.0]})).sweeps()
     for task, metric in (("free", "exact_match"), ("likely", "perplexity"), ("pick", "choice")):
         rows = swept[(swept["task"] == task)]
@@ -292,20 +286,6 @@ def test_a_run_keeps_what_its_samples_ask(run: DriftRun) -> None:
     assert all(len(text) <= LONGEST_TEXT + 3 for text in run.texts("free").values())
     drawn = charts["scatter"].draw(run, ChartOptions(tasks=("pick",)))
     assert any("is it" in text for text in drawn.figure.data[0].text)
-
-
-@pytest.mark.slow
-def test_tokens_read_as_text_and_a_vocabulary_is_no_list_of_classes(run: DriftRun) -> None:
-    assert {task: sorted(names) for task, names in run.manifest.classes.items()} == {"pick": ["no", "yes"]}
-    assert run.outputs("free")["label"].isna().all()
-
-
-@pytest.mark.slow
-def test_a_preflight_knows_the_language_models_own_head_and_the_classes_of_answers(run: DriftRun) -> None:
-    found = preflight(load_spec(run.path / "spec.yaml"))
-    said = {finding.subject: finding.text for finding in found.findings if finding.level == "ok"}
-    assert said["head of free"] == said["head of pick"] == "the language model's own"
-    assert said["data of pick"].endswith("2 classes") and said["data of free"].endswith("no classes")
 
 
 @pytest.mark.slow

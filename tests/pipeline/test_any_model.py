@@ -278,11 +278,6 @@ def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_pat
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.headers)
 
 
-def test_blocks_are_for_loaders_that_read_any_model(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="knows where its blocks are"):
-        load_architecture("hf-clip", str(tmp_path), blocks="layers")
-
-
 LOADED = """
 import numpy as np
 import torch

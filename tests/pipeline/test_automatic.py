@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -17,11 +17,10 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.base.errors import Cancelled, DataError, SingularGramError
 from driftlens.base.files import temporary_folder
 from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.calibration.automatic import Scores, decide
-from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.sources import Between
 from driftlens.data.samples import SampleSet, part_of
@@ -30,11 +29,11 @@ from driftlens.engine.sites import select_sites
 from driftlens.findings.before_after import selection_sentences
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.evaluation import final_drift
-from driftlens.jobs.calibrate import job, plan
+from driftlens.jobs.calibrate import plan
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.calibrate.variants import with_parameters
 from driftlens.jobs.contest import automatic, contest
-from driftlens.jobs.contest.automatic import BEST, HELD_OUT, choice_of, choose_settings
+from driftlens.jobs.contest.automatic import choice_of, choose_settings
 from driftlens.jobs.contest.contest import (
     LANE,
     Fitting,
@@ -55,6 +54,9 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import CLASSES, TASKS, World, write_images
+
+BEST = choice_of(request(auto=True))
+HELD_OUT = choice_of(request(auto=True, method="featcal"))
 
 
 @pytest.fixture
@@ -95,8 +97,8 @@ def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         calibrator, seen = made, frozenset(name for drawn in samples.values() for name in drawn.ids)
         return fit(self, made, samples, cache)
 
-    def spied_of(self: HeldOut[Any], model: str) -> dict[str, Any]:
-        found = of(self, model)
+    def spied_of(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+        found = of(self, model, *at)
         return watch(calibrator, seen, found) if model == LANE and found else found
 
     monkeypatch.setattr(Fitting, "fit", spied_fit)
@@ -361,14 +363,6 @@ def test_the_run_says_how_its_settings_were_chosen(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
 
 
-@pytest.mark.slow
-def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: Path) -> None:
-    folder = copied(roomy, tmp_path / "run")
-    calibrate(folder, request(layers=[2]))
-    config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
-    assert config["selection"] is None and not config["automatic"]
-
-
 def test_too_few_samples_are_refused(light: DriftRun) -> None:
     with pytest.raises(DataError, match="has 4 calibration samples"):
         chosen(reopened(light.path)[0])
@@ -428,20 +422,6 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_candidates_are_read_by_the_merged_models_own_score_map(study: Study) -> None:
-    tasks = {}
-    for task, at in study.tasks.items():
-        assert isinstance(at.head, Head)
-        turned = Head(at.head.classes, at.head.embeddings.roll(1, dims=0), at.head.logit_scale)
-        tasks[task] = dataclasses.replace(at, own_heads={"merged": turned})
-    plain, turned_too = (
-        [entry["score"] for entry in chosen(made)[1]["compared"] if "share" in entry]
-        for made in (study, dataclasses.replace(study, tasks=tasks))
-    )
-    assert min(turned_too) > max(plain)
-
-
 def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(study: Study) -> None:
     task = TASKS[0]
     at = study.tasks[task]
@@ -468,63 +448,6 @@ def test_without_a_head_the_score_is_the_relative_drift() -> None:
     )
 
 
-class Keen(FeatCal):
-    """Another method, which asks to be compared; it leaves norms alone and would read labels."""
-
-    candidates = ({"lam": 0.2}, {"lam": 0.0, "update": ("linear",)})
-    presets: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(
-        self, lam: float = 1.0, update: Sequence[str] = ("linear", "bias"), rho: float = 1.0
-    ) -> None:
-        super().__init__(lam=lam, rho=rho, update=update)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def keen() -> Iterator[None]:
-    with calibrators.temporary():
-        calibrators.register("keen")(Keen)
-        yield
-
-
-@pytest.mark.slow
-def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
-    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keen: None
-) -> None:
-    """The other method looks best where everything else looks bad; the same calibration by hand gives its weights."""
-
-    def favoured(at: Any, _: Any, found: dict[str, Any]) -> dict[str, Any]:
-        return found if isinstance(at, Keen) and at.lam else all_at(found, lambda of: of + 1e3)
-
-    watch_fits(monkeypatch, favoured)
-    spoil_merged(monkeypatch)
-    folder = copied(roomy, tmp_path / "run")
-    stopped = []
-
-    def stop(event: Any) -> None:
-        if event.phase == "calibrate" and event.done == 2 and not stopped:
-            stopped.append(event)
-            raise Cancelled("stopped")
-
-    asked = request(layers=[2, 3])
-    with pytest.raises(Cancelled):
-        calibrate(folder, asked, Context(on_progress=stop), choose=BEST)
-    with monkeypatch.context() as patch:  # what was chosen is known, so that nothing is judged again
-        patch.setattr(HeldOut, "of", None)
-        run = calibrate(folder, asked.changed(resume=True), choose=BEST)
-    info = run.manifest.calibrations[NAME]
-    assert (info.method, info.settings["lam"]) == ("keen", 0.2) and info.selection["choice"] == "keen lam=0.2"
-    share = info.selection["share"]
-    assert calibrate(folder, asked.changed(resume=True), choose=BEST).manifest.calibrations[NAME] == info
-    with pytest.raises(SpecError, match="finished, with other settings"):
-        calibrate(folder, request(layers=[2, 3], parameters={"lam": 0.3}, resume=True), choose=BEST)
-    by_hand = request("hand", method="keen", parameters={"lam": 0.2}, layers=[2, 3], shrink=share)
-    calibrate(folder, by_hand)
-    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
-    assert set(run.calibration(NAME)["kind"]) == {"linear"}
-
-
 @pytest.mark.slow
 def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -537,7 +460,7 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2])
 
     def stop(event: Any) -> None:
-        if event.phase == "look":
+        if event.phase == "analyze":
             raise Cancelled("stopped")
 
     with pytest.raises(Cancelled):
@@ -561,8 +484,8 @@ def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_
 ) -> None:
     measured = HeldOut.of
 
-    def good_base(self: HeldOut[Any], model: str) -> dict[str, Any]:
-        return all_at(measured(self, model), lambda of: 0 * of - (model == "base"))
+    def good_base(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+        return all_at(measured(self, model, *at), lambda of: 0 * of - (model == "base"))
 
     monkeypatch.setattr(HeldOut, "of", good_base)
     folder = copied(roomy, tmp_path / "run")
@@ -598,25 +521,6 @@ def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     assert "auto:7" in (folder / f"calibrations/{NAME}/README.md").read_text()
 
 
-@pytest.mark.slow
-def test_no_views_and_all_of_the_way_are_what_nobody_asked_for(
-    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chosen with `views: none` and `shrink: 1`, a repair has the weights that it has by hand without either."""
-    spoil_merged(monkeypatch)
-    folder = copied(roomy, tmp_path / "run")
-    asked = request(method="residual", auto=True, views="none", shrink=1, layers=[2], attribution=False)
-    run = calibrate(folder, asked, choose=choice_of(asked))
-    info = run.manifest.calibrations[NAME]
-    assert not any("views" in entry["name"] for entry in info.selection["compared"])
-    assert info.shrink["share"] == 1
-    assert {entry["share"] for entry in info.selection["compared"] if "share" in entry} == {1}
-    by_hand = request("hand", method="residual", parameters=info.selection["chosen"], layers=[2])
-    calibrate(folder, by_hand.changed(attribution=False))
-    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
-
-
 @pytest.mark.parametrize("is_surer", [True, False])
 def test_it_warns_where_experts_are_surer_of_these_samples(
     study: Study, monkeypatch: pytest.MonkeyPatch, is_surer: bool
@@ -633,17 +537,3 @@ def test_it_warns_where_experts_are_surer_of_these_samples(
     monkeypatch.setattr(plan, "final_features", features)
     told = plan.trained_on(samples, study)
     assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer
-
-
-@pytest.mark.slow
-def test_the_warning_stands_with_what_was_chosen_and_nowhere_else(
-    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "trained_on", lambda samples, study: ["experts were probably trained"])
-    folder, told = copied(roomy, tmp_path / "run"), {}
-    for name, more in (("plain", {}), ("fixed", {"shrink": 0.5}), ("shrunk", {"shrink": "auto"})):
-        asked = request(name, layers=[2], attribution=False, **more)
-        run = calibrate(folder, asked, choose=choice_of(asked))
-        told[name] = "experts were probably trained" in run.manifest.calibrations[name].notices
-    assert told == {"plain": False, "fixed": False, "shrunk": True}
-    assert "experts were probably trained" in (folder / "calibrations/shrunk/README.md").read_text()

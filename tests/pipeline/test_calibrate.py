@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import shutil
 import signal
@@ -22,17 +21,12 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, RunError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.engine.problems import CalibratedLayer
-from driftlens.engine.walk import FeatureStore
-from driftlens.findings.listing import find_runs
+from driftlens.base.errors import RunError, SpecError
+from driftlens.base.progress import ProgressEvent
 from driftlens.jobs.calibrate import job
-from driftlens.jobs.calibrate import job as calibration_scratch
-from driftlens.jobs.calibrate.job import CalibrationScratch, calibrate, solve
+from driftlens.jobs.calibrate.job import calibrate, solve
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
 from driftlens.spec.requests import CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
@@ -326,56 +320,6 @@ def test_a_run_that_goes_away_ends_its_calibration(
         assert read_manifest(folder) == light.manifest
     else:
         assert not folder.exists()
-
-
-def test_nothing_of_the_scratch_folder_comes_back(tmp_path: Path) -> None:
-    scratch = CalibrationScratch(tmp_path / "run", NAME)
-    (tmp_path / "run").mkdir()
-    scratch.begin({})
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RunError, match="was removed"):
-        scratch.keep(CalibratedLayer(2, {}, (), {}), 1.0)
-    with pytest.raises(RunError, match="can't be written"):
-        FeatureStore(0, scratch.spill).write("cars", {"x": torch.zeros(1)})
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_cancelled_calibration_says_which_command_goes_on(
-    folder: Path, light: DriftRun, stop: Stop
-) -> None:
-    token = CancelToken()
-    with pytest.raises(Cancelled) as caught:
-        calibrate(
-            folder, request(), Context(on_progress=lambda event: stop(event) and token.cancel(), cancel=token)
-        )
-    command = f"`driftlens calibrate {folder} --name {NAME} --resume`"
-    assert command in caught.value.hint
-    status = read_status(folder)
-    assert status is not None and status.error is not None and command in status.error.hint
-    assert status.state == "cancelled" and find_runs(folder)[0].state == "done"
-    assert set(read_manifest(folder).files) == set(light.manifest.files) and verify(folder).ok
-
-
-def test_a_full_disk_leaves_the_run_done_and_says_which_command_goes_on(
-    folder: Path, light: DriftRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise RunError("can't write it: No space left on device", hint="Free some space.", errno=errno.ENOSPC)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(calibration_scratch, "save_state_dict", full)
-        with pytest.raises(RunError, match="No space left") as caught:
-            calibrate(folder, request())
-    assert (
-        caught.value.hint.startswith("Free some space. ") and f"--name {NAME} --resume" in caught.value.hint
-    )
-    (summary,) = find_runs(folder)
-    assert summary.state == "done" and f"calibration '{NAME}' failed" in summary.left[0]
-    assert set(read_manifest(folder).files) == set(light.manifest.files) and verify(folder).ok
-    same_rows(open_run(folder), light)
-    same_rows(calibrate(folder, request(resume=True)), light)
-    assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
 
 
 KILLED = """

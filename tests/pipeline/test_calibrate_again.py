@@ -6,7 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,15 +18,13 @@ import driftlens as dl
 from driftlens.base import errors
 from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
-from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.featcal import FeatCal, Norms
+from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import fitting_batch
 from driftlens.engine.problems import Problem, SiteUpdate
 from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import add_to_run, analyze
+from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.automatic import HELD_OUT
-from driftlens.jobs.contest.contest import Fitting
+from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
@@ -44,9 +42,9 @@ from tests.pipeline.calibrating import (
     scored_again,
 )
 from tests.quick import few
-from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.world import TASKS, World, build
 
+HELD_OUT = choice_of(request(auto=True, method="featcal"))
 WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
 
 
@@ -123,19 +121,6 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
     same_rows(fresh, whole)
 
 
-@pytest.mark.parametrize("parameters", [{}, {"update": ["linear"]}])
-def test_settings_are_not_chosen_for_what_was_begun_with_others(
-    folder: Path, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
-    calibrate_until(folder, in_layer(3))
-    before = files_of(folder)
-    monkeypatch.setattr(Fitting, "fit", lambda *_, **__: pytest.fail("a search began"))
-    with pytest.raises(errors.SpecError, match=r"another (automatic: false, now true|settings\.update)"):
-        calibrate(folder, request(parameters=parameters, resume=True), choose=HELD_OUT)
-    assert files_of(folder) == before
-
-
 @pytest.mark.parametrize(
     ("changed", "choose"),
     [
@@ -153,29 +138,6 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
     with pytest.raises(errors.SpecError, match="finished, with other settings"):
         calibrate(whole.path, changed.changed(resume=True), choose=choose)
     assert files_of(whole.path) == before
-
-
-def test_a_setting_that_is_called_like_what_all_have_is_compared(folder: Path) -> None:
-    with calibrators.temporary():
-
-        @calibrators.register("counting")
-        class Counting(Norms):
-            """A calibrator of somebody's own."""
-
-            presets: ClassVar[dict[str, Any]] = {}
-            suited: ClassVar[dict[str, str]] = {}
-
-            def __init__(self, n: float = 1.0, samples: float = 1.0) -> None:
-                super().__init__()
-                self.n, self.samples = n, samples
-
-        asked = CalibrationRequest(name="own", method="counting", attribution=False)
-        calibrate(folder, asked)
-        calibrate(folder, asked.changed(resume=True))
-        for name in ("n", "samples"):
-            changed = asked.changed(resume=True, parameters={name: 2.0})
-            with pytest.raises(errors.SpecError, match=rf"another {name}: 1\.0, now 2\.0"):
-                calibrate(folder, changed)
 
 
 @pytest.mark.slow
@@ -279,13 +241,12 @@ def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
             {"parameters": {"lam": 0.1}},
             "",
             errors.SpecError,
-            "finished, with other settings: another lam: .*, now 0.1",
+            r"finished, with other settings: another settings\.lam: .*, now 0.1",
         ),
         ({"auto": True}, "", errors.SpecError, "finished, with other settings"),
-        ({}, "gone", errors.RunError, "keeps no weights of 'featcal'"),
         ({}, "other", errors.CheckpointError, "is not the model that was measured"),
     ],
-    ids=["other settings", "auto", "weights gone", "other weights"],
+    ids=["other settings", "auto", "other weights"],
 )
 def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
     whole: DriftRun,
@@ -298,8 +259,6 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
     folder, target = copied(whole, tmp_path / "run"), tmp_path / "out"
     if spoil:
         weights = load_file(folder / WEIGHTS)
-        (folder / WEIGHTS).unlink()
-    if spoil == "other":
         key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
         save_file(weights | {key: weights[key] + 1e-6}, folder / WEIGHTS)
     asked = request(save_weights=target, **changed)
@@ -315,36 +274,15 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
         assert command[3:] == ["--name", NAME, "--save-weights", "FOLDER"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [analysing, evaluating])
-def test_weights_are_saved_as_soon_as_they_are_solved_for(
-    folder: Path, whole: DriftRun, tmp_path: Path, stop: Any
-) -> None:
-    """Stopped while it is measured: the folder is whole, its card says so, and going on writes nothing but the card."""
-    target = tmp_path / "out"
-    calibrate_until(folder, stop, save_weights=target)
-    (weights,) = target.glob("*.safetensors")
-    solved, expected, stamp = load_file(weights), load_file(whole.path / WEIGHTS), weights.stat().st_mtime_ns
-    assert all(torch.equal(solved[key], expected[key]) for key in expected)
-    card = (target / "README.md").read_text()
-    assert "Nothing is measured of it yet" in card and "## How to use it" in card and "Verdict" not in card
-    with pytest.raises(errors.RunError, match="exists already"):
-        calibrate(folder, request(save_weights=target))  # which would begin afresh
-    calibrate(folder, request(resume=True, save_weights=target))
-    card = (target / "README.md").read_text()
-    assert "Nothing is measured" not in card and "## Before and after" in card and "## How to use it" in card
-    assert weights.stat().st_mtime_ns == stamp, "the model was written twice"
-    same_rows(open_run(folder), whole)
-
-
 def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
     folder: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    calibrate_until(folder, analysing, save_weights=target)
+    calibrate(folder, request(save_weights=target))
     (weights,) = target.glob("*.safetensors")
     tensors = load_file(weights)
     key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
+    calibrate(folder, request(resume=True, save_weights=target))
     save_file(tensors | {key: tensors[key] + 1e-6}, weights)
     with pytest.raises(errors.RunError, match="exists already"):
         calibrate(folder, request(resume=True, save_weights=target))
@@ -361,25 +299,6 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) ->
     scored = scored_again(folder).accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
     expected = second.accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
     pd.testing.assert_frame_equal(scored, expected)
-
-
-@pytest.mark.slow
-def test_a_run_calibrates_itself_with_a_calibrator(folder: Path, whole: DriftRun) -> None:
-    events: list[ProgressEvent] = []
-    after = dl.open_run(folder).calibrate(
-        dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name=NAME, on_progress=events.append
-    )
-    same_rows(after, whole)
-    assert {event.phase for event in events} == {
-        "check",
-        "calibrate",
-        "look",
-        "analyze",
-        "params",
-        "evaluate",
-    }
-    with pytest.raises(errors.SpecError, match="no registered calibrator"):
-        dl.open_run(folder).calibrate(object(), name="other")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +329,7 @@ def test_what_can_not_be_is_refused_before_anything_is_touched(
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a:b", ".hidden", "a b"])
 def test_a_name_is_one_plain_word(name: str) -> None:
-    with pytest.raises(errors.SpecError, match="can't be the name"):
+    with pytest.raises(errors.SpecError, match="name: String should match"):
         request(name)
 
 
@@ -471,19 +390,6 @@ def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: Path) -> No
         dl.analyze(world.spec(), out=tmp_path / "run", progress="none", on_progress=stop, cancel=token)
     with pytest.raises(errors.RunError, match="unfinished"):
         calibrate(tmp_path / "run", request())
-
-
-def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: Path) -> None:
-    base = with_seed(Stack)()
-    data = {"task": torch.randn(6, 5, generator=torch.Generator().manual_seed(0))}
-    modules = {"merged": perturbed(base, 1), "experts": {"task": perturbed(base, 2)}}
-    dl.analyze(**modules, data=data, blocks="blocks", out=tmp_path / "run", progress="none")
-    before = files_of(tmp_path / "run")
-    with pytest.raises(errors.SpecError, match="made from live modules"):
-        calibrate(tmp_path / "run", request())
-    with pytest.raises(errors.SpecError, match="made from live modules"):
-        add_to_run(tmp_path / "run")
-    assert files_of(tmp_path / "run") == before
 
 
 @pytest.mark.slow

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.base.errors import DataError, NumericsError, SpecError
-from driftlens.base.progress import Reporter
+from driftlens.base.errors import NumericsError, SpecError
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
-from driftlens.jobs.calibrate.plan import Choice, calibrator_of
-from driftlens.jobs.study.study import Study
+from driftlens.jobs.calibrate.plan import calibrator_of
 from driftlens.runs.manifest import ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -116,26 +113,6 @@ def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
 
 
 @pytest.mark.slow
-def test_a_chooser_sees_calibration_samples_and_no_label(folder: Path, light: DriftRun) -> None:
-    seen: list[Study] = []
-
-    def choose(study: Study, start: Any, sites: Any, reporter: Reporter, kept: Any) -> Any:
-        seen.append(study)
-        reporter.step("choose", 1, 1)
-        assert open_run(folder).status.phase == "choose", "whoever watches the run sees it"
-        return type(start)(**start.get_params() | {"lam": 7.0, "rho": 1.0}), {"tried": list(sites)}
-
-    run = calibrate(folder, request(samples=3), choose=Choice(choose))
-    assert (
-        set(run.calibration(NAME)["lam"]) == {7.0} and run.manifest.calibrations[NAME].settings["lam"] == 7.0
-    )
-    for task, at_hand in seen[0].tasks.items():
-        assert at_hand.test is None and at_hand.calibration is not None
-        for samples in (at_hand.calibration, at_hand.diagnosis):
-            assert samples.ids == light.sample_ids(task, "calibration")[:3] and samples.labels is None
-
-
-@pytest.mark.slow
 def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: Path) -> None:
     spec = world.spec(base=None, merge={"method": "average"}, **QUICK)
     dl.analyze(spec, out=tmp_path / "run", progress="none")
@@ -161,12 +138,6 @@ def test_a_merged_model_in_half_precision_does_not_round_the_control(world: Worl
     key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
     expected = 2 * half[key].double() - world.state("base")[key].double()
     torch.testing.assert_close(control[key].double(), expected, rtol=1e-7, atol=1e-9)
-
-
-def test_samples_that_are_not_there_are_counted(folder: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        calibrate(folder, request(samples=1000))
-    assert "1000" in caught.value.message and np.isfinite(caught.value.context["available"])
 
 
 def test_a_run_whose_drift_is_not_the_librarys_is_not_calibrated(folder: Path) -> None:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from driftlens.base.access import Context
 from driftlens.checkpoints.sources import StateSource
-from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.preflight.job import Preflight
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding, companions, suspicions
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.towers import hf_folder
@@ -29,12 +27,6 @@ from tests.zoo.world import Weights, World, merged_weights, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-SIGLIP = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
 
 Change = Callable[[Path], object]
 
@@ -92,19 +84,6 @@ def test_a_text_tower_that_will_not_be_used_is_named(
     assert [what in text for text in told] == [True] * bool(what)
 
 
-@pytest.mark.slow
-def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_path: Path) -> None:
-    weights = world.state("flowers")
-    weights["transformer.resblocks.0.ln_1.bias"] += 0.01
-    spec = with_expert(world, saved(weights, tmp_path / "x.safetensors"), metrics={"jacobian": False})
-    told = [
-        text
-        for text in analyze(spec, AnalysisRequest(out=tmp_path / "run")).manifest.notices
-        if "text tower" in text
-    ]
-    assert [text.partition(",")[0] for text in told] == ["the expert of flowers has a fine-tuned text tower"]
-
-
 @pytest.mark.parametrize("moved", [("transformer.",), ("transformer.", "lm_head.")], ids=["core", "head too"])
 def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: Path) -> None:
     """Of files that hold more than their configuration names: the core is merged, the folder holds the base's head."""
@@ -130,45 +109,6 @@ def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: P
     assert ("saved models hold the base's" in card) == (len(moved) == 2)
     head = GPT2LMHeadModel.from_pretrained(tmp_path / "out").lm_head.weight
     assert torch.equal(head, GPT2LMHeadModel.from_pretrained(tmp_path / "base").lm_head.weight)
-
-
-@pytest.mark.parametrize("parts", [("vision_model.",), ("vision_model.", "text_model.")])
-def test_the_text_side_of_a_whole_siglip_is_named_and_kept(
-    world: World, tmp_path: Path, parts: tuple[str, ...]
-) -> None:
-    """Its image tower alone is merged: what its own text tower learned is named, and saved folders hold the base's."""
-    from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
-
-    config = SiglipConfig(
-        vision_config={**SIGLIP, "image_size": 16, "patch_size": 8},
-        text_config={**SIGLIP, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
-    )
-    model = SiglipModel(config)
-    model.save_pretrained(tmp_path / "base")
-    SiglipImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith(parts):
-                parameter.add_(0.01)
-    model.save_pretrained(tmp_path / "expert")
-    spec = spec_of(world, tmp_path / "base", tmp_path / "expert")
-    spec["architecture"]["loader"] = "hf-vit"
-    del spec["heads"]
-    models = open_models(load_spec(spec))
-    (notice,) = models.architecture.notices
-    assert "attention pooling" in notice and "text tower" in notice
-    told = [finding.text for finding in companions(models)]
-    assert ["a fine-tuned text tower, which is not used: saved" in text for text in told] == [True] * (
-        len(parts) - 1
-    )
-    merge_experts(load_spec(spec), "average", {}, tmp_path / "out", Context())
-    merged, info = SiglipModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    base = SiglipModel.from_pretrained(tmp_path / "base").state_dict()
-    moved = {
-        key.split(".")[0] for key, value in merged.state_dict().items() if not torch.equal(value, base[key])
-    }
-    assert moved == {"vision_model"}
 
 
 def adapters(base: Path, folder: Path, **options: Any) -> Path:
@@ -205,16 +145,6 @@ def test_adapters_name_their_base(world: World, base: Path, tmp_path: Path) -> N
     assert doubts(world, other, own) == []
     (told,) = doubts(world, base, adapters(base, tmp_path / "pinned", revision="abc123"))
     assert "'abc123'" in told.text
-
-
-def test_adapters_that_do_not_fit_say_whose_they_are(world: World, base: Path, tmp_path: Path) -> None:
-    problem = found(
-        check(world.one_task("hf", experts={"flowers": {"weights": str(adapters(base, tmp_path / "a"))}})),
-        "problem",
-        "expert of flowers",
-    )
-    assert problem.exit_code == 4
-    assert str(base) in problem.hint
 
 
 def edited(file: str, change: Callable[[Any], Any]) -> Change:
@@ -311,19 +241,6 @@ def test_equal_up_to_rounding_counts_one_changed_weight_does_not(world: World, t
     assert [finding.subject for finding in notices(result)] == ["expert of shapes"]  # many times longer
 
 
-def test_two_experts_with_the_same_weights(world: World) -> None:
-    result = check(with_expert(world, {"weights": str(world.weights("shapes"))}))
-    assert found(result, "notice", "expert of shapes").text.endswith(
-        "the same weights as the expert of flowers"
-    )
-
-
-@pytest.mark.parametrize(("source", "named"), [("base", "the base"), ("shapes", "the expert of shapes")])
-def test_a_merged_model_that_is_one_of_the_others(world: World, source: str, named: str) -> None:
-    result = check(world.spec(merge=None, merged={"weights": str(world.weights(source))}))
-    assert found(result, "notice", "merged model").text == f"the merged model has the same weights as {named}"
-
-
 def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
     world: World, tmp_path: Path
 ) -> None:
@@ -346,35 +263,6 @@ def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: P
     )
     result = check(spec)
     assert [finding.subject for finding in notices(result)] == ["expert of foreign"]
-
-
-def test_the_distance_is_that_of_the_noise(world: World, tmp_path: Path) -> None:
-    scaled = visual(world.state("base"), lambda value: 1.25 * value)
-    result = check(
-        world.spec(
-            experts={"flowers": saved(scaled, tmp_path / "x.safetensors")},
-            data=world.one_task()["data"],
-            heads=world.one_task()["heads"],
-        )
-    )
-    assert "are 0.25 away from the base" in found(result, "ok", "shared base").text
-
-
-def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: Path) -> None:
-    """As adapters leave it: the median sees nothing of what |expert - base| / |base| over all weights sees."""
-    base = world.state("base")
-    weights = {name: value.clone() for name, value in base.items()}
-    weights["visual.transformer.resblocks.1.attn.in_proj_weight"] *= 3
-    weights["visual.transformer.resblocks.1.mlp.c_fc.bias"] += 1
-    tower = [name for name in base if name.startswith("visual.")]
-    apart = sum(float((weights[name].double() - base[name].double()).square().sum()) for name in tower)
-    share = math.sqrt(apart / sum(float(base[name].double().square().sum()) for name in tower))
-    spec = world.one_task(experts={"flowers": saved(weights, tmp_path / "x.safetensors")})
-    text = found(check(spec), "ok", "shared base").text
-    assert f"are {share:.2f} away from the base" in text
-    assert share > 0.1
-    assert "(median over matrices 0.00)" in text
-    assert f"; 2 of {len(tower)} tensors differ" in text
 
 
 def test_of_large_models_a_bounded_part_is_read(
@@ -436,27 +324,6 @@ def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_p
     assert "coefficients 0.10 to 0.60, others in every tensor" in finding.text
 
 
-def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path: Path) -> None:
-    base, ours = world.state("base"), world.state("flowers")
-    expert = {name: ours[name] if name.endswith("bias") else value for name, value in base.items()}
-    merged = {name: value + 0.4 * (expert[name] - value) for name, value in base.items()}
-    spec = world.one_task(
-        experts={"flowers": saved(expert, tmp_path / "expert.safetensors")},
-        merge=None,
-        merged=saved(merged, tmp_path / "merged.safetensors"),
-    )
-    assert "coefficients 0.40; 0.00 % is left" in found_merge(check(spec)).text
-
-
-def test_equal_experts_share_their_coefficient(world: World, tmp_path: Path) -> None:
-    """Least squares is singular then; neither huge coefficients nor a failed solve may come of it."""
-    base, expert = world.state("base"), world.state("shapes")
-    doubled = {name: base[name] + 0.6 * (expert[name] - base[name]) for name in base}
-    merged = saved(doubled, tmp_path / "merged.safetensors")
-    same = with_expert(world, {"weights": str(world.weights("shapes"))}, merge=None, merged=merged)
-    assert "coefficients 0.30; 0.00 % is left" in found_merge(check(same)).text
-
-
 def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> None:
     finding = found_merge(check_merged(world, tmp_path, moved(world.state("base"), 0.03, 9)))
     assert finding.level == "notice"
@@ -464,35 +331,8 @@ def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> No
     assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
 
 
-def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: Path) -> None:
-    """|residual|^2 / |task vector|^2: noise of known energy beside one task vector."""
-    base, expert = world.state("base"), world.state("flowers")
-    other = moved(base, 0.03, 9)
-    mixed = {name: expert[name] + 0.5 * (other[name] - base[name]) for name in base}
-    finding = found_merge(check_merged(world, tmp_path, mixed))
-    share = float(finding.text.split("leave ")[1].split("%")[0])
-    assert share == pytest.approx(20, abs=2)  # 0.25 / 1.25
-    assert finding.level == "ok"
-
-
-def test_without_a_base_an_average_is_recognised(world: World, tmp_path: Path) -> None:
-    result = check_merged(world, tmp_path, merged_weights(world, 0.5), base=None)
-    assert "the experts' mean plus task vectors" in found_merge(result).text
-    foreign = moved(world.state("base"), 0.2, 9)
-    assert found_merge(check_merged(world, tmp_path, foreign, base=None)).level == "notice"
-
-
 def found_merge(result: Preflight) -> Finding:
     """The finding about what a merged model is made of."""
     matching = [finding for finding in result.findings if "task vectors" in finding.text]
     assert len(matching) == 1, result.text()
     return matching[0]
-
-
-@pytest.mark.slow
-def test_analyze_records_the_same_doubts(world: World, tmp_path: Path) -> None:
-    spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
-    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
-    assert "the expert of flowers has the same weights as the base" in run.manifest.notices
-    # What is fine is not a notice.
-    assert not any("relative to its size" in text for text in run.manifest.notices)

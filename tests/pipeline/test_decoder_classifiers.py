@@ -14,14 +14,10 @@ import transformers
 from scipy.stats import spearmanr
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.jobs.study.opening import open_study
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import linear_head
-from driftlens.spec import load_spec
 from tests.quick import paced
-from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS, MORE
 from tests.zoo.suite import files_of, spec_of_folders
@@ -141,31 +137,6 @@ def test_the_score_is_read_at_the_last_token_whatever_pads_a_batch(pad: int | No
         assert (made - wanted[order]).norm() <= 1e-9 * wanted[order].norm()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_adapter_brings_its_score(tmp_path: Path) -> None:
-    """As peft saves classifiers: low ranks, and the head that was trained whole."""
-    from peft import LoraConfig, get_peft_model
-
-    base = classifier("Llama", 2, 0)
-    save(base, tmp_path / "base")
-    model = get_peft_model(deepcopy(base), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
-    moved = perturbed(model, 1, 0.1)
-    kept = {name: value for name, value in model.named_parameters() if not value.requires_grad}
-    moved.load_state_dict(kept, strict=False)
-    moved.save_pretrained(tmp_path / "a")
-    rows = {"a": [{"input": text} for text in texts()]}
-    spec = spec_of(tmp_path, rows)
-    spec["heads"] = {"a": {"linear": "own", "classes": ["yes", "no"]}}
-    study, models = open_study(load_spec(spec))
-    merged = moved.merge_and_unload()
-    weight = models.sources["expert:a"].read("model.layers.0.self_attn.q_proj.weight")
-    torch.testing.assert_close(weight, merged.model.layers[0].self_attn.q_proj.weight.detach())
-    head = study.tasks["a"].head
-    assert head is not None
-    features = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(head.scores(features), merged.score(features).detach())
-
-
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and an expert that give one number."""
@@ -199,14 +170,3 @@ def test_a_reward_model_prefers_what_it_gives_more(reward: Path, tmp_path: Path)
     run = dl.analyze(spec, out=tmp_path / "numbers", progress="none")
     wanted = spearmanr(better, [float(row["number"]) for row in rows[NUM:]]).statistic
     assert run.accuracy().set_index("variant")["value"]["expert"] == pytest.approx(wanted)
-
-
-def test_preferences_want_pairs_and_a_model_that_gives_one_score(reward: Path, tmp_path: Path) -> None:
-    rows = [{"input": text} for text in texts()]
-    with refusing(SpecError, "data.a.metric: preference", "texts that should score less", hint="another"):
-        open_study(load_spec(spec_of(reward, {"a": rows}, metric="preference")))
-    save(classifier("Llama", 2, 0), tmp_path / "base")
-    save(classifier("Llama", 2, 1), tmp_path / "a", ("yes", "no"))
-    rows = [{"input": text, "target": "no"} for text in texts()]
-    with refusing(SpecError, "data.a.metric: preference", "one score", hint="another"):
-        open_study(load_spec(spec_of(tmp_path, {"a": rows}, metric="preference")))

@@ -13,16 +13,13 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError, SpecError
-from driftlens.base.settings import settings_of
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LmHead
 from driftlens.models.texts import Text
-from tests.merging.applying import FEW
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS, EACH_KIND, EACH_LAYOUT, MIXTURES, families, in_float64
+from tests.zoo.decoders import CONFIGS, EACH_KIND, EACH_LAYOUT, families, in_float64
 from tests.zoo.suite import TASKS, spec_of
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
@@ -90,41 +87,6 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Pat
         solved=site_keys(load_architecture("hf-decoder", str(tmp_path / "base")), tmp_path / "base"),
         shared=1,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("Llama, untied", marks=[LLAMA, pytest.mark.every]),
-        pytest.param("Gemma 3", marks=[GEMMA, pytest.mark.every]),
-        "Mixtral",
-    ],
-)
-def test_every_merge_method_takes_decoders(name: str, tmp_path: Path) -> None:
-    """Fewer keys than queries, tied embeddings of which few rows are read, heads of each model's own."""
-    spec = spec_of((CONFIGS | MIXTURES)[name], tmp_path)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    for method in merge_methods:
-        settings = {
-            key: value
-            for key, value in FEW.get(method, {}).items()
-            if key in settings_of(merge_methods[method].function).model_fields
-        }
-        try:
-            dl.merge(spec, out=tmp_path / method, method=method, parameters=settings)
-        except SpecError as error:  # of two models only, or of more
-            assert "expert" in error.message, method
-            continue
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / method)
-        changed = {
-            key: not torch.equal(value, base.state_dict()[key]) for key, value in merged.state_dict().items()
-        }
-        assert all(torch.isfinite(value).all() for value in merged.state_dict().values()), method
-        assert changed["model.layers.0.self_attn.k_proj.weight"], method
-        assert changed["model.layers.1.post_attention_layernorm.weight"] == changed["model.norm.weight"], (
-            method
-        )
 
 
 @pytest.mark.slow

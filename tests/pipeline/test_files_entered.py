@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +20,16 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
 from driftlens.cli import main
 from driftlens.engine.walk import walk
-from driftlens.jobs.analyze import job
-from driftlens.jobs.analyze.diagnosis import _Recorder, diagnosis_of, walked
+from driftlens.jobs.analyze.diagnosis import _Recorder, diagnose
 from driftlens.jobs.study.reopening import reopened
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import copied
-from tests.zoo.world import World, write_spec
 
 ROOM = Path(driftlens.__file__).parent
 # What is counted today, so that one more file shows. These only ever go down.
 IN_MEMORY = 13
-WALKED = 14
+
+
 TO_THE_FIRST_SOLVE = 20
 PASSING_ON = ("calibration", "cli", "engine", "front", "jobs", "linalg")
 """Rooms that pass a request on; the others open and store, which all commands share."""
@@ -57,11 +55,6 @@ def entering() -> Iterator[set[str]]:
         sys.setprofile(before)
 
 
-def _one_batch(world: World) -> dict[str, Any]:
-    data = world.one_task()["data"]
-    return {"data": {**data, "defaults": {**data["defaults"], "batch_size": 5}}}
-
-
 def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftRun) -> None:
     study, _ = reopened(light.path, Context(access=Access(device="cpu")))
     task = next(iter(study.tasks))
@@ -72,33 +65,12 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     study = dataclasses.replace(study, tasks=tasks)
 
     def look() -> None:
-        diagnosis_of(study, task, walked(study, task, Reporter()))
+        diagnose(study, task, Reporter())
 
     look()  # finds the diagnostics and whatever else is found once
     with entering() as files:
         look()
     assert len(files) <= IN_MEMORY, "\n".join(sorted(files))
-
-
-def test_progress_and_checks_of_a_walk_enter_few_more(
-    world: World, spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the command line: pixels are read, the library and float64 are asked, progress goes into the run."""
-    entered: list[set[str]] = []
-
-    def watched(*given: Any) -> Any:
-        with entering() as files:
-            result = walked(*given)
-        entered.append(files)
-        return result
-
-    monkeypatch.setattr(job, "walked", watched)
-    write_spec(spec_file, world.one_task(metrics={"jacobian": False}) | _one_batch(world))
-    with pytest.raises(SystemExit) as left:
-        main(["analyze", str(spec_file), "--out", str(tmp_path / "run"), "--progress", "none"])
-    assert not left.value.code
-    [files] = entered
-    assert len(files) <= WALKED, "\n".join(sorted(files))
 
 
 def test_a_flag_passes_through_few_files_on_its_way_to_the_first_solve(
@@ -128,10 +100,5 @@ def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:
     with torch.no_grad():
         for view in walk(study.pool, task, [variant], study.tasks[task].diagnosis.batches()):
             recorder.add(view)
-    waiting = [part for parts in recorder._vectors.values() for part in parts]  # of the last layer
-    assert waiting and all(part.untyped_storage().nbytes() == part.nbytes for part in waiting)
     kept = [part for parts in recorder._features.values() for part in parts]
-    # Those that came from the device together share their memory, of which nothing else is a part.
-    storages = [part.base.untyped_storage() for part in kept]
-    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    assert kept and sum(held.values()) == sum(part.nbytes for part in kept)
+    assert kept and all(part.base.untyped_storage().nbytes() == part.nbytes for part in kept)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.base.progress import ProgressEvent
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun
 from tests.families import STACK
@@ -98,14 +97,6 @@ def test_blocks_that_were_spoiled_are_found_again() -> None:
         assert not is_spoiled or (spoiled.state_dict()[key] - value).abs().max() > 0.02
 
 
-def test_settings_are_those_of_the_constructor_after_fitting_too() -> None:
-    base, merged, expert = stacks()
-    calibrator = dl.FeatCal(lam=0.5)
-    before = calibrator.get_params()
-    calibrator.fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks", layers=[3])
-    assert calibrator.get_params() == before and set(calibrator.history_["layer"]) == {3}
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "error"),
     [
@@ -161,18 +152,6 @@ def test_a_module_that_runs_twice_is_refused_and_can_be_left_out(repeated: str, 
     assert "pattern of sites" in caught.value.hint
     fitted = dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()}, sites=["*.second"])
     assert list(fitted.modules_) == ["0.second", "1.second"]
-
-
-def test_progress_is_told_and_a_token_stops_it() -> None:
-    base, merged, expert = stacks()
-    events: list[ProgressEvent] = []
-    data = {"task": samples()}
-    dl.FeatCal().fit(merged, base, {"task": expert}, data, blocks="blocks", on_progress=events.append)
-    assert {event.phase for event in events} == {"calibrate"} and events[-1].done == events[-1].total == 4
-    token = dl.CancelToken()
-    token.cancel()
-    with pytest.raises(dl.errors.Cancelled):
-        dl.FeatCal().fit(merged, base, {"task": expert}, data, blocks="blocks", cancel=token)
 
 
 WITHOUT_EXTRAS = """

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import yaml
-from driftlens.jobs.contest.methods import compare_methods, wanted_methods
 from typer.testing import CliRunner
 
-import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.errors import Cancelled, DataError, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
@@ -19,12 +16,12 @@ from driftlens.cli import app
 from driftlens.findings.before_after import arena_rows, arena_sheet
 from driftlens.jobs.calibrate.job import open_calibration
 from driftlens.jobs.contest.contest import Candidate
+from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
 from driftlens.jobs.preflight.job import preflight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.spec import load_spec
 from driftlens.spec.requests import CalibrationRequest
-from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import copied
 from tests.zoo.world import TASKS, World
 
@@ -142,7 +139,6 @@ def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
         ([("surgeri", {})], "Did you mean 'surgery'"),
         ([("surgery", {"rank": 0})], "rank is 0"),
         ([("residual", {"steps": 1})], "no parameter 'steps'"),
-        ([("residual", {}), ("residual", {})], "residual is asked for twice"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_opened(
@@ -151,19 +147,6 @@ def test_bad_input_is_refused_before_anything_is_opened(
     with pytest.raises(SpecError) as caught:
         wanted_methods(given)
     assert message in f"{caught.value.message} {caught.value.hint}"
-
-
-def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_known(met: Path) -> None:
-    drawn = charts["arena"].draw(open_run(met))
-    symbols = {trace.text[0]: trace.marker.symbol for trace in drawn.figure.data}
-    assert symbols == {
-        "prob_surgery-steps-5": "circle-open",
-        "surgery-steps-5": "circle-open",
-        "residual": "circle",
-        "featcal-update-norm": "circle",
-    }
-    assert set(drawn.data["model"]) == {*NAMES, "base", "merged", "experts"}
-    assert all(name in drawn.alt for name in NAMES)
 
 
 def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
@@ -177,15 +160,6 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
         open_calibration(folder, CalibrationRequest(name="other", method="surgery"))
     asked = load_spec(world.one_task(calibration={"method": "surgery"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
-
-
-def test_the_api_gives_the_same_table(met: Path) -> None:
-    run = dl.sweep(met, methods=[("surgery", {"steps": 5}), "residual"], progress="none")
-    pd.testing.assert_frame_equal(run.repairs().frame(), arena_sheet(open_run(met)).frame())
-
-
-def test_one_calibration_is_no_comparison(light: DriftRun) -> None:
-    assert "driftlens sweep RUN" in (charts["arena"].missing(light, ChartOptions()) or "")
 
 
 @pytest.mark.slow

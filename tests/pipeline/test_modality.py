@@ -22,7 +22,6 @@ from driftlens.jobs.analyze.evaluation import scores_of
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.analyze.live import live_study
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.chain import (
@@ -228,21 +227,6 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
 def test_towers_of_images_pool_their_class_token(world: World) -> None:
     study, _ = open_study(load_spec(world.one_task()), access=CPU)
     assert (study.settings.pool, study.pool.chain.modality.name) == ("cls", "image")
-
-
-def test_a_preflight_finds_nothing_wrong_with_texts(spec: dict[str, Any]) -> None:
-    assert [finding.text for finding in preflight(load_spec(spec), access=CPU).problems] == []
-
-
-def test_samples_of_another_kind_are_refused_by_name(spec: dict[str, Any], world: World) -> None:
-    spec["data"]["names"] = {"kind": "npz", "file": str(world.data(world.tasks[0]))}
-    (found,) = preflight(load_spec(spec), access=CPU).problems
-    assert found.subject == "data of names"
-    assert "(kind npz) holds image samples, but the model reads text" in found.text
-    pictures = world.one_task()
-    pictures["data"][world.tasks[0]] = spec["data"]["words"]
-    (found,) = preflight(load_spec(pictures), access=CPU).problems
-    assert "(kind jsonl) holds text samples, but the model reads image" in found.text
 
 
 def test_live_models_pool_as_their_family_says() -> None:

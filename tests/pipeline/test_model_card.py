@@ -13,7 +13,6 @@ from huggingface_hub import EvalResult, ModelCard
 from scipy import stats
 
 import driftlens as dl
-from driftlens.findings.before_after import score_changes
 from driftlens.findings.headline import headline, sentence
 from driftlens.findings.reading import signs
 from driftlens.findings.verdict import shareable, verdict
@@ -151,39 +150,12 @@ def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
     )
 
 
-def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_paired(
-    run: DriftRun, card: str
-) -> None:
-    for entry in score_changes(run, NAME):
-        assert entry.n == 9 and entry.answered == "test" and entry.paired and entry.answers is not None
-        cells = [
-            entry.task,
-            f"{100 * entry.value:+.1f}",
-            f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
-            "9",
-        ]
-        cells = [cell.replace("-", "\N{MINUS SIGN}") for cell in cells]
-        assert f"| {' | '.join(cells)} |" in card
-        counts = [f"{entry.answers.n}", f"{entry.answers.gained}", f"{entry.answers.lost}"]
-        assert f"| {entry.task} | test | {' | '.join(counts)} |" in card
-    assert "| p |" in card and "not paired" not in card
-
-
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:
     for model in ("base", "merged", *(f"expert:{task}" for task in TASKS), VARIANT):
         assert f"`{run.manifest.models[model].digest}`" in card
     for task in TASKS:
         assert f"| {task} | 4 | `{run.manifest.sample_id_digests['calibration'][task]}` |" in card
     assert "task\\_arithmetic (scaling 0.3)" in card and "| rho | 2.0 |" in card and "layers 2 to 4" in card
-
-
-def test_preset_sites_and_seed_are_named(run: DriftRun, card: str) -> None:
-    count = len(run.calibration(NAME))
-    assert (
-        "| Preset | paper-clip |" in card
-        and f"samples were drawn with seed {run.manifest.seeds['samples']}" in card
-    )
-    assert f"| Sites | every linear and norm module of these layers ({count} modules) |" in card
 
 
 def test_no_path_of_this_machine_is_in_it(world: World, run: DriftRun, card: str) -> None:

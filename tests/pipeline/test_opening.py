@@ -16,12 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.opening import OpenModels, open_heads
 from driftlens.models.architecture import Architecture
-from driftlens.models.heads import TextTower, file_head, text_head
+from driftlens.models.heads import TextTower, text_head
 from driftlens.runs.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
 from tests.pipeline.calibrating import request, scored_again
@@ -78,37 +77,12 @@ def test_the_text_tower_is_opened_once_for_all_tasks(world: World) -> None:
         assert (found[task].classes, found[task].logit_scale) == (CLASSES[task], 7.0)
 
 
-@pytest.mark.parametrize("base", [BASE, None], ids=["with base", "without base"])
-def test_no_text_tower_is_opened_where_every_head_is_a_file(world: World, base: StateSource | None) -> None:
-    towers, named = Towers(), {task: CLASSES[task] for task in TASKS}
-    spec = spec_with(world, **{task: world.head(task) for task in TASKS})
-    found = open_heads(spec, models(towers, base), named)
-    assert towers.opened == 0
-    for task in TASKS:
-        stored = file_head(world.folder / "heads.safetensors", task, LOGIT_SCALE, CLASSES[task])
-        assert torch.equal(found[task].embeddings, stored.embeddings)
-        assert found[task].classes == CLASSES[task]
-
-
 def test_files_and_prompts_may_stand_side_by_side(world: World) -> None:
     towers = Towers()
     spec = spec_with(world, **{FIRST: world.head(FIRST), SECOND: prompts(SECOND, "{}")})
     found = open_heads(spec, models(towers), {FIRST: CLASSES[FIRST]})
     assert towers.opened == 1
     assert [found[task].logit_scale for task in TASKS] == [LOGIT_SCALE, 7.0]
-
-
-def test_prompts_without_a_base_are_refused_by_task(world: World) -> None:
-    spec = spec_with(world, **{FIRST: world.head(FIRST), SECOND: prompts(SECOND, "{}")})
-    with pytest.raises(SpecError, match=rf"heads\.{SECOND}: templates .* there is no base") as refused:
-        open_heads(spec, models(Towers(), None), {FIRST: CLASSES[FIRST]})
-    assert "precomputed embeddings" in refused.value.hint
-
-
-def test_classes_that_nobody_names_are_refused_by_task(world: World) -> None:
-    spec = spec_with(world, **{FIRST: world.head(FIRST)})
-    with pytest.raises(SpecError, match=rf"heads\.{FIRST}: no class names"):
-        open_heads(spec, models(Towers()), {FIRST: None})
 
 
 NAMES = CLASSES[TASKS[0]]

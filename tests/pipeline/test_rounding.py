@@ -11,13 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.sources import StateSource, change_of
-from driftlens.engine.pool import ModelPool
+from driftlens.checkpoints.sources import change_of
 from driftlens.findings.verdict import verdict
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.automatic import choice_of
-from driftlens.jobs.contest.contest import LANE
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import companions
@@ -25,7 +22,6 @@ from driftlens.runs.layout import calibration_folder, calibration_weights
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.models.writing import train
-from tests.pipeline.calibrating import roomy_run
 from tests.pipeline.checking import saved, visual
 from tests.zoo.world import Weights, World, clip
 
@@ -167,40 +163,6 @@ def test_adapters_scaled_by_the_root_of_their_rank_are_named(
         assert "3 at rank 4 (2 times alpha / r), 2 at rank 9 (3 times alpha / r)" in line
 
 
-@pytest.mark.slow
-def test_runs_and_cards_say_the_same(world: World, tmp_path: Path) -> None:
-    spec = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(0.003)) | {"metrics": {}}
-    lines = told(spec) + told(spec, "shapes")
-    assert len(lines) == 2 and "times as long" in lines[1]
-    manifest = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).manifest
-    assert set(lines) <= set(manifest.notices)
-    assert any("the merge changes equal the base's again in bfloat16" in line for line in manifest.notices)
-    assert manifest.merge["change"]["lost"] > 0
-    change = manifest.changes["expert:flowers"]
-    assert change["dtype"] == "bfloat16" and lines[0].startswith(
-        f"about {100 * change['lost'] / change['changed']:.1f} %"
-    )
-    assert set(lines) <= set(merge_experts(load_spec(spec), "average", {}, tmp_path / "x.safetensors"))
-
-
-@pytest.mark.parametrize("size", [0.003, 1])
-def test_the_verdict_says_when_most_of_a_merge_is_lost(size: float, world: World, tmp_path: Path) -> None:
-    given = with_models(world, tmp_path, (torch.bfloat16, torch.float32), moved_by(size))
-    experts = {"flowers": given["experts"]["flowers"]}
-    spec = world.one_task(base=given["base"], experts=experts, merge={"method": "average"}, metrics={})
-    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False))
-    base, expert = (load_file(tmp_path / f"{name}.safetensors") for name in ("base", "flowers"))
-    keys = [key for key in base if key.startswith("visual.")]
-    changed = sum(int((base[key].float() != expert[key]).sum()) for key in keys)
-    lost = sum(
-        int(((base[key].float() != expert[key]) & (base[key] == expert[key].bfloat16())).sum())
-        for key in keys
-    )
-    told = [text for text in verdict(run).sentences if "loses" in text]
-    wanted = f"bfloat16 loses about {100 * lost / changed:.0f} % of the entries that the merge changes."
-    assert told == [wanted] * (size < 1) and (lost > changed / 2) == (size < 1)
-
-
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     out_dtype: str | None, world: World, tmp_path: Path
@@ -274,30 +236,3 @@ def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     verdicts = [" ".join(verdict(run, name).sentences) for name in infos]
     told = f"bfloat16 loses about {100 * equal / changed:.0f} % of the entries that the calibration changes"
     assert [told in text for text in verdicts] == [equal / changed >= 0.5, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("out_dtype", [None, "float32"])
-def test_candidates_compete_as_they_would_be_saved(
-    out_dtype: str | None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1))
-    run = roomy_run(world, tmp_path, base=given["base"], experts=given["experts"])
-    tried = set[torch.dtype]()
-    add = ModelPool.add
-
-    def watched(pool: ModelPool, model: str, source: StateSource, *more: Any) -> None:
-        if model == LANE:
-            key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
-            key = next(known for known in source.headers if key.endswith(known))
-            weight, as_it_is = source.read(key).float(), pool.source("merged").read(key).float()
-            is_rounded = torch.equal(weight, weight.bfloat16().float())
-            # The merged model itself has no more digits than the run keeps of it, whatever it is saved in.
-            is_wide = torch.equal(weight, as_it_is) or not is_rounded
-            tried.add(source.headers[key].dtype if is_wide else torch.bfloat16)
-        add(pool, model, source, *more)
-
-    monkeypatch.setattr(ModelPool, "add", watched)
-    request = CalibrationRequest(name="best", auto=True, out_dtype=out_dtype, attribution=False, layers=(2,))
-    calibrate(run.path, request, choose=choice_of(request))
-    assert tried == {getattr(torch, out_dtype or "bfloat16")}

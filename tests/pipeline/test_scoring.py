@@ -73,13 +73,6 @@ def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(colours: Wor
     )
 
 
-def test_without_a_base_the_expert_stands_alone(colours: World, tmp_path: Path) -> None:
-    head = class_means(colours, "flowers")
-    finding = judged(score(colours, head, tmp_path, base=None, merge={"method": "average"}))
-    assert finding.level == "ok"
-    assert finding.text.endswith("of its own task")
-
-
 def test_an_expert_no_better_than_the_base_is_a_notice(colours: World, tmp_path: Path) -> None:
     experts = {"flowers": {"weights": str(colours.weights("base"))}}
     finding = judged(score(colours, class_means(colours, "base"), tmp_path, experts=experts))
@@ -94,11 +87,6 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
     assert finding.level == "problem"
     assert "guessing among 3 classes (33.3 %)" in finding.text
     assert result.exit_code == 4
-
-
-def test_nothing_is_scored_before_other_problems_are_solved(colours: World, tmp_path: Path) -> None:
-    result = score(colours, torch.eye(3, 8), tmp_path, layers={"select": [99]})
-    assert "not scored" in found(result, "notice", "experts").text
 
 
 def test_a_task_without_a_head_is_not_scored(colours: World) -> None:

@@ -5,29 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from driftlens.jobs.contest.methods import request_of, wanted_methods
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, SpecError
-from driftlens.calibration.automatic import folds_of
-from driftlens.calibration.featcal import FeatCal
+from driftlens.base.errors import DataError, SpecError
 from driftlens.checkpoints.sources import Between, TensorsSource
-from driftlens.data.samples import part_of
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.sites import select_sites
-from driftlens.findings.before_after import calibration_sheets, selection_sentences
+from driftlens.findings.before_after import selection_sentences
 from driftlens.jobs.calibrate.job import calibrate, open_calibration
-from driftlens.jobs.calibrate.variants import with_parameters
-from driftlens.jobs.contest import contest, shrinking
 from driftlens.jobs.contest.automatic import choice_of
 from driftlens.jobs.study.card import calibration_command
 from driftlens.runs.run import DriftRun
-from driftlens.spec.data import Views
 from tests.pipeline.calibrating import copied, request
 from tests.zoo.world import World
 
@@ -118,78 +107,9 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
     assert any("base + 0.5" in sentence for sentence in selection_sentences(run, "shrunk"))
 
 
-@pytest.mark.slow
-def test_a_share_that_was_asked_for_is_not_said_to_be_chosen(roomy: DriftRun, tmp_path: Path) -> None:
-    asked = request("best", method="featcal", auto=True, shrink=0.5, layers=[2], attribution=False)
-    run = calibrate(copied(roomy, tmp_path / "run"), asked, choose=choice_of(asked))
-    info, sentences = run.calibration_info("best"), selection_sentences(run, "best")
-    assert info.automatic and info.shrink == {"asked": 0.5, "share": 0.5}
-    assert sentences[-1] == "All weights are base + 0.5 (repaired - base)."
-
-
-@pytest.mark.slow
-def test_the_share_is_chosen_on_samples_that_the_repair_has_not_seen(
-    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held-out scores of the curve are those of a repair by hand; what is saved is fitted to all samples."""
-    more: dict[str, Any] = {"layers": [2, 3], "attribution": False}
-    folder, asked = copied(roomy, tmp_path / "run"), request("auto", shrink="auto", **more)
-    stopped: list[Any] = []
-
-    def stop(event: Any) -> None:
-        if event.phase == "calibrate" and event.done == 2 and not stopped:
-            stopped.append(event)
-            raise Cancelled("stopped")
-
-    with pytest.raises(Cancelled):
-        calibrate(folder, asked, Context(on_progress=stop), choose=choice_of(asked))
-    with monkeypatch.context() as patch:  # the curve is kept
-        patch.setattr(contest.HeldOut, "of", None)
-        run = calibrate(folder, asked.changed(resume=True), choose=choice_of(asked))
-    shrink = run.manifest.calibrations["auto"].shrink
-    curve = {entry["share"]: entry for entry in shrink["curve"]}
-    assert [*curve] == [*shrinking.SHARES]
-    assert shrink["share"] == min(curve, key=lambda share: curve[share]["score"])
-    again = calibrate(folder, request("by-hand", shrink=shrink["share"], **more))
-    assert equal(weights(folder, "auto"), weights(folder, "by-hand"))
-    assert f"base + {shrink['share']:g} (repaired - base)" in " ".join(selection_sentences(again, "auto"))
-    [sheet] = [sheet for sheet in calibration_sheets(again, "auto") if sheet.name == "shares-auto"]
-    assert [row[:2] for row in sheet.rows] == [(share, entry["score"]) for share, entry in curve.items()]
-
-    study = open_calibration(folder, request("other")).study
-    pool, samples = study.pool, {task: at.calibration for task, at in study.tasks.items()}
-    folds = {task: folds_of(len(of), task) for task, of in samples.items() if of is not None}
-    rest = {
-        task: part_of(of, sorted(at for fold in folds[task][:-1] for at in fold))
-        for task, of in samples.items()
-        if of is not None
-    }
-    layers = FeatCal().calibrate(Ground(pool, rest, select_sites(pool.chain, layers=[2, 3])))
-    updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
-    repaired = with_parameters(pool.chain, pool.source("merged"), study.like, updates)
-    held_out = {task: part_of(of, folds[task][-1]) for task, of in samples.items() if of is not None}
-    for share in (0.0, 0.6):
-        mixture = {
-            key: (1 - share) * pool.source("base").read(key).double() + share * repaired.read(key).double()
-            for key in repaired.headers
-        }
-        pool.add("mixture", TensorsSource("mixture", {key: value.float() for key, value in mixture.items()}))
-        judge = contest.Judge(study)
-        scores = contest.HeldOut(study, held_out, judge).of("mixture")
-        mean = float(np.mean([of.mean() for of in scores.values()]))
-        assert curve[share]["score"] == pytest.approx(mean, rel=1e-4)
-        assert curve[share]["score_low"] < mean < curve[share]["score_high"]
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.51, "much", True, float("nan"), float("inf")])
-def test_odd_shares_are_refused(share: Any) -> None:
-    with pytest.raises(SpecError, match=r"0 to 1\.5"):
-        request(shrink=share)
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [({"method": "surgery", "shrink": 0.5}, "attaches"), ({"shrink": "auto", "samples": 4}, "at least")],
+    [({"method": "surgery", "shrink": 0.5}, "attaches"), ({"auto": True, "samples": 4}, "at least")],
 )
 def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
     roomy: DriftRun, asked: dict[str, Any], says: str
@@ -198,18 +118,3 @@ def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
     with pytest.raises((SpecError, DataError), match=says):
         calibrate(roomy.path, wanted, choose=choice_of(wanted))
     assert not roomy.manifest.calibrations
-
-
-def test_entrants_are_asked_for_with_views_and_shares() -> None:
-    """Rows of their own beside those without, and no settings of the method."""
-    given: list[tuple[str, dict[str, object]]] = [
-        ("residual", {}),
-        ("residual", {"views": 3, "mu": 0.5}),
-        ("featcal", {"shrink": "auto"}),
-    ]
-    asked = [request_of(entrant) for entrant in wanted_methods(given)]
-    assert [of.name for of in asked] == ["residual", "residual-views-3-mu-0.5", "featcal-shrink-auto"]
-    assert asked[1].views == Views() and asked[1].parameters == {"mu": 0.5} and asked[2].shrink == "auto"
-    for odd in ({"views": 0}, {"shrink": 7}, {"vews": 1}):
-        with pytest.raises(SpecError):
-            wanted_methods([("residual", odd)])

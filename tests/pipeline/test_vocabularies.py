@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftlens.base.access import Access, Context
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError
+from driftlens.base.access import Access
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
-from driftlens.jobs.study.suspicion import companions
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.zoo.decoders import llama, t5
@@ -194,76 +192,3 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
         opened(spec)
     found = preflight(load_spec(spec), access=Access(device="cpu")).problems
     assert any("its tokenizer gives texts other ids" in problem.text for problem in found)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (edited(more_tokens), "tokenizer.json"),
-        (edited(lambda s: s.update(bos_token="red"), "tokenizer_config.json"), "bos_token 'red' for '<s>'"),
-        (
-            edited(lambda s: s.update(eos_token_id=[7]), "generation_config.json"),
-            r"eos_token_id \[7\] for \[\d\]",
-        ),
-    ],
-)
-def test_tokens_that_change_no_id_are_said_of_a_run(
-    spec: dict[str, Any], change: Callable[[Path], None], told: str
-) -> None:
-    change(Path(spec["experts"]["dtd"]["weights"]))
-    assert re.search(f"the expert of dtd differs from the base's: {told}$", companions(opened(spec))[-1].text)
-
-
-CODE = "import pathlib\npathlib.Path({!r}).touch()\n"
-
-
-def remote(folder: Path) -> None:
-    (folder / "own.py").write_text(CODE.format(str(folder / "ran")))
-
-
-def of_model(folder: Path) -> None:
-    remote(folder)
-    own = {"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}, "model_type": "own"}
-    edited(lambda stated: stated.update(own), "config.json")(folder)
-
-
-def of_tokenizer(folder: Path) -> None:
-    remote(folder)
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    edited(lambda stated: stated.update(own), "tokenizer_config.json")(folder)
-
-
-def no_question(folder: Path) -> None:
-    rows = [{"input": " " if row == 4 else "is it red", "target": "yes"} for row in range(6)]
-    (folder.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("break_it", "values", "told", "code"),
-    [
-        (of_model, {}, "needs code of its own, which is never run", 4),
-        (of_tokenizer, {}, r"its tokenizer is code of its own.*which is never run", 2),
-        (no_question, {}, "line 5: nothing is asked, 'input' is empty", 4),
-        (None, {"max_length": 3, "too_long": "refuse"}, "are longer than 3 tokens, the first is", 4),
-        (None, {"classes": ["no"]}, "the target 'yes' is not one of the classes: no", 4),
-        (None, {"prompt": "{text}"}, "no column 'text'; there are input, target", 4),
-    ],
-)
-def test_what_can_not_be_read_is_refused_in_one_paragraph_and_nothing_is_left_behind(
-    spec: dict[str, Any], tmp_path: Path, break_it: Any, values: dict[str, Any], told: str, code: int
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps({"input": "is it red", "target": "yes"}) for _ in range(6)))
-    entry = {"kind": "jsonl", "calibration": str(file), "test": str(file), **values}
-    spec["data"] = {"defaults": {"n": 3, "n_diagnosis": 3}, "cars": entry, "dtd": entry}
-    if break_it is of_tokenizer and spec["architecture"]["loader"] == "hf-t5":
-        pytest.skip("transformers reads T5 by a tokenizer of its own, whatever the folder names")
-    if break_it is not None:
-        break_it(tmp_path / "base")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DriftLensError, match=told) as caught:
-        analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=Access(device="cpu")))
-    assert caught.value.exit_code == code
-    assert "\n" not in caught.value.message
-    assert sorted(tmp_path.rglob("*")) == before

@@ -20,12 +20,12 @@ from driftlens.checkpoints.loading import read_config
 from driftlens.data.images import read_image
 from driftlens.findings.projection.layouts import MOST_POINTS
 from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.contest import sweep
 from driftlens.merging import averages
 from driftlens.models import architecture
 from driftlens.runs.layout import escape
 from driftlens.spec import run as spec_run
 from driftlens.spec import types, yaml_text
+from driftlens.spec.requests import MOST_DRAWS
 from driftlens.spec.run import load_spec
 from driftlens_app import requests
 from tests.pipeline.fixtures import world
@@ -59,7 +59,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "64 bits; of a projection 32",
         "reads/test_promises.py::test_seeds_beyond_64_bits",
     ),
-    "draws of a sweep": (f"{sweep.MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
+    "draws of a sweep": (f"{MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
     "steps of a merge": (
         f"{averages.MOST_STEPS:,} of a descent",
         "merging/test_methods.py::test_settings_out_of_range_are_refused",

@@ -150,14 +150,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-def test_more_processes_than_tasks_are_told_of(light: DriftRun, tmp_path: Path) -> None:
-    folder = copied(light, tmp_path / "run")
-    codes, told = ended(3, "calibrate", str(folder), "--name", "mine", "--no-attribution")
-    assert codes == [0, 0, 0], told
-    assert told.count("1 of 3 processes have no task") == 1
-
-
 def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -187,29 +179,6 @@ def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
     same_weights(*(folder / "calibrations/featcal/weights.safetensors" for folder in (many, one)))
     same_tables(open_run(many), open_run(one))
     assert files(many) == files(one)
-
-
-@pytest.mark.slow
-def test_what_two_processes_solved_is_saved_before_one_goes_wrong(light: DriftRun, tmp_path: Path) -> None:
-    """While it is measured, and what two others go on with changes nothing of the folder but its card."""
-    one, two = copied(light, tmp_path / "one"), copied(light, tmp_path / "two")
-    targets = {at: tmp_path / f"saved_{at.name}" for at in (one, two)}
-    given = {
-        at: ["calibrate", str(at), "--name", "mine", "--no-attribution", "--save-weights", str(target)]
-        for at, target in targets.items()
-    }
-    codes, told = ended(2, *given[two], module="tests.team.worker", fault="refused:1")
-    assert 4 in codes, told
-    (weights,) = targets[two].glob("*.safetensors")
-    stamp, card = weights.stat().st_mtime_ns, (targets[two] / "README.md").read_text()
-    assert "Nothing is measured of it yet" in card
-    codes, told = ended(2, *given[two], "--resume")
-    assert codes == [0, 0], told
-    assert weights.stat().st_mtime_ns == stamp
-    assert "Nothing is measured" not in (targets[two] / "README.md").read_text()
-    assert run(["--progress", "none", *given[one]]) == 0
-    same_weights(weights, targets[one] / weights.name)
-    assert files(targets[one]) == files(targets[two]) and files(one) == files(two)
 
 
 @pytest.mark.slow

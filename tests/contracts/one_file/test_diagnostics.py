@@ -83,9 +83,8 @@ def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
 
 
 WRONG = {
-    "nothing": (None, "'toy' returned NoneType, expected a mapping"),
-    "another name": ({"toy_gape": 1.0}, "'toy' returned 'toy_gape', expected some of toy_gap"),
-    "one per sample": ({"toy_gap": np.ones(3)}, r"'toy' returned toy_gap \[3\], expected \[\]"),
+    "another name": ({"toy_gape": 1.0}, "'toy' returned toy_gape; expected .* by .'toy_gap'."),
+    "one per sample": ({"toy_gap": np.ones(3)}, r"'toy' returned .'toy_gap': \(3,\).; expected \(\)"),
 }
 
 
@@ -104,7 +103,7 @@ def test_a_column_that_another_one_fills_is_refused(toy: None, world: World, tmp
     entries, taken = vars(diagnostics)["_entries"], "drift_l2_mean"
     column = Column(taken, "float", "feature", "Not the drift.")
     entries["toy"] = dataclasses.replace(entries["toy"], columns=(column,), measure=lambda seen: {taken: 1.0})
-    with pytest.raises(SpecError, match=f"diagnostic 'toy' returned '{taken}', which 'drift' has returned"):
+    with pytest.raises(SpecError, match=f"diagnostic 'toy' returned {taken}; expected"):
         dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
 
 

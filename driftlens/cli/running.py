@@ -244,12 +244,13 @@ def merge(
 
 
 def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, as_json: bool) -> None:
-    from driftlens.jobs.contest.merges import compare_merges, require_place, wanted_merges
+    from driftlens.base.files import require_free
+    from driftlens.jobs.contest.merges import compare_merges, wanted_merges
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
     out = comparison.out or Path("merges") / spec.name
-    require_place(out)
+    require_free(out)
     wanted = wanted_merges(comparison.merges or ())
     with job.context() as context:
         compared = compare_merges(spec, wanted, context, out=out, write=write_merges)

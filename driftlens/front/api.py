@@ -344,14 +344,15 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, is a table;
     `frame()` has its numbers, `notes()` what to know of them.
     """
+    from driftlens.base.files import require_free
     from driftlens.jobs.contest.merges import compare_merges as compared
-    from driftlens.jobs.contest.merges import require_place, wanted_merges
+    from driftlens.jobs.contest.merges import wanted_merges
     from driftlens.spec import load_spec
     from driftlens_reports.merges import merges_sheet, write_merges
 
     out = request.out
     if out is not None:
-        require_place(out)
+        require_free(out)
     wanted = wanted_merges(request.merges or [("all", {})])
     with around.context() as context:
         ranked = compared(load_spec(spec), wanted, context, out=out, write=write_merges)

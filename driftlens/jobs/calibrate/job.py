@@ -43,7 +43,6 @@ from driftlens.jobs.calibrate.variants import Export, Solution, kept_change, los
 from driftlens.jobs.study import reopening
 from driftlens.jobs.study.opening import OpenModels, all_in, open_models
 from driftlens.jobs.study.reopening import (
-    Begun,
     Kept,
     Phase,
     deterministic_algorithms,
@@ -412,24 +411,56 @@ class _Candidates(Reporter):
         self._reporter.step(phase, done, total, label, **metrics)
 
 
-class CalibrationScratch(Begun):
-    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees."""
+class CalibrationScratch:
+    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
 
-    what = "calibration"
-    afresh = "start afresh without --resume"
+    It holds what the calibration began with, from its beginning to its end, and the layers that are solved.
+    """
+
     untold = 0.0
     """Seconds that work took of which nothing is kept."""
 
     def __init__(self, run: pathlib.Path, name: str) -> None:
         """Nothing is read or written yet."""
-        super().__init__(run / layout.begun_calibration(name))
+        self._settings = run / layout.begun_calibration(name)
+        self._folder = self._settings.parent
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the calibration was begun and is not finished."""
+        return self._settings.is_file()
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What it began with; nothing where nothing was begun."""
+        if not self.is_there:
+            return {}
+        try:
+            return dict(from_json(self._settings.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"{self._settings} can't be read: {error}", hint="Start afresh without --resume."
+            ) from error
+
+    def require_there(self) -> None:
+        """Refuse to write where the calibration is not any more, which would bring a folder back."""
+        if not self.is_there:
+            raise RunError(
+                f"{self._folder} was removed while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
+
+    def remove(self) -> None:
+        """Throw everything away."""
+        remove_tree(self._folder)
 
     def go_on(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
         """Begin, unless that was done before, with the same settings; `asked` is what a choice begins with."""
         if self.is_there:
             self.require_begun(settings, asked=asked)
         else:
-            self.begin(settings)
+            self.remove()
+            write_json_atomic(self._settings, settings)
 
     def require_begun(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
         """Refuse what `go_on` would, if anything was begun."""
@@ -438,7 +469,12 @@ class CalibrationScratch(Begun):
         then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
         if asked and (chosen := then.get("selection")):
             then, now, skip = then | chosen["asked"], {**now, **asked}, {*skip, "sites", "views"}
-        self.require_same(*({name: side[name] for name in side if name not in skip} for side in (then, now)))
+        sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
+        if text := reopening.difference(*sides):
+            raise SpecError(
+                f"the interrupted calibration had {text}",
+                hint="Resume with the same settings, models and samples, or start afresh without --resume.",
+            )
 
     def solved(self) -> dict[int, CalibratedLayer]:
         """The layers that are kept, by index; their values stay on disk until they are asked for."""
@@ -460,7 +496,7 @@ class CalibrationScratch(Begun):
     @property
     def tried(self) -> Kept:
         """What became of the candidates that a choice has tried; nothing any more once it is `settled`."""
-        return self.kept("tried")
+        return Kept(self._folder / "tried", self.require_there)
 
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Go on with what was chosen: `settings` take the place of those that the choice began with."""

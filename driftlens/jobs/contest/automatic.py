@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from driftlens.base.errors import SpecError
 from driftlens.base.files import temporary_folder
 from driftlens.base.intervals import mean_over_tasks
 from driftlens.base.progress import Reporter
+from driftlens.base.team import Team
 from driftlens.calibration.automatic import LEVEL, Decision, Scores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.sources import Between, StateSource, TensorsSource
@@ -41,7 +43,6 @@ from driftlens.jobs.contest.contest import (
     Fitting,
     HeldOut,
     Judge,
-    KeptScores,
     Outcome,
     Scored,
     over_samples,
@@ -115,7 +116,7 @@ def choose_settings(
     entrants = _entrants(start, counts, others=others, **flags)
     shares = [1.0] if not study.has_base else [*filter(None, SHARES)] if share is None else [share]
     bar = Bar(reporter, sum(NUM_PARTS * entrant.cost_of_part for entrant in entrants))
-    scores = KeptScores[Entrant](kept, _key, study.team)
+    scores = _KeptScores(kept, study.team)
 
     def read(entrant: Entrant) -> Outcome[Scored] | None:
         found = scores.read(entrant)
@@ -243,6 +244,45 @@ class _Tries:
         if size > self.study.settings.feature_budget:
             return source
         return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
+
+
+class _KeptScores:
+    """Scores of entrants in a folder, one file each, which the first process writes; a name holds all settings."""
+
+    def __init__(self, kept: Kept, team: Team) -> None:
+        self._kept, self._team = kept, team
+        self._started = time.perf_counter() - team.once(lambda: kept.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work until now, over all sittings."""
+        return time.perf_counter() - self._started
+
+    def read(self, entrant: Entrant) -> Outcome[Scored] | None:
+        """Return what an earlier sitting has measured of an entrant, or None."""
+        tensors = self._team.once(lambda: self._kept.read(_key(entrant)))
+        if not tensors:
+            return None
+        value, seconds = dict[str, dict[str, NDArray[np.float64]]](), float(tensors.pop(_SECONDS))
+        for name, tensor in tensors.items():
+            outer, inner = json.loads(name)
+            value.setdefault(outer, {})[inner] = tensor.numpy()
+        return Outcome(value, seconds)
+
+    def write(self, entrant: Entrant, outcome: Outcome[Scored]) -> None:
+        """Write the file of an entrant."""
+        assert outcome.value is not None
+        if self._team.is_main:
+            tensors = {
+                json.dumps([outer, inner]): torch.from_numpy(numbers)
+                for outer, by_name in outcome.value.items()
+                for inner, numbers in by_name.items()
+            }
+            tensors[_SECONDS] = torch.tensor(outcome.seconds, dtype=torch.float64)
+            self._kept.write(_key(entrant), tensors, self.seconds)
+
+
+_SECONDS = "seconds"
 
 
 def _key(entrant: Entrant) -> str:

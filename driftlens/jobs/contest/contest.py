@@ -6,7 +6,6 @@ other; what is finished is kept, so that a job that was stopped resumes with the
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
 from driftlens.engine.pool import Attachment
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.calibrate.variants import with_parameters
-from driftlens.jobs.study.reopening import Kept
 from driftlens.jobs.study.study import Study
 from driftlens.linalg.state import lengths
 from driftlens.models.chain import ParameterKey
@@ -96,45 +94,6 @@ class Outcome(Generic[Known]):
 
 Scored = Mapping[str, Mapping[str, NDArray[np.float64]]]
 """Numbers of one candidate by two names, for example a fold and a task; one per sample."""
-
-
-class KeptScores(Generic[C]):
-    """Results of candidates in a folder, one file each, which the first process writes; `name_of` names the file."""
-
-    def __init__(self, kept: Kept, name_of: Callable[[C], str], team: Team = ALONE) -> None:
-        self._kept, self._name_of, self._team = kept, name_of, team
-        self._started = time.perf_counter() - team.once(lambda: kept.seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of work until now, over all sittings."""
-        return time.perf_counter() - self._started
-
-    def read(self, candidate: C) -> Outcome[Scored] | None:
-        """Return what an earlier sitting has measured of a candidate, or None."""
-        tensors = self._team.once(lambda: self._kept.read(self._name_of(candidate)))
-        if not tensors:
-            return None
-        value, seconds = dict[str, dict[str, NDArray[np.float64]]](), float(tensors.pop(_SECONDS))
-        for name, tensor in tensors.items():
-            outer, inner = json.loads(name)
-            value.setdefault(outer, {})[inner] = tensor.numpy()
-        return Outcome(value, seconds)
-
-    def write(self, candidate: C, outcome: Outcome[Scored]) -> None:
-        """Write the file of a candidate."""
-        assert outcome.value is not None
-        if self._team.is_main:
-            tensors = {
-                json.dumps([outer, inner]): torch.from_numpy(numbers)
-                for outer, by_name in outcome.value.items()
-                for inner, numbers in by_name.items()
-            }
-            tensors[_SECONDS] = torch.tensor(outcome.seconds, dtype=torch.float64)
-            self._kept.write(self._name_of(candidate), tensors, self.seconds)
-
-
-_SECONDS = "seconds"
 
 
 def try_each(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from driftlens.base.access import Context
 from driftlens.base.devices import exact_products
-from driftlens.base.errors import Cancelled, DriftLensError, RunError
-from driftlens.base.files import PathLike, from_json, require_free, temporary_folder
+from driftlens.base.files import PathLike, temporary_folder
 from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.base.progress import CancelToken, Reporter
 from driftlens.base.variants import expert_of
@@ -30,7 +27,6 @@ from driftlens.jobs.contest.contest import (
     Candidate,
     HeldOut,
     Judge,
-    KeptScores,
     Outcome,
     Scored,
     candidates,
@@ -42,11 +38,8 @@ from driftlens.jobs.contest.contest import (
 )
 from driftlens.jobs.study.merging import merged_source
 from driftlens.jobs.study.opening import OpenModels, open_study
-from driftlens.jobs.study.reopening import Begun, Kept
 from driftlens.jobs.study.study import Study
 from driftlens.merging.method import merge_called, merge_methods
-from driftlens.runs import layout
-from driftlens.runs.manifest import ids_digest
 from driftlens.spec import RunSpec
 
 PHASE = "compare"
@@ -67,12 +60,6 @@ def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Can
     return candidates(asked, merge_methods, owner_of, name_of, kind="merge method")
 
 
-def require_place(out: PathLike) -> None:
-    """Refuse a folder for a comparison that holds something else than one that was stopped; as for `require_free`."""
-    if not _Comparison(Path(out)).is_there:
-        require_free(out)
-
-
 @exact_products()
 def compare_merges(
     spec: RunSpec,
@@ -89,26 +76,23 @@ def compare_merges(
     interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
     `nearer` is by how much one is nearer than the `present` one, which the spec names or makes.
 
-    That is compared too, and so is the base. What is measured is kept under `out` until
-    all is written there, so that the same comparison, once stopped, goes on.
-    Of the `merges`, best first, one that can't be made has a `reason` instead of numbers.
+    That is compared too, and so is the base. Of the `merges`, best first, one that can't be made has a `reason` instead
+    of numbers. `write` puts the comparison into `out`.
     """
     study, models = open_study(spec, access=context.access)
-    place = None if out is None else Path(out)
     merges, present = _with_present(spec, merges)
     compared = _Compared(study, models, merges, context.reporter(), context.cancel)
-    with torch.no_grad(), _keeping(place, _identity(spec, study, models, compared.judged)) as kept:
-        outcomes = compared.outcomes(kept)
-        comparison = {
-            "name": spec.name,
-            "score": compared.judge.measure,
-            "samples": {task: len(samples) for task, samples in compared.judged.items()},
-            "held_out": compared.held_out,
-            "present": present,
-            "merges": _ranked(outcomes, compared.judge.measure, present),
-        }
-        if place is not None:
-            write(comparison, place)
+    outcomes = compared.outcomes()
+    comparison = {
+        "name": spec.name,
+        "score": compared.judge.measure,
+        "samples": {task: len(samples) for task, samples in compared.judged.items()},
+        "held_out": compared.held_out,
+        "present": present,
+        "merges": _ranked(outcomes, compared.judge.measure, present),
+    }
+    if out is not None:
+        write(comparison, Path(out))
     return comparison
 
 
@@ -129,7 +113,8 @@ class _Compared:
         self.shown, self.judged = _samples(study, held_out=self.held_out)
         self.judge, self._done, self._name = Judge(study), 0, ""
 
-    def outcomes(self, kept: Kept) -> list[tuple[Candidate, Outcome[Scored]]]:
+    @torch.no_grad()
+    def outcomes(self) -> list[tuple[Candidate, Outcome[Scored]]]:
         """What became of the models that are there, which have no method, and of every merge, in their order."""
         held_out = HeldOut(self._study, self.judged, self._measured, self._say)
         existing = [Candidate(name, "", {}) for name in ("base", "merged") if name in self._study.pool]
@@ -147,8 +132,7 @@ class _Compared:
         with temporary_folder() as folder:
             for task in self.judged:
                 held_out.expert(task)
-            scores = KeptScores[Candidate](kept, lambda candidate: candidate.name)
-            tried = try_each([*existing, *self._merges], attempt, read=scores.read, write=scores.write)
+            tried = try_each([*existing, *self._merges], attempt)
             met = {merge.name: outcome for merge, outcome in tried}
         require_any(met[merge.name] for merge in self._merges)
         self._reporter.step(PHASE, len(self._merges), len(self._merges))
@@ -170,55 +154,6 @@ class _Compared:
     def _say(self, task: str, model: str) -> None:
         label = f"expert of {task}" if model == expert_of(task) else f"{self._name} on {task}"
         self._reporter.step(PHASE, self._done, len(self._merges), label)
-
-
-class _Comparison(Begun):
-    what = "comparison"
-    afresh = "choose another --out"
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out / layout.SCRATCH / "comparison.json")
-
-
-@contextlib.contextmanager
-def _keeping(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Kept]:
-    """Where scores are kept: under `out` until all is done or can't be, or for the length of the block."""
-    if out is None:
-        with temporary_folder() as folder:
-            yield Kept(folder / "scores")
-        return
-    begun, stopped = _Comparison(out), False
-    if begun.is_there:
-        begun.require_same(begun.begun, identity)
-    else:
-        begun.begin(identity)
-    kept = begun.kept("scores")
-    try:
-        yield kept
-    except BaseException as error:
-        of_the_job = not isinstance(error, DriftLensError) or isinstance(error, Cancelled | RunError)
-        stopped = of_the_job and bool(kept)
-        raise
-    finally:
-        if not stopped:
-            begun.remove()
-            with contextlib.suppress(OSError):  # there are files of the comparison
-                out.rmdir()
-
-
-def _identity(
-    spec: RunSpec, study: Study, models: OpenModels, judged: Mapping[str, SampleSet]
-) -> dict[str, Any]:
-    """All that scores depend on, beside the merge, as plain values: files by size and time, not by their contents."""
-    files = {}
-    for name, source in models.stored.items():
-        place = Path(source.name)
-        parts = sorted(place.glob("*")) if place.is_dir() else [place]
-        stats = ((file, file.stat()) for file in parts if file.is_file())
-        files[name] = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-    samples = {task: ids_digest(drawn.identities) for task, drawn in judged.items()}
-    identity = {"spec": spec.model_dump(mode="json"), "files": files, "samples": samples}
-    return dict(from_json(json.dumps(identity | {"device": study.pool.device.type})))  # as it will be read
 
 
 def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:

@@ -30,7 +30,7 @@ from driftlens.base.devices import (
     reset_peak_memory,
 )
 from driftlens.base.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
-from driftlens.base.files import PathLike, from_json, write_json_atomic
+from driftlens.base.files import PathLike
 from driftlens.base.progress import Reporter
 from driftlens.base.team import Team
 from driftlens.base.variants import calibrated
@@ -45,7 +45,7 @@ from driftlens.runs import layout
 from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
 from driftlens.runs.standing import is_live
 from driftlens.runs.status import RunLock
-from driftlens.runs.writer import RunWriter, remove_tree
+from driftlens.runs.writer import RunWriter
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
@@ -333,18 +333,10 @@ class Kept:
         contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
         save_state_dict(self._file(name), contiguous, {"seconds": repr(seconds)})
 
-    def forget(self, name: str) -> None:
-        """Keep nothing under a name any more."""
-        self._file(name).unlink(missing_ok=True)
-
     @property
     def seconds(self) -> float:
         """What the work that is kept took, over all sittings."""
         return max(map(_seconds_of, self._files()), default=0.0)
-
-    def __bool__(self) -> bool:
-        """Whether anything is kept."""
-        return any(self._files())
 
     def _files(self) -> list[pathlib.Path]:
         return [*self._folder.glob("*.safetensors")]
@@ -359,66 +351,6 @@ def _seconds_of(file: pathlib.Path) -> float:
             return float(opened.metadata()["seconds"])
     except SafetensorError:  # as in `Kept.read`
         return 0.0
-
-
-class Begun:
-    """The folder of a job that was begun and is not finished: what its results depend on, and those it has so far."""
-
-    what = "job"
-    afresh = "begin afresh"
-
-    def __init__(self, settings: pathlib.Path) -> None:
-        """`settings` is the file that is there from the beginning to the end; nothing is read or written yet."""
-        self._settings, self._folder = settings, settings.parent
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the job was begun and is not finished."""
-        return self._settings.is_file()
-
-    @property
-    def begun(self) -> dict[str, Any]:
-        """What it began with; nothing where nothing was begun."""
-        if not self.is_there:
-            return {}
-        try:
-            content = from_json(self._settings.read_bytes())
-            if not isinstance(content, dict):
-                raise ValueError(f"an object expected, got {type(content).__name__}")
-        except (OSError, ValueError) as error:
-            raise RunError(
-                f"{self._settings} can't be read: {error}", hint=f"{self.afresh.capitalize()}."
-            ) from error
-        return content
-
-    def begin(self, settings: Mapping[str, Any]) -> None:
-        """Begin afresh: what is there is thrown away."""
-        self.remove()
-        write_json_atomic(self._settings, settings)
-
-    def require_same(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Refuse to go on with other settings than those `before`."""
-        if text := difference(before, now):
-            raise SpecError(
-                f"the interrupted {self.what} had {text}",
-                hint=f"Resume with the same settings, models and samples, or {self.afresh}.",
-            )
-
-    def kept(self, name: str) -> Kept:
-        """Results under a name of their own."""
-        return Kept(self._folder / name, self.require_there)
-
-    def require_there(self) -> None:
-        """Refuse to write where the job is not any more, which would bring a folder back."""
-        if not self.is_there:
-            raise RunError(
-                f"{self._folder} was removed while it was being written to",
-                hint="Nothing more was written there. Start again with a run that is in its place.",
-            )
-
-    def remove(self) -> None:
-        """Throw everything away."""
-        remove_tree(self._folder)
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -365,7 +365,6 @@ def test_what_reads_samples_is_judged_on_others(
         (),
         ("--compare", "average", "--method", "average"),
         ("--compare", "nonsense"),
-        ("--compare", "average,average"),
         ("--compare", "task_arithmetic:scalin=1"),
         ("--compare", "task_arithmetic", "--set", "scaling=1"),
         ("--method", "average"),

@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from driftlens.jobs.analyze.unmerged import unmerged
 from torch import nn
 
 from driftlens.base.errors import NumericsError

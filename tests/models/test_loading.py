@@ -280,8 +280,10 @@ def test_a_torch_file_is_mapped_and_writing_to_a_tensor_leaves_it(tmp_path: Path
 @pytest.mark.parametrize("name", ["a.pkl", "a.gguf", "a.txt"])
 def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
-        open_checkpoint(tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    for place in (tmp_path / name, *([tmp_path] if name != "a.txt" else [])):
+        with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
+            open_checkpoint(place)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.bin"])
@@ -293,11 +295,6 @@ def test_a_file_cut_short_is_refused(name: str, kept: float, tmp_path: Path, wei
     path.write_bytes(data[: int(len(data) * kept)])
     with pytest.raises(CheckpointError, match="not a complete"):
         open_checkpoint(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no file .*none\.safetensors"):
-        open_checkpoint(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
@@ -318,14 +315,6 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"holds no weights; there is notes\.md\nWanted is one of model"
     ):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tf_model.h5", "model-Q4_K_M.gguf", "last.pkl"])
-def test_a_folder_of_weights_in_another_form_is_refused_as_that(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
         open_checkpoint(tmp_path)
 
 
@@ -440,12 +429,6 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_the_environment_can_forbid_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "embed.weight" in open_checkpoint("someone/model").headers
-
-
-@pytest.mark.usefixtures("hub_cache")
 def test_a_repository_that_is_not_cached_is_refused_offline() -> None:
     with pytest.raises(
         CheckpointError, match=r"no file or folder 'someone/other'.*\n.*hf download someone/other"
@@ -477,15 +460,6 @@ def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
     assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
 
 
-def test_a_failed_download_names_path_and_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: object, **_kwargs: object) -> str:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match=r"'models/base'.*no route to host"):
-        open_checkpoint("models/base")
-
-
 # --- live modules, views, finiteness
 # ---------------------------------------------------------------------------------
 
@@ -508,11 +482,6 @@ def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) 
             view.read(key)
 
 
-def test_renaming_to_a_missing_key_is_refused(weights: Weights, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no tensor 'absent'"):
-        renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"a": "absent"})
-
-
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "minus_inf"]
 )
@@ -526,9 +495,6 @@ def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtyp
     ):
         check_finite("expert.safetensors", "w", tensor)
     check_finite("expert.safetensors", "w", tensor[::2])
-
-
-def test_integers_are_accepted_as_finite() -> None:
     check_finite("expert.safetensors", "ids", torch.tensor([1, 2]))
 
 

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from driftlens_app import launch
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, server_command, server_environment
 
 PORT = 7860
 """What `app_port` of README.md says."""
@@ -13,12 +12,12 @@ PORT = 7860
 def command(name: str) -> list[str]:
     """The server's arguments, where browsers reach it as `name` by TLS, as a proxy before it has it."""
     at = ["--server.allowedHosts", name, "--browser.serverAddress", name, "--browser.serverPort", "443"]
-    return [*launch.command(host="0.0.0.0", port=PORT, browser=False), *at]
+    return [*server_command(host="0.0.0.0", port=PORT, browser=False), *at]
 
 
 if __name__ == "__main__":
     arguments = command(os.environ.get("SPACE_HOST", "localhost"))
-    environment = launch.environment(Settings(root=Path("demo").resolve(), read_only=True))
+    environment = server_environment(Settings(root=Path("demo").resolve(), read_only=True))
     # The proxy says by which scheme it was asked; the Space's page shows the dashboard in a frame.
     proxied = {"FORWARDED_ALLOW_IPS": "*", "DRIFTLENS_FRAMED_BY": "https://huggingface.co"}
     os.execve(arguments[0], arguments, environment | proxied)

@@ -376,10 +376,7 @@ def _stacked(vectors: State, riders: list[State]) -> State:
 
 
 def _random_like(state: State, seed: int, view: LayerView) -> State:
-    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch.
-
-    They are zero on padding, as every feature is.
-    """
+    """Draw normal directions on the CPU, so on any device alike, for a layer and batch; they are zero on padding."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + view.start)
     drawn = {
         name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)

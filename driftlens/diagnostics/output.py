@@ -114,10 +114,7 @@ def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
 
 @diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
 def _of_samples(seen: Seen) -> dict[str, Any]:
-    """`output_columns`, as many samples at a time as there is room for scores; of a language model `token_` too.
-
-    That is what drift does to the next token over the whole vocabulary, whatever words a task asks for.
-    """
+    """Return `output_columns`, a chunk of samples at a time; of a language model also `token_` columns."""
     head: ScoreMap = seen.head
     of_tokens = [
         replace(each, classes=(), tokens=None)

@@ -118,10 +118,7 @@ def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignmen
 
 
 def _module_path(chain: LayerChain, layer: Layer, name: str, slot: Slot) -> str:
-    """The module a parameter belongs to, in the library's names; parts of fused tensors have names of their own.
-
-    So have parameters of whatever holds all layers: a model's own stand for themselves, inside a larger one too.
-    """
+    """Return the module of a parameter in the library's names; parts of fused tensors have names of their own."""
     key = slot.key if slot.rows is None else f"{layer.path}.{name}"
     module = key.rpartition(".")[0]
     return key if not module or chain.blocks[0].path.startswith(f"{module}.") else module

@@ -42,13 +42,11 @@ from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 
 EXPERT, MERGED = "expert", "merged"
-FEATURE_BUDGET = 2 * 2**30
-"""Bytes of waiting features that stay in memory where nobody says otherwise."""
+IN_WORDS = {EXPERT: "the expert", MERGED: "the merged model"}
+"""What messages call the model whose features they are about."""
 
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
-
-
 _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
 
@@ -150,7 +148,7 @@ class Ground:
     sites: Mapping[int, Collection[str]] = field(default_factory=dict)
     base: str | None = "base"
     done: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    feature_budget: int = FEATURE_BUDGET
+    feature_budget: int = 2 << 30
     spill: Path | None = None
     on_step: Callable[[Step], None] = lambda step: None
     pooling: Pool | None = None
@@ -213,7 +211,7 @@ class CalibrationWalk(ABC):
     """
 
     def __init__(self, ground: Ground, calibrator: ClosedForm) -> None:
-        self.ground, self.closed_form, self.grams = ground, calibrator, GramPool()
+        self.ground, self.calibrator, self.grams = ground, calibrator, GramPool()
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
         self.owners = self.team.owners(self.tasks)
         self.parts = {task: self.ground.parts[task] for task in self.team.mine(self.tasks)}
@@ -266,7 +264,7 @@ class CalibrationWalk(ABC):
             crossing = self.passage.crossing(layer, task)
             for batch in crossing:
                 for model, through in maps.items():
-                    crossing.take(batch, model, through, named=in_words(model))
+                    crossing.take(batch, model, through, named=IN_WORDS[model])
         self.passage.check()
 
     def expert(self, layer: Layer, task: str, *, stays: bool = False) -> Parameters:
@@ -302,7 +300,7 @@ class CalibrationWalk(ABC):
         for task in self.parts:
             crossing = self.passage.crossing(layer, task)
             for batch in crossing:
-                left = crossing.take(batch, MERGED, through, named=in_words(MERGED, calibrated=True))
+                left = crossing.take(batch, MERGED, through, named="the calibrated model")
                 calibrated, expert = (
                     layer.vectors(at, batch.side, pooling) for at in (left, batch.get(EXPERT))
                 )
@@ -357,11 +355,11 @@ class CalibrationWalk(ABC):
 
     def _solved_or_kept(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
         """Solve a problem; an expert of a mixture that was sent too few tokens stays as it is."""
-        solve = self.closed_form.solve
+        solve = self.calibrator.solve
         if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
             return solve(problem)
         rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
-        if min(problem.num_rows) < self.closed_form.least_rows(width):
+        if min(problem.num_rows) < self.calibrator.least_rows(width):
             return [SiteUpdate.kept(site, rows) for site in problem.sites]
         return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
@@ -377,10 +375,3 @@ class CalibrationWalk(ABC):
 
 def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites
-
-
-def in_words(model: str, *, calibrated: bool = False) -> str:
-    """What messages call the model whose features they are about."""
-    if model == EXPERT:
-        return "the expert"
-    return "the calibrated model" if calibrated else "the merged model"

@@ -147,12 +147,8 @@ Attachments = Mapping[str, Attachment]
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a study: weights under the skeleton's key names, and corrections of its final feature.
+    """One model of a study: weights under the skeleton's key names, and corrections of its final feature."""
 
-    `label` is its name in a pool, in tables and in file names: `base`, `merged`, `expert:cars`, `calibrated:featcal`.
-    """
-
-    label: str
     weights: StateSource
     attachments: Attachments = field(default_factory=dict)
 
@@ -169,10 +165,6 @@ class LayerMap:
         """Features at the next boundary."""
         out, stream = self.layer.call(self.parameters, state, side, tap), self.layer.stream
         return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
-
-    def at(self, side: SideInputs) -> Callable[[State], State]:
-        """The map with the side inputs of one batch."""
-        return lambda state: self(state, side)
 
 
 class ModelPool:
@@ -248,7 +240,7 @@ class ModelPool:
         """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
         require_same_parameters(self._skeleton, self.chain, source)
         self.begin_anew()  # what was read may be of the one whose place this takes
-        self._models[model] = Variant(model, source, dict(attachments or {}))
+        self._models[model] = Variant(source, dict(attachments or {}))
         if (task := task_of(model)) is not None:
             self._experts[task] = model
 

@@ -27,7 +27,6 @@ from driftlens.engine.calibrating import (
     ClosedForm,
     Ground,
     Solved,
-    in_words,
 )
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.problems import (
@@ -444,9 +443,10 @@ class SnapshotWalk(CalibrationWalk):
         kept: by number of earlier layers of other streams, sums of features that later layers read, too.
     """
 
+    calibrator: Layerwise
+
     def __init__(self, ground: Ground, calibrator: Layerwise) -> None:
         super().__init__(ground, calibrator)
-        self.calibrator = calibrator
         self.sums: LayerSums
         self.kept: dict[int, dict[Hashable, InputSums]] = {}
         # Before features are cached there, half of what is free; processes sum up the same sites at the same time.
@@ -515,11 +515,7 @@ class SnapshotWalk(CalibrationWalk):
         super().pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
 
     def _sum_up(self, layer: Layer, merged: Parameters, *, is_final: bool, moves: bool) -> None:
-        """Add what sites see to the sums, and if it `moves`, take the experts through the layer.
-
-        Of several passes through a layer the final one alone lets anything wait. Sums of every task are folded in the
-        main process, task after task, whichever process they are from.
-        """
+        """Add what sites see to the sums, and if it `moves`, take the experts through the layer."""
         parts: list[Any] = self.sums.parts
         for task, owner in self.owners.items():
             expert: Parameters = {}
@@ -541,14 +537,14 @@ class SnapshotWalk(CalibrationWalk):
         for batch in crossing:
             if not layer.sees(batch.side):
                 if is_final:
-                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
+                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named="the expert")
                 continue
             entered = batch.get(EXPERT)
             seen, left = self.ground.expert_features.rows_and_output(
                 task, batch, layer, expert, entered, inputs, outputs, stops=not moves
             )
             if moves:
-                crossing.keep(batch, EXPERT, left, named=in_words(EXPERT))
+                crossing.keep(batch, EXPERT, left, named="the expert")
             self._add(layer, batch, merged, expert, entered, seen, task)
         return expert
 

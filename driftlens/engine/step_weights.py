@@ -215,7 +215,8 @@ class ExpertGradients:
             expert = self.passage.pool.layer_map(expert_of(task), layer, task)
             crossing = self.passage.crossing(layer, task, tell=on_step)
             for batch in crossing:
-                crossing.take(batch, _recorded(layer.index), expert, named="the expert", entered=entered)
+                left = expert(batch.get(entered), batch.side)
+                crossing.keep(batch, _recorded(layer.index), left, named="the expert")
             entered = _recorded(layer.index)
 
     def _back(

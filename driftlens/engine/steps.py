@@ -29,7 +29,6 @@ from driftlens.engine.calibrating import (
     ClosedForm,
     Ground,
     Solved,
-    in_words,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.problems import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
@@ -156,9 +155,10 @@ class StepWalk(CalibrationWalk):
     Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
     """
 
+    calibrator: Stepwise
+
     def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
         super().__init__(ground, calibrator)
-        self.calibrator = calibrator
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}
@@ -191,10 +191,7 @@ class StepWalk(CalibrationWalk):
         return CalibratedLayer(layer.index, updates, reports, drift)
 
     def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
-        """Numbered groups, step by step: beside each other those that can't change what the others read.
-
-        Such are groups of one input, and of several experts of a mixture; one at a time, for memory.
-        """
+        """Return numbered groups in steps, each solved from one snapshot; those of one input, or expert, in turn."""
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
         beside: dict[Hashable, list[tuple[int, Group]]] = {}
@@ -323,11 +320,7 @@ class StepWalk(CalibrationWalk):
     def _run_experts(
         self, layer: Layer, student: Parameters, *, needs_output: bool
     ) -> tuple[str, dict[str, str]] | None:
-        """Take the experts through the layer, and let wait what their sites give.
-
-        Its value is the first task of this process that the layer sees, and to what sites add their outputs there; None
-        without such tasks.
-        """
+        """Run this process's experts; return the first task that the layer sees, and where sites' outputs are added."""
         groups, streams, first = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
@@ -338,7 +331,7 @@ class StepWalk(CalibrationWalk):
             sees = False
             for batch in crossing:
                 if not layer.sees(batch.side):
-                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named=in_words(EXPERT))
+                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named="the expert")
                     continue
                 sees = True
                 if streams is None:
@@ -357,7 +350,7 @@ class StepWalk(CalibrationWalk):
                     stops=not needs_output,
                 )
                 if needs_output:
-                    crossing.take(batch, EXPERT, hear, named=in_words(EXPERT))
+                    crossing.take(batch, EXPERT, hear, named="the expert")
                 else:
                     hear(batch.get(EXPERT), batch.side)
             first = first or (task if sees else "")
@@ -515,10 +508,7 @@ class StepWalk(CalibrationWalk):
     def _rows(
         self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
-        """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o].
-
-        Of an expert of a mixture also how many tokens there are in all, and on the host which of them are these rows.
-        """
+        """Return a batch's inputs x~ [T, k] and wanted outputs y1 [T, o], and an expert's tokens."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
@@ -552,10 +542,7 @@ class StepWalk(CalibrationWalk):
 def _weighted(
     by_fold: Iterator[tuple[Tensor, Tensor, Tensor, list[int]]], maps: Tensor, factor: float
 ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Rows of `_by_fold` times the roots of their weights: x~ [T, k] and both targets [T, 2 o], and rows per fold.
-
-    `maps` are what the expert's module has more than the merged one, and the expert's, below each other, [2 o, k].
-    """
+    """Yield rows and targets [T, 2 o] times the roots of their weights; `maps` [2 o, k] are W - W_m and W."""
     for x, wanted, root, sizes in by_fold:
         root = root * factor**0.5
         x, wanted = x * root, wanted * root

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.base.devices import has_float64, memory, moved
-from driftlens.base.errors import DataError, NumericsError, RunError
+from driftlens.base.errors import DataError, NumericsError
 from driftlens.checkpoints.sources import module_source
 from driftlens.data.samples import Batch, fitting_batch
 from driftlens.engine.pool import LayerMap, ModelPool
@@ -167,25 +167,16 @@ class Crossing:
         through: Callable[[State, SideInputs], State],
         *,
         named: str = "",
-        entered: str = "",
-        keeps: bool = True,
     ) -> State:
-        """What leaves the layer, `through` that of the model, which waits in the place of what entered it.
-
-        Messages call the model `named`; what enters waits under the name `entered`, where that is another. Unless it
-        `keeps`, what entered waits still.
-        """
-        left = through(batch.get(entered or model), batch.side)
-        self.keep(batch, model, left, named=named, waits=keeps)
+        """Return what leaves the layer, after it has replaced what entered; messages call the model `named`."""
+        left = through(batch.get(model), batch.side)
+        self.keep(batch, model, left, named=named)
         return left
 
-    def keep(
-        self, batch: WaitingBatch, model: str, left: State, *, named: str = "", waits: bool = True
-    ) -> None:
-        """Check what leaves the layer with the others, and if it `waits`, let it take the place of what entered."""
+    def keep(self, batch: WaitingBatch, model: str, left: State, *, named: str = "") -> None:
+        """Cache what leaves the layer in the place of what entered, to be checked with the others."""
         self.watch.see(named or model, left[self.layer.stream], batch.start)
-        if waits:
-            batch.put(model, left)
+        batch.put(model, left)
 
 
 @dataclass
@@ -286,25 +277,18 @@ class FeatureStore:
 
     def write(self, name: str, state: State) -> Path:
         """Write a state to its file, in the place of what was there; the file."""
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         assert self.folder is not None
         file = self.folder / f"{name}.safetensors"
-        try:
-            if not self.folder.exists():
-                # Not its parents: a run that was removed meanwhile must not come back.
-                self.folder.mkdir(exist_ok=True)
-                self._made_folder = True
-            # A new file, not new content: tensors that were read from the old one may still look into it.
-            file.unlink(missing_ok=True)
-            self._files.add(file)
-            save_file({key: value.contiguous().cpu() for key, value in state.items()}, file)
-        except (OSError, SafetensorError) as error:
-            raise RunError(
-                f"waiting features can't be written to {self.folder}: {error}",
-                hint="Make room there, or raise compute.feature_budget.",
-            ) from error
+        if not self.folder.exists():
+            # Not its parents: a run that was removed meanwhile must not come back.
+            self.folder.mkdir(exist_ok=True)
+            self._made_folder = True
+        # A new file, not new content: tensors that were read from the old one may still look into it.
+        file.unlink(missing_ok=True)
+        self._files.add(file)
+        save_file({key: value.contiguous().cpu() for key, value in state.items()}, file)
         return file
 
 
@@ -558,7 +542,7 @@ def walk(
                 if variant != expert:
                     left[variant] = crossing.take(batch, variant, through[variant])
                 crossed_map = maps[variant if is_forth else expert]
-                crossed_layer = crossed_map.at(batch.side)
+                crossed_layer = partial(crossed_map, side=batch.side)
                 of_crossed = Routes() if routes else None
                 # Models agree at boundary 0, so the stem's crossed output is already known.
                 crossed = (

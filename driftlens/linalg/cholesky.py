@@ -115,11 +115,8 @@ def probe(like: Tensor) -> Tensor:
 
 
 def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
-    """L, and whether the matrix it would be of is not positive definite.
-
-    Panel by panel of columns, each from those to its left: torch's own factorisation takes half as long again, most
-    of it to copy the matrix and to write zeros above the diagonal.
-    """
+    """Return L, and whether the matrix is not positive definite."""
+    # Panel by panel of columns: torch's own factorisation takes half as long again, to copy and to write zeros.
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     failures = []
     panel = _NARROW if matrix.is_cpu else _PANEL
@@ -139,10 +136,8 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, T
 
 
 def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Columns of L from their diagonal downwards, some at a time, and where they start.
-
-    No wider than those that it was made in: above those on the diagonal stands whatever was in its memory.
-    """
+    """Yield columns of L from their diagonal downwards, some at a time, and where they start."""
+    # No wider than those that it was made in: above the diagonal its memory is uninitialized.
     for start in range(0, len(lower), _NARROW):
         yield start, lower[start:, start : start + _NARROW]
 

@@ -260,3 +260,8 @@ def test_bad_settings_are_refused_before_anything_is_read(models: Subject) -> No
         FeatCal(alpha=2).calibrate(ground(models, parts=parts))
     with pytest.raises(SpecError, match="there is no base"):
         FeatCal().calibrate(ground(models, parts=parts, base=None))
+
+
+def test_token_weights_the_architecture_does_not_know_are_refused() -> None:
+    with pytest.raises(SpecError, match="no token weights called 'cls_emphasis'"):
+        calibrated(subject("sequential"), FeatCal(last_block_tokens="cls_emphasis"))

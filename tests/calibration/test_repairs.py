@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.calibrator import Course, FinalFeatures
 from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss, uniform
 from driftlens.models.chain import Layer
@@ -96,3 +97,8 @@ def test_padding_teaches_nothing() -> None:
     for method in (Surgery(steps=20), ProbSurgery(steps=20)):
         own, other = (method.train(each, course()) for each in (of, spoiled))
         assert torch.equal(own.up, other.up)
+
+
+def test_channels_before_space_are_refused() -> None:
+    with pytest.raises(IncompatibleModelsError, match="channels before space"):
+        FinalFeatures(LAYER, "task", torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)).rows()

@@ -462,7 +462,11 @@ class _SiteMoments:
 
         crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
         for batch in crossing:
-            crossing.take(batch, _WALKER, layer_call, named=expert_of(task), keeps=self.merged is None)
+            if self.merged is None:
+                crossing.take(batch, _WALKER, layer_call, named=expert_of(task))
+            else:
+                left = layer_call(batch.get(_WALKER), batch.side)
+                crossing.watch.see(expert_of(task), left[layer.stream], batch.start)
         self.passage.check()
         return moments.means()
 

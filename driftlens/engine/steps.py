@@ -10,7 +10,7 @@ there is no such sum and the term drops out.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -214,7 +214,7 @@ class StepWalk(CalibrationWalk):
         """New parameters of some groups, solved from one snapshot of what the student feeds them."""
         solved: Solved = {}, []
         for at, group in step:
-            # Every group is summed up in a pass of its own, and solved before the next.
+            # Every group is summed up in a pass of its own, and solved before the next; in the main process alone.
             sums = self._sums(layer, student, merged, at, group, streams)
             problems = (sums.problem(group, merged, has_views=self.ground.has_views) for _ in range(1))
             updates, reports = self.solved(layer, problems)
@@ -231,7 +231,7 @@ class StepWalk(CalibrationWalk):
                 self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
-        self.folds = self._all_folds(self._read_all(first))
+        self.folds = {task: self._folds_of(task, first) for task in self.parts}
         if self.calibrator.weights == "gradient":
             self._weigh(first)
             self._know_weights()
@@ -249,30 +249,19 @@ class StepWalk(CalibrationWalk):
         """Weighing tokens takes about half of what the layers take behind it; nothing where all count alike."""
         return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
 
-    def _read_all(self, first: Layer) -> dict[str, set[str]]:
-        """The digests of this process's samples' originals; they all wait before the layer then, by task."""
-        step = -self._num_early_steps or first.index
-        for task in self.parts:
-            deque(self.passage.batches(first, task, tell=partial(self.tell, step, task)), maxlen=0)
-        return {
-            task: {digest for batch in batches for digest in self.originals[batch]}
-            for task, batches in self.passage.waiting.items()
-        }
-
-    def _all_folds(self, digests: Mapping[str, set[str]]) -> dict[str, dict[str, int]]:
-        """By task the fold of every original: equal samples in one, whatever their order."""
-        folds, num_folds = dict[str, dict[str, int]](), self.calibrator.num_folds
-        for task in self.parts:
-            different = sorted(digests.get(task, set()))
-            if len(different) < num_folds:
-                raise DataError(
-                    f"task {task!r} has {len(different)} different calibration samples, which {num_folds} folds can't "
-                    "share",
-                    hint=f"Bring more samples, or set folds to at most {len(different)}; cv=off needs one sample.",
-                    task=task,
-                )
-            folds[task] = {digest: place % num_folds for place, digest in enumerate(different)}
-        return folds
+    def _folds_of(self, task: str, first: Layer) -> dict[str, int]:
+        """Read a task's samples; return the fold of every original by digest, equal samples in one."""
+        step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
+        batches = self.passage.batches(first, task, tell=partial(self.tell, step, task))
+        different = sorted({digest for batch in batches for digest in self.originals[batch]})
+        if len(different) < num_folds:
+            raise DataError(
+                f"task {task!r} has {len(different)} different calibration samples, which {num_folds} folds can't "
+                "share",
+                hint=f"Bring more samples, or set folds to at most {len(different)}; cv=off needs one sample.",
+                task=task,
+            )
+        return {digest: place % num_folds for place, digest in enumerate(different)}
 
     def _weigh(self, first: Layer) -> None:
         """Look at the gradients of this process's samples, task by task."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -307,28 +307,6 @@ def _digest(sample: Any) -> str:
     for part in _contents(sample):
         digest.update(part)
     return digest.hexdigest()
-
-
-def samples_at(
-    task: str,
-    split: Split,
-    view: SplitView,
-    drawn: Sequence[int],
-    labels: tuple[str, ...] | None,
-    preprocess: Callable[[list[Any]], Any],
-    batch_size: int,
-) -> SampleSet:
-    """The samples at some positions of a view."""
-
-    def read(position: int) -> Any:
-        return view.read(drawn[position])
-
-    def load(positions: Sequence[int]) -> Any:
-        return preprocess([read(position) for position in positions])
-
-    ids, digest = tuple(view.ids[position] for position in drawn), partial(data_digest, view.ids, view.read)
-    samples = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
-    return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from driftlens.base.errors import DataError, concerning
 from driftlens.base.words import some_of
 from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
-from driftlens.data.samples import COUNT_KEYS, SampleSet, draw, samples_at
+from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, open_split
 from driftlens.models.texts import TextReader
 
@@ -114,7 +115,7 @@ def open_task_data(
             hint="Text tasks (kind: jsonl, or `input:` in a table or hf entry) need a text model; image models need a "
             "source of images.",
         )
-    class_names = _agreed_classes(task, views, head_classes, getattr(entry, "unlabelled", None) is not None)
+    class_names = _agreed_classes(task, views, head_classes)
 
     def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
@@ -153,9 +154,9 @@ def open_task_data(
 
 
 def _agreed_classes(
-    task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None, may_be_unlabelled: bool
+    task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None
 ) -> tuple[str, ...] | None:
-    """The task's class names, after every split's own names were compared with them."""
+    """Return the task's class names, after every split's own names were compared with them."""
     # The test split comes first: only there must every class appear, so its message is the fullest.
     order: tuple[Split, ...] = ("test", "calibration", "diagnosis")
     named = {split: names for split in order if (names := views[split].class_names) is not None}
@@ -164,11 +165,6 @@ def _agreed_classes(
         return None
     for split, names in named.items():
         where = f"task {task}, {split} split {views[split].origin}"
-        if may_be_unlabelled and split != "test" and set(names).isdisjoint(agreed):
-            raise DataError(
-                f"{where}: none of its sub-folders ({_listed(names)}) is a class; classes are {_listed(agreed)}",
-                hint=f"Where sub-folders are no classes, set `unlabelled: [{split}]` in its entry.",
-            )
         require_same_classes(names, agreed, where=where, all_of_head=split == "test")
     return agreed
 
@@ -182,25 +178,25 @@ def sample_set(
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
-    """The samples at some positions of a view, whose labels are compared with the classes."""
+    """Return the samples at some positions of a view, whose labels are compared with the classes."""
     where = f"task {task}, {split} split {view.origin}"
-    labels = _labels(view, drawn, where)
+    ids = tuple(view.ids[position] for position in drawn)
+    drawn_labels = [view.label(position) for position in drawn]
+    labels = tuple(label for label in drawn_labels if label is not None) or None
+    if labels is not None and len(labels) < len(ids):
+        raise DataError(f"{where}: sample {ids[drawn_labels.index(None)]} has no label, others have")
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
-    return samples_at(task, split, view, drawn, labels, preprocess, batch_size)
+    def read(position: int) -> Any:
+        return view.read(drawn[position])
 
+    def load(positions: Sequence[int]) -> Any:
+        return preprocess([read(position) for position in positions])
 
-def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:
-    """Class name per drawn sample, or None where the split has no labels."""
-    drawn_labels = [view.label(position) for position in drawn]
-    labels = tuple(label for label in drawn_labels if label is not None)
-    if 0 < len(labels) < len(drawn_labels):
-        bare = view.ids[drawn[drawn_labels.index(None)]]
-        raise DataError(
-            f"{where}: sample {bare} has no label, others have", hint="Label all samples or none."
-        )
-    return labels or None
+    digest = functools.partial(data_digest, view.ids, view.read)
+    samples = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
+    return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
 
 
 def _notices(
@@ -245,7 +241,8 @@ def require_same_classes(
         parts.append(f"only in head: {_listed(only_head)}")
     raise DataError(
         f"{where}: {'; '.join(parts)}",
-        hint="Names must agree letter by letter in the data and in `heads.<task>.classes`.",
+        hint="Names must agree letter by letter in the data and in `heads.<task>.classes`. Where sub-folders of images "
+        "are no classes, set `unlabelled: [calibration]`.",
         only_in_data=only_data,
         only_in_head=only_head,
     )

@@ -132,16 +132,6 @@ def test_unequal_counts_are_noticed_and_equal_ones_are_not() -> None:
     assert notice == "the number of calibration samples differs between tasks: a 4, b 3"
 
 
-def test_listing_the_sources_imports_no_heavy_library() -> None:
-    script = (
-        "import sys; from driftlens.data.sources import data_sources; list(data_sources); "
-        "import driftlens.data.task_data; "
-        "print(*{'torch', 'datasets', 'PIL', 'torchvision', 'pydantic', 'pandas'} & set(sys.modules))"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
-
-
 def origins(folder: Path, *, n_diagnosis: int = 3, **values: Any) -> tuple[str, str]:
     """Of diagnosis and test samples of an image folder."""
     entry = {

@@ -80,18 +80,6 @@ def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
     return is_live
 
 
-def offer(request: Request, label: str) -> None:
-    """A button that starts the job, unless one is live on its run, which is shown then; and how the last one failed."""
-    is_live = show_live(request.run)
-    last = watch(request.run, request.kind)
-    if last is not None and last.job.settings == request.settings:
-        show_bad_end(last)
-    if is_live or Settings.from_environment().read_only:
-        return
-    if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
-        begin(request)
-
-
 def begin(request: Request) -> None:
     """Start the job and draw the page anew; what is in its way is shown here."""
     with shown_errors():
@@ -109,7 +97,14 @@ def offer_attribution(run: DriftRun) -> None:
         return
     names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
     note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")
-    offer(explain_request(run), "Trace the drift back to layers")
+    request = explain_request(run)
+    is_busy = show_live(run.path)
+    show_bad_end(watch(run.path, request.kind))
+    if is_busy or Settings.from_environment().read_only:
+        return
+    label = "Trace the drift back to layers"
+    if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
+        begin(request)
 
 
 def link_to_repair() -> None:

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, SpecError
+from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
 from driftlens.base.files import Guard, from_json, write_json_atomic
 from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import CANDIDATE, EVENTS, STATUS
@@ -50,9 +50,6 @@ COMMAND = (sys.executable, "-P", "-m", "driftlens")
 
 PATIENCE_SECONDS = 300.0
 """How long a visitor may have to wait for an answer."""
-
-_KINDS = {kind.exit_code: kind for kind in (SpecError, RunLockedError)}
-"""What an exit code says about the error; the other codes are shared by several kinds."""
 
 _TURNS = threading.BoundedSemaphore(2)
 
@@ -225,8 +222,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         if failure is None:
             said = f"ended with exit code {done.returncode} and said nothing"
             raise RunError(f"`driftlens {arguments[0]}` {said}") from None
-        kind = _KINDS.get(done.returncode, DriftLensError)
-        raise kind(failure.message, hint=failure.hint) from None
+        raise RunError(failure.message, hint=failure.hint) from None
     assert isinstance(document, dict)
     return document
 

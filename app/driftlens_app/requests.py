@@ -21,7 +21,6 @@ from driftlens.spec.requests import (
 )
 from driftlens_app.calibration import methods, require_free_name
 from driftlens_app.processes import Kind, Request, job_of
-from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
@@ -152,14 +151,8 @@ def spec_files(root: Path) -> list[str]:
     return sorted(paths)[:_MOST_FILES]
 
 
-def own_specs(root: Path) -> list[str]:
-    """Paths, relative to the root, of what the runs in it were made from, but for runs of live modules."""
-    runs = [run.path for run in listed_runs(Settings(root)) if not (run.problem or run.is_live)]
-    return [(path / SPEC).relative_to(root).as_posix() for path in runs if is_file_inside(path / SPEC)]
-
-
 def spec_file(root: Path, relative: str) -> Path:
-    """The spec file at `relative`, refused unless it is one of `spec_files` or a run's: browsers may send anything."""
-    if relative not in spec_files(root) and relative not in own_specs(root):
+    """The spec file at `relative`, refused unless it is one of `spec_files`: browsers may send anything."""
+    if relative not in spec_files(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
     return root / relative

@@ -1,7 +1,7 @@
 """Figures and tables for a paper, drawn from saved runs.
 
     dl.paper.figure("intro", run).save("fig1.pdf")
-    dl.paper.table("accuracy", runs).to_latex("tab1.tex")
+    dl.paper.table("accuracy", runs).save("tab1.tex")
 
 `driftlens export RUN` writes all of them. Nothing here needs torch.
 """

@@ -32,7 +32,7 @@ from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
 from driftlens_reports.formats.page import interactive_page, light_page, pictures_of
 from driftlens_reports.formats.texts import json_document, markdown, spreadsheets
-from driftlens_reports.sections import TITLES, Outline, check_known, outline, section_parts, verdict_of
+from driftlens_reports.sections import PRESETS, TITLES, charts_of, check_known, section_parts, verdict_of
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
 Composed: TypeAlias = tuple[ReportContent, Mapping[str, Drawn]]
@@ -61,7 +61,10 @@ class Report:
         checks: Checks | None = None,
     ) -> None:
         self.run = run if isinstance(run, DriftRun) else open_run(run)
-        self._outline = outline(preset, sections)
+        check_known("preset", [preset], PRESETS)
+        chosen = PRESETS[preset] if sections is None else sections
+        check_known("section", chosen, TITLES)
+        self._preset, self._sections = preset, [name for name in TITLES if name in chosen]
         self._checks = (
             checks if checks is None or isinstance(checks, CheckReport) else check(self.run, checks)
         )
@@ -74,7 +77,7 @@ class Report:
     @functools.cached_property
     def _composed(self) -> Composed:
         """The content, and by name the drawn charts behind those of its figures that are not missing."""
-        return _compose(self.run, self._outline, self._checks)
+        return _compose(self.run, self._preset, self._sections, self._checks)
 
     def _repr_html_(self) -> str:
         """The light page in a frame of its own, for notebooks."""
@@ -125,18 +128,18 @@ def formats() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Composed:
+def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckReport | None) -> Composed:
     """The content of a report on `run`, with the results of the user's checks beside the self-checks."""
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
-    for name in outline.sections:
-        pairs = [_figure(run, chart) for chart in outline.charts_of(name)]
+    for name in names:
+        pairs = [_figure(run, chart) for chart in charts_of(name, preset)]
         figures[name] = [figure for figure, _ in pairs]
         drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
     everything = [figure for group in figures.values() for figure in group]
     judged = verdict_of(run)
     sections = []
-    for name in outline.sections:
+    for name in names:
         sentences, tables = section_parts(name, run, judged, checks, everything)
         shown = tuple(table for table in tables if table.rows)
         parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
@@ -146,7 +149,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None) -> Com
         info[name] = getattr(run.manifest, name)
     content = ReportContent(
         driftlens=driftlens.__version__,
-        preset=outline.preset,
+        preset=preset,
         run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
         stamps=(*facts.stamps(run), *overlap_notes(run)),
         verdict=judged,

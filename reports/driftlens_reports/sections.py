@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -98,39 +97,20 @@ flipped |  | A decision that differs from the expert's.
 """A line per term, in the order in which a reader meets them: the term, its symbol, its meaning."""
 
 
-@dataclass(frozen=True)
-class Outline:
-    """What one report consists of."""
-
-    preset: str
-    sections: tuple[str, ...]
-
-    def charts_of(self, section: str) -> list[Chart]:
-        """The charts that stand in a section of this report, by rank."""
-        return by_rank(
-            chart
-            for chart in charts.values()
-            if chart.place.report == section and self.preset in ("full", *chart.presets)
-        )
-
-
-def outline(preset: str = "standard", sections: Sequence[str] | None = None) -> Outline:
-    """The outline of a preset, or of the sections named, with the preset's charts; SpecError names an unknown one."""
-    check_known("preset", [preset], PRESETS)
-    if sections is not None:
-        check_known("section", sections, TITLES)
-    chosen = PRESETS[preset] if sections is None else sections
-    return Outline(preset, tuple(name for name in TITLES if name in chosen))
+def charts_of(section: str, preset: str) -> list[Chart]:
+    """Return the charts of a section of a report, by rank."""
+    shown = (chart for chart in charts.values() if preset in ("full", *chart.presets))
+    return by_rank(chart for chart in shown if chart.place.report == section)
 
 
 def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) -> None:
-    """Raises SpecError with the nearest one where a report has no such section, preset or format, or none is chosen."""
-    if not names:
-        raise SpecError(f"no {kind} is chosen", hint=f"There are {', '.join(known)}.")
-    for name in names:
-        if name not in known:
-            text = f"a report has no {kind} {name!r}; there are {', '.join(known)}"
-            raise SpecError(text, hint=did_you_mean(name, known))
+    """Raise SpecError if a report has no such section, preset or format, or none is chosen."""
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        said = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
+        raise SpecError(
+            f"{said}; there are {', '.join(known)}", hint=did_you_mean("".join(unknown[:1]), known)
+        )
 
 
 def section_parts(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import unicodedata
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import streamlit as st
 
 from driftlens.base.errors import SpecError
 from driftlens.base.files import entries, write_text_atomic
-from driftlens.runs.layout import SPEC
 from driftlens_app import requests
 from driftlens_app.calibration import methods
 from driftlens_app.live import show_new_runs
@@ -127,15 +125,13 @@ def task_of(expert: str) -> str:
 
 
 def _from_spec(settings: Settings) -> None:
-    """The analysis of a spec that lies in the folder, or of one that a run was made from."""
-    specs = [*requests.spec_files(settings.root), *requests.own_specs(settings.root)]
+    """Offer the analysis of a spec in the folder."""
+    specs = requests.spec_files(settings.root)
     if not specs:
         return
     st.header("From a spec", anchor=False)
-    spec = st.selectbox(
-        "Spec", specs, key="spec", help="YAML files in this folder and one level below, and those of runs."
-    )
-    name = st.text_input("Name of the folder", proposed_name(spec), key=f"name-of-{spec}")
+    spec = st.selectbox("Spec", specs, key="spec", help="YAML files in this folder and one level below.")
+    name = st.text_input("Name of the folder", Path(spec).stem, key=f"name-of-{spec}")
     with st.container(horizontal=True, vertical_alignment="center"):
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
         st.caption(coded(f"`driftlens validate {shlex.quote(spec)}` checks it first, in a terminal."))
@@ -146,14 +142,6 @@ def _from_spec(settings: Settings) -> None:
 def _begin(request: Request) -> None:
     start(request)
     lead("runs")
-
-
-def proposed_name(spec: str) -> str:
-    """A name for the run's folder that the form accepts, from the spec's: `mein spec ü.yaml` gives `mein-spec-u`."""
-    file = PurePosixPath(spec)
-    called = file.parent.name if file.name == SPEC and file.parent.name else file.stem
-    plain_letters = unicodedata.normalize("NFKD", called).encode("ascii", "ignore").decode()
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain_letters).strip("-.")[:80] or "run"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.findings.reading import error, signs
+from driftlens.findings.reading import error, percent, signs
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -69,9 +69,11 @@ def draw_curves(
     """A row of panels per task, one of each kind; `below`: what lies below the curves of the first panel."""
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows = picking.named_layers(run, rows)
-    placed: dict[str, Any] = {"titles": words.task_titles(tasks, [kind.name for kind in kinds])}
+    placed: dict[str, Any] = {"titles": words.labels(tasks)}
     if len(kinds) > 1:
-        placed |= {"columns": len(kinds), "height": 150}
+        cut = words.labels(tasks, words.LONGEST_OF_TWO)
+        titles = [f"{task}: {kind.name}" for task in cut for kind in kinds]
+        placed = {"titles": titles, "columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
         x_title=panels.layer_title(run),
@@ -291,7 +293,8 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
     figure = _draw_cells(run, _cells_of(run, rows), list(dict.fromkeys(rows["task"])), dark=options.dark)
-    alt = f"Heatmap of signed shares of the final drift by task and layer. {words.peak_share(rows, CONTRIBUTED)}"
+    peaks = words.peak_sentence(rows, CONTRIBUTED, percent)
+    alt = f"Heatmap of signed shares of the final drift by task and layer. {peaks}"
     notes = words.gap_notes(run, rows, CONTRIBUTED)
     return of_layers(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
 

@@ -310,11 +310,11 @@ def gapped(values: Iterable[Any]) -> list[Any]:
 
 
 def whiskers(
-    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str, *, width: int = 3
+    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str
 ) -> dict[str, Any]:
     """Whiskers from `low` to `high` around the values; none where an end is missing: no length claims certainty."""
     up, down = high.astype(float) - values, values - low.astype(float)
-    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": width}
+    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": 3}
 
 
 def interval_texts(

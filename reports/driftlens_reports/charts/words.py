@@ -8,19 +8,18 @@ import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from driftlens.base import variants
-from driftlens.findings.reading import number, percent, printable
+from driftlens.findings.reading import number, printable
 from driftlens.runs.run import DriftRun
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
 
 Tell = Callable[["pd.Series[Any]"], str]
-Ends = Literal["low", "high", "both"]
 
 _NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and variants")
 
@@ -79,30 +78,21 @@ def shown(variant: str) -> str:
     return label(title(variant))
 
 
-def task_titles(tasks: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Titles of a row of panels per task, one panel per name; of the task alone where there is but one, unnamed."""
-    if not any(names):
-        return labels(list(tasks))
-    return [f"{task}: {name}" for task in labels(list(tasks), LONGEST_OF_TWO) for name in names]
-
-
 def by_variant(texts: Iterable[tuple[object, str]]) -> str:
     """A text for each variant behind what a reader calls it: "merged 0.6120; featcal 0.8010"."""
     return "; ".join(f"{title(str(variant))} {text}" for variant, text in texts)
 
 
-def span(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
-    """The rows with the smallest and the largest value in words, `a to b`; one of them where that is all."""
+def span(rows: pd.DataFrame, column: str, tell: Tell) -> str:
+    """Return the rows with the smallest and the largest value in words, `a to b`."""
     values = rows[column].astype(float)
-    lowest, highest = values.idxmin(), values.idxmax()
-    chosen = {"low": [lowest], "high": [highest], "both": [lowest, highest]}[ends]
-    return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys(chosen))
+    return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys([values.idxmin(), values.idxmax()]))
 
 
-def spans(rows: pd.DataFrame, column: str, tell: Tell, ends: Ends = "both") -> str:
-    """The same of each variant that has a number."""
+def spans(rows: pd.DataFrame, column: str, tell: Tell) -> str:
+    """Return the span of each variant that has a number."""
     groups = rows[rows[column].notna()].groupby("variant", sort=False)
-    return by_variant((variant, span(part, column, tell, ends)) for variant, part in groups)
+    return by_variant((variant, span(part, column, tell)) for variant, part in groups)
 
 
 def spaced(count: int) -> str:
@@ -163,12 +153,11 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
 
 
 def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = number) -> str:
-    """The highest value of each variant in words, with the task and layer where it is."""
-
-    def tell(row: pd.Series[Any]) -> str:
-        return f"{write(float(row[column]))} ({row['task']}, {row['where']})"
-
-    return f"Highest: {spans(rows, column, tell, 'high')}."
+    """Return the highest value of each variant in words, with the task and layer where it is."""
+    peaks = rows[rows[column].notna()].astype({column: float})
+    peaks = peaks.loc[peaks.groupby("variant", sort=False)[column].idxmax()]
+    texts = [f"{write(row[column])} ({row['task']}, {row['where']})" for row in peaks.to_dict("records")]
+    return f"Highest: {by_variant(zip(peaks['variant'], texts, strict=True))}."
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
@@ -178,8 +167,3 @@ def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
     if not gaps:
         return []
     return [f"{counted(gaps, 'cell')} without a number, in the background's colour: not measured."]
-
-
-def peak_share(rows: pd.DataFrame, column: str) -> str:
-    """`peak_sentence` for shares, as percentages."""
-    return peak_sentence(rows, column, percent)

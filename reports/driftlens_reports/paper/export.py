@@ -61,14 +61,14 @@ class Artifact(Exhibited):
     def save(self, path: PathLike) -> pathlib.Path:
         """Write it to `path`, whole or not at all, in the format of its suffix; refuses one that it can't have."""
         target = pathlib.Path(path)
-        return _write(target, self.content(target.suffix.removeprefix(".")))
+        content = self.content(target.suffix.removeprefix("."))
+        with atomic_path(target, need=len(content)) as written:
+            written.write_bytes(content)
+        return target
 
-    def to_latex(self, path: PathLike | None = None) -> str:
-        r"""Return the table as a fragment to \input, and write it to `path` where one is given."""
-        content = self.content("tex")
-        if path is not None:
-            _write(pathlib.Path(path), content)
-        return content.decode()
+    def to_latex(self) -> str:
+        r"""Return the table as a fragment to \input."""
+        return self.content("tex").decode()
 
     def content(self, file_format: str) -> bytes:
         """The bytes of the file in a format, the same at every call in one environment."""
@@ -152,12 +152,6 @@ def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
             hint=f"It can be saved as {', '.join(possible)}.",
         )
     return chosen
-
-
-def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
-    with atomic_path(path, need=len(content)) as written:
-        written.write_bytes(content)
-    return path
 
 
 def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:

@@ -182,7 +182,9 @@ def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: Path) -> None:
 def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -> None:
     export([run], tmp_path, names=["drift", "accuracy"])
     dl.paper.figure("drift", run).save(tmp_path / "fig1.pdf")
-    text = dl.paper.table("accuracy", [run]).to_latex(tmp_path / "tab1.tex")
+    table = dl.paper.table("accuracy", [run])
+    text = table.to_latex()
+    table.save(tmp_path / "tab1.tex")
     written = contents(tmp_path)
     assert written["fig1.pdf"] == written["drift.pdf"]
     assert written["tab1.tex"] == written["accuracy.tex"] == text.encode()

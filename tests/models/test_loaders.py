@@ -250,13 +250,6 @@ def test_live_modules_are_their_own_skeleton(build: Callable[[], nn.Module], ada
     assert architecture.preprocess is None
 
 
-def test_an_unknown_live_module_is_taken_apart_along_its_list_of_blocks() -> None:
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
-    architecture = architecture_of(module, torch.ones(2, 4))
-    assert architecture.adapter == "sequential"
-    assert architecture.align(source := object()) is source  # its keys are its own
-
-
 def test_a_live_module_without_blocks_is_refused() -> None:
     with pytest.raises(SpecError):
         architecture_of(nn.Linear(2, 2))

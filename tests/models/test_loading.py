@@ -304,12 +304,6 @@ def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: Path)
         open_checkpoint(tmp_path / name)
 
 
-def test_a_safetensors_file_without_tensors_is_refused(tmp_path: Path) -> None:
-    save_file({}, tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="holds no tensors"):
-        open_checkpoint(tmp_path / "w.safetensors")
-
-
 def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_bytes(b"")
     with pytest.raises(
@@ -428,14 +422,6 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
         assert companion_files(library_folder(place)) == {}
 
 
-@pytest.mark.usefixtures("hub_cache")
-def test_a_repository_that_is_not_cached_is_refused_offline() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"no file or folder 'someone/other'.*\n.*hf download someone/other"
-    ):
-        open_checkpoint("someone/other", offline=True)
-
-
 def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -519,11 +505,6 @@ def equal(found: Tensor, wanted: Tensor) -> bool:
     return found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
-def test_tensors_and_rows_are_those_that_were_saved(source: SafetensorsSource, weights: Weights) -> None:
-    assert all(equal(source.read(key), value) for key, value in weights.items())
-    assert equal(source.read("embed.weight", (2, 5)), weights["embed.weight"][2:5])
-
-
 @pytest.mark.parametrize("rows", [None, (1, 3)], ids=["whole", "rows"])
 def test_writing_to_a_tensor_changes_neither_the_next_read_nor_the_file(
     source: SafetensorsSource,
@@ -539,28 +520,6 @@ def test_writing_to_a_tensor_changes_neither_the_next_read_nor_the_file(
     )
     assert file.read_bytes() == before
     assert bool((mine == 99).all())
-
-
-@pytest.mark.parametrize(
-    ("spare", "opened"), [(0, 2), (-1, 4)], ids=["up to the limit", "one byte beyond the limit"]
-)
-def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
-    file: Path, monkeypatch: pytest.MonkeyPatch, spare: int, opened: int
-) -> None:
-    """Once for the header, and then once for all reads, or once for each of three."""
-    calls: list[Path] = []
-    plain = safetensors.safe_open
-
-    def counting(path: Path, **options: str) -> Any:
-        calls.append(path)
-        return plain(path, **options)
-
-    monkeypatch.setattr(safetensors, "safe_open", counting)
-    monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
-    source = SafetensorsSource(file)
-    for _ in range(3):
-        source.read("embed.weight")
-    assert calls == [file] * opened
 
 
 @pytest.mark.parametrize("spare", [0, -1], ids=["up to the limit", "one byte beyond the limit"])
@@ -635,13 +594,6 @@ def test_offline_only_the_cache_is_looked_at(
     assert read_config("org/model", "config.json", offline=not by_environment) == {"file": "config.json"}
     assert read_config("org/model", "other.json", offline=not by_environment) is None
     assert hub.asked == 0 and caplog.text == ""
-
-
-def test_trouble_on_the_way_is_said_in_one_line(hub: Hub) -> None:
-    hub.down = True
-    with pytest.raises(CheckpointError, match="org/model on the Hub can't be had") as failure:
-        read_config("org/model", "config.json")
-    assert "no route to host" in failure.value.message and "\n" not in failure.value.message
 
 
 def test_a_folder_is_read_without_the_hub(hub: Hub, tmp_path: Path) -> None:

@@ -105,12 +105,6 @@ def test_without_a_file_clips_defaults_are_used_and_said() -> None:
         assert "org/model" in preprocess.notice and file in preprocess.notice
 
 
-def test_the_backend_that_resizes_is_named() -> None:
-    theirs, ours = both()
-    assert theirs.backend.startswith("transformers CLIPImageProcessor")
-    assert ours.backend == "open_clip torchvision-PIL"
-
-
 @pytest.mark.parametrize(
     ("image", "words"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from driftlens.spec import load_spec
 from tests.refusing import refusing
 from tests.specs import minimal
 from tests.zoo.small import scrambled
-from tests.zoo.towers import OPEN_CLIP_CONFIG, open_clip_folder
+from tests.zoo.towers import OPEN_CLIP_CONFIG
 
 MODEL = "tiny-quickgelu"
 TAG = {"hf_hub": "somebody/tiny/", "quick_gelu": True, "mean": open_clip.OPENAI_DATASET_MEAN}
@@ -98,12 +97,3 @@ def test_a_tag_that_does_not_fit_is_refused(
     with pytest.raises(error) as refusal:
         resolve_pretrained(place, tiny(model))
     assert all(word in str(refusal.value) for word in words)
-
-
-def test_an_architecture_from_files_has_no_tags(tmp_path: Path) -> None:
-    folder = open_clip_folder(tmp_path / "model")
-    config = tmp_path / "model_config.json"
-    config.write_text(json.dumps(OPEN_CLIP_CONFIG))
-    for source in (folder, config):
-        with pytest.raises(SpecError, match="that open_clip knows by name"):
-            resolve_pretrained("pretrained:openai", load_architecture("open-clip", str(source)))

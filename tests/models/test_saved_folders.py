@@ -11,18 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface_hub import ModelCard
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.pipelines import PIPELINE_REGISTRY
 
 from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
-from driftlens.jobs.study.card import merge_card
-from driftlens.merging.method import merge_called
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import text_head
 from driftlens.models.saving import Patched, save_model
@@ -31,7 +26,7 @@ from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained
 from tests.zoo.small import flan_t5
 from tests.zoo.tokenizers import word_tokenizer
-from tests.zoo.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
+from tests.zoo.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder
 from tests.zoo.walking import chain_states
 
 CLASSES = ("cat", "dog", "tree", "sea", "map")
@@ -199,31 +194,6 @@ def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: Path) -> None:
     assert torch.equal(found.argmax(dim=1), scores.argmax(dim=1))
 
 
-@torch.no_grad()
-def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its configuration names one of transformers, whose files lie beside it in a folder."""
-    import open_clip
-    from transformers import CLIPTokenizer
-
-    folder, out = open_clip_folder(tmp_path / "base"), tmp_path / "out"
-    tiny_tokenizer_files(folder)
-    CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
-    config = json.loads((folder / "open_clip_config.json").read_text())
-    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "someone/tokenizer"
-    (folder / "open_clip_config.json").write_text(json.dumps(config))
-    architecture, base = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
-    model = moved(architecture, base)
-    save_model(architecture, base, model, out, card=lambda usage: usage)
-    computed = used((out / "README.md").read_text(), out, monkeypatch)
-    torch.testing.assert_close(
-        computed["features"], own_features(architecture, model, pictures()[:1]), rtol=1e-5, atol=1e-5
-    )
-    tokens = [open_clip.get_tokenizer(f"local-dir:{place}")(["a cat", "a dog"]) for place in (folder, out)]
-    assert torch.equal(*tokens) and not torch.equal(*tokens[1])
-
-
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
@@ -274,12 +244,6 @@ def as_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(listed))
 
 
-def clip_folder(folder: Path) -> tuple[str, Any]:
-    from transformers import CLIPModel
-
-    return "hf-clip", CLIPModel.from_pretrained(hf_folder(folder))
-
-
 def bert_folder(folder: Path) -> tuple[str, Any]:
     model = trained(Family("hf-auto", bert), 3, 1)
     model.save_pretrained(folder)
@@ -318,66 +282,6 @@ def encoder_folder(name: str) -> Callable[[Path], tuple[str, Any]]:
     )
 
 
-def core_folder(prepare: Callable[[Path], tuple[str, Any]]) -> Callable[[Path], tuple[str, Any]]:
-    """What such a folder has without a head, as its library saves that."""
-
-    def cored(folder: Path) -> tuple[str, Any]:
-        loader, model = prepare(folder)
-        core = model.vision_model if loader == "hf-clip" else model.base_model
-        core.save_pretrained(folder)
-        return "hf-vit" if loader == "hf-clip" else loader, core
-
-    return cored
-
-
-def headless_timm(folder: Path) -> tuple[str, Any]:
-    family = FAMILIES["timm ViT"]
-    model = family.build(0)
-    save(family, model, folder)
-    return "timm", model
-
-
-CARDS = {
-    "clip": clip_folder,
-    "bert": bert_folder,
-    "bert's core": core_folder(encoder_folder("BERT")),
-    "encoder": encoder_folder("RoBERTa"),
-    "vit": family_folder("ViT"),
-    "dinov2's core": core_folder(family_folder("DINOv2")),
-    "resnet": family_folder("ResNet"),
-    "llama": decoder_folder("Llama"),
-    "llama by hf-auto": lambda folder: ("hf-auto", decoder_folder("Llama")(folder)[1]),
-}
-
-
-def tags_of(known: Architecture) -> tuple[str, str]:
-    """Library and task in the front matter of a merge's card."""
-    described = {**known.described, "reads": known.chain.modality.name}
-    card = merge_card(merge_called("average", {}).record, described, {"base": known.source}, [])
-    return ModelCard(card).data.library_name, ModelCard(card).data.pipeline_tag
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_a_card_names_the_task_for_which_its_library_would_take_the_folder(name: str, tmp_path: Path) -> None:
-    loader, model = CARDS[name](tmp_path / "base")
-    known = load_architecture(
-        loader, str(tmp_path / "base"), blocks=FAMILIES["ResNet"].blocks if name == "resnet" else None
-    )
-    library, task = tags_of(known)
-    takers = PIPELINE_REGISTRY.supported_tasks[task]["pt"]
-    assert library == "transformers"
-    assert type(model) in {taker._model_mapping[type(model.config)] for taker in takers}
-    reads = "pixel_values" if "image" in task else "input_ids"
-    assert model.main_input_name == reads or name == "clip"
-
-
-def test_the_card_of_a_model_of_timm_without_classes_promises_none(tmp_path: Path) -> None:
-    tasks = {"image-feature-extraction": headless_timm, "image-classification": family_folder("timm ViT")}
-    for task, prepare in tasks.items():
-        prepare(tmp_path / task)
-        assert tags_of(load_architecture("timm", str(tmp_path / task))) == ("timm", task)
-
-
 @pytest.mark.parametrize("prepare", [family_folder("ViT"), family_folder("timm ViT"), bert_folder])
 @torch.no_grad()
 def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
@@ -398,48 +302,6 @@ def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
         expected = expected.mean(dim=1) if prepare is bert_folder else expected[:, 0]
     torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
     assert (out / "LICENSE").read_text() == "ours"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        *(clip_folder, bert_folder, family_folder("ViT"), family_folder("timm ViT"), t5_folder),
-        *map(decoder_folder, ("Llama", "Llama, untied", "Gemma 3", "Phi-3")),
-        *map(encoder_folder, ("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v3")),
-    ],
-)
-def test_files_of_every_form_hold_the_same_model(
-    prepare: Callable[[Path], tuple[str, Any]], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """In half precision: shards as versions 5 and 4 write them, pickled ones, one file, and names as in memory."""
-    loader, model = prepare(tmp_path / "whole")
-    found = load_architecture(loader, str(tmp_path / "whole"))
-    whole = found.align(open_checkpoint(tmp_path / "whole"))
-    assert set(found.keys) - set(whole.headers) <= set(found.chain.tied)  # files hold these once
-    model.to(dtype)
-    save_file(
-        {key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "memory.safetensors"
-    )
-    torch.save(model.state_dict(), tmp_path / "memory.bin")
-    places = ["memory.safetensors", "memory.bin"]
-    if loader != "timm":  # which writes one file
-        for name in ("shards", "pickled"):
-            model.save_pretrained(tmp_path / name, max_shard_size="8KB")
-            assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
-        as_pickles(tmp_path / "pickled")
-        places += ["shards", "pickled"]
-    for place in places:
-        stored = found.align(open_checkpoint(tmp_path / place))
-        assert set(whole.headers) <= set(stored.headers), place
-        for key in whole.headers:
-            wanted = whole.read(key)
-            wanted = wanted.to(dtype) if wanted.is_floating_point() else wanted
-            assert stored.headers[key].dtype == wanted.dtype and torch.equal(stored.read(key), wanted), (
-                place,
-                key,
-            )
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

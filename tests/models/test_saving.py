@@ -85,14 +85,6 @@ def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_pa
         assert (start + header[key]["data_offsets"][0]) % value.dtype.itemsize == 0, key
 
 
-def test_pairs_and_mappings_are_written_alike(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    save_state_dict(tmp_path / "a.safetensors", weights)
-    save_state_dict(tmp_path / "b.safetensors", ((key, value) for key, value in weights.items()))
-    save_state_dict(tmp_path / "c.safetensors", Patched(TensorsSource("base", weights), {}))
-    written = {(tmp_path / f"{name}.safetensors").read_bytes() for name in "abc"}
-    assert len(written) == 1
-
-
 def test_views_ties_and_leaves_are_written_by_value(tmp_path: Path) -> None:
     shared = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     save_state_dict(

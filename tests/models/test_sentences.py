@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -278,21 +277,3 @@ def test_modules_that_cant_be_followed_are_refused_by_name(
         load_architecture("hf-encoder", str(root))
     (root / "modules.json").write_text("{}")  # some other library's
     assert load_architecture("hf-encoder", str(root)).chain.modality.pool == "mean"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", ["", "0_Transformer"])
-def test_the_library_reads_sentences_from_what_is_saved(inside: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec("sentence_transformers") is None:
-        pytest.skip("sentence-transformers is not installed")
-    from sentence_transformers import SentenceTransformer
-
-    sentences(tmp_path / "base", 0, inside=inside)
-    sentences(tmp_path / "one", 1, inside=inside)
-    merge_experts(spec_of(tmp_path, "one"), "average", {}, tmp_path / "out", Context())
-    read, expected = (
-        SentenceTransformer(str(tmp_path / name), device="cpu").encode(list(TEXTS)) for name in ("out", "one")
-    )
-    torch.testing.assert_close(torch.tensor(read), torch.tensor(expected))
-    found = embeddings(tmp_path / "out", list(TEXTS)).float()
-    torch.testing.assert_close(torch.tensor(read), found, rtol=1e-5, atol=1e-6)

@@ -277,16 +277,6 @@ def test_blocks_are_residual_when_they_keep_the_shape() -> None:
     assert [layer.is_residual for layer in chain.layers] == [False, False, True, False]
 
 
-def test_tensors_beside_the_features_are_named_once() -> None:
-    stack = STACKS["masked_attention"]
-    inputs = stack.inputs(torch.Generator(), N)
-    state, side = chain_of(stack, stack.module()).start(inputs)
-    assert state == {}
-    public = [name for name in side if not name.startswith("_")]
-    assert public == ["inputs.tokens", "inputs.mask", "layers.0.1", "layers.0.tables.0", "layers.0.tables.1"]
-    assert side["inputs.tokens"] is inputs["tokens"]
-
-
 def test_a_float32_module_lends_itself_to_float64(generator: torch.Generator) -> None:
     stack = STACKS["masked_attention"]
     inputs = stack.inputs(generator, N)

@@ -15,9 +15,8 @@ from torch import nn
 import driftlens as dl
 from driftlens.base.access import Access
 from driftlens.base.errors import DriftLensError, IncompatibleModelsError
-from driftlens.checkpoints import refusals
 from driftlens.checkpoints.sources import TensorsSource
-from driftlens.models.architecture import architecture_of, load_architecture, loaders
+from driftlens.models.architecture import architecture_of, load_architecture
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
@@ -87,6 +86,12 @@ SENT_ON: list[tuple[str, dict[str, Any], str, str]] = [
     ("hf-encoder", {"model_type": "llama"}, "is a llama model", "hf-decoder"),
     ("hf-encoder", {"model_type": "t5"}, "is a t5 model", "hf-t5"),
     ("hf-encoder", {"model_type": "clip"}, "is a clip model", "hf-clip"),
+    (
+        "hf-encoder",
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"]},
+        "a bert model",
+        "live modules",
+    ),
     ("hf-decoder", {"model_type": "t5"}, "a t5 model", ""),
     ("hf-decoder", {"model_type": "gemma3"}, "gemma3", ""),
     ("hf-decoder", {"model_type": "bert"}, "bert", ""),
@@ -103,26 +108,6 @@ def test_the_other_loaders_send_models_on_too_before_any_weight_is_read(
         load_architecture(loader, str(tmp_path))
     assert words in str(refusal.value) and hint in refusal.value.hint and refusal.value.hint
     assert refusal.value.exit_code == 4
-
-
-@pytest.mark.parametrize(
-    ("loader", "prepare"), [("hf-auto", "timm"), ("hf-vit", "open-clip"), ("timm", "open-clip")]
-)
-def test_folders_of_other_libraries_are_sent_on(tmp_path: Path, loader: str, prepare: str) -> None:
-    timm_folder(tmp_path) if prepare == "timm" else open_clip_folder(tmp_path)
-    with refusing(IncompatibleModelsError, hint=f"loader is {prepare}:"):
-        load_architecture(loader, str(tmp_path))
-
-
-def test_every_loader_that_refusals_name_is_there(tmp_path: Path) -> None:
-    named = {loader for *_, loader in refusals._FAMILIES} | {
-        "hf-clip",
-        "hf-vit",
-        "hf-auto",
-        "open-clip",
-        "timm",
-    }
-    assert named - {"", "adapters"} <= set(loaders)
 
 
 def test_a_checkpoint_of_another_family_is_named_beside_loaders_of_any_model(tmp_path: Path) -> None:

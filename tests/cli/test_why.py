@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from driftlens.base.errors import SpecError
-from driftlens.data.drafted import data_entry
+from driftlens.data.library import data_entry
 from driftlens.demo import PROBES
 from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
 from driftlens.runs.run import open_run

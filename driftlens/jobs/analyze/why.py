@@ -28,7 +28,7 @@ from driftlens.checkpoints.loading import (
 )
 from driftlens.checkpoints.refusals import family_of_keys, loader_of, reads_images, route
 from driftlens.checkpoints.weight_files import is_lora_folder
-from driftlens.data.drafted import data_entry
+from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
 from driftlens.spec import RunSpec, load_spec

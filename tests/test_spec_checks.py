@@ -125,8 +125,3 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str)
     file.write_text(text)
     with refusing(SpecError, message, "checks.yaml"):
         load_checks(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="the checks can't be read"):
-        load_checks(tmp_path / "nosuch.yaml")

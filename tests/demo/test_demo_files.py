@@ -14,6 +14,7 @@ import driftlens.demo
 from driftlens.data.samples import shuffled
 from driftlens.demo import PROBES, spec_file
 from driftlens.spec import load_spec
+from tests.quick import few
 from tools.build_demo import image, text
 from tools.build_demo.__main__ import SUITES, write_spec
 
@@ -30,7 +31,7 @@ def test_a_spec_is_the_builders_and_names_files_that_exist(suite: str, tmp_path:
     assert (tmp_path / "run.yaml").read_text() == spec_file(suite).read_text()
 
 
-@pytest.mark.parametrize("name", image.tasks)
+@pytest.mark.parametrize("name", few(image.tasks, quick=["shapes"]))
 def test_pictures_are_those_that_the_builder_draws(name: str) -> None:
     """A run draws its calibration pictures from the shipped ones as it would from all of the builder's."""
     task, recipe = image.tasks[name], image.RECIPE

@@ -66,7 +66,7 @@ def prompt_tokens(recipe: Recipe = RECIPE) -> Tensor:
         for template in task.templates
         for name in task.class_names
     ]
-    return training.tokenizer(recipe.context_length)(prompts).unique()
+    return training.tokenizer(recipe.context_length)(prompts).unique()  # type: ignore[no-untyped-call]
 
 
 def known_words(clip: Any, recipe: Recipe) -> Tensor:

@@ -28,12 +28,6 @@ def scored(score: float, noise: float = 0.0) -> Scores:
     return Scores({task: score + noise * values for task, values in NOISE.items()})
 
 
-def test_folds_take_their_share_of_samples_sorted_by_class() -> None:
-    classes = np.repeat(np.arange(4), 16)
-    for fold in folds_of(64, "cars"):
-        assert np.bincount(classes[list(fold)]).tolist() == [4, 4, 4, 4]
-
-
 def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
     with pytest.raises(DataError, match=r"task cars has 7 calibration samples; .* at least 8"):
         folds_of(7, "cars")

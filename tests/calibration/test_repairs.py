@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.calibrator import Course, FinalFeatures
-from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss, uniform
+from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss
 from driftlens.models.chain import Layer
 from tests.calibration.helpers import quiet
 
@@ -39,11 +39,6 @@ def features(
 
 def distance(of: FinalFeatures, repaired: Tensor) -> float:
     return float((repaired - of.expert).square().sum(-1).mean())
-
-
-def test_the_start_is_within_the_bounds_of_a_linear_module() -> None:
-    own = nn.Linear(50, 400, bias=False).weight.detach().abs().max()
-    assert float(uniform(400, 50, seeded()).abs().max()) == pytest.approx(float(own), rel=0.01)
 
 
 @pytest.mark.parametrize("kind", [Surgery, ProbSurgery])

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.linalg import state
 from driftlens.linalg.state import PathJacobian, State, gauss_legendre, inner, norm, subtract
 
 Call = Callable[[State], State]
@@ -152,24 +151,3 @@ def test_attention_backend_is_restored_afterwards() -> None:
 
 def failing(state: State) -> State:
     raise RuntimeError("planned")
-
-
-def test_weights_of_the_quadrature_sum_to_one() -> None:
-    for nodes in (1, 4, 32):
-        assert sum(weight for _, weight in gauss_legendre(nodes)) == pytest.approx(1, abs=1e-14)
-
-
-@pytest.mark.parametrize(("limit", "calls"), [(1 << 30, 1), (0, 5)], ids=["small state", "large state"])
-def test_small_states_take_all_nodes_in_one_pass_and_large_ones_one_each(
-    monkeypatch: pytest.MonkeyPatch, limit: int, calls: int
-) -> None:
-    monkeypatch.setattr(state, "TOGETHER", limit)
-    seen: list[State] = []
-
-    def counted(state: State) -> State:
-        seen.append(state)
-        return smooth(state)
-
-    operator = PathJacobian(counted, *pair(smooth), nodes=5)
-    operator.jvps(vectors(operator, 2))
-    assert len(seen) == calls

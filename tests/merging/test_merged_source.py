@@ -256,14 +256,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_methods_that_run_models_want_a_study_with_calibration_samples() -> None:
-    def regmean(base: Tensors, experts: dict[str, Tensors], moments: object) -> Tensors:
-        return base
-
-    with pytest.raises(SpecError, match="none of a, b"):
-        merged_source(open_models(BASE, EXPERTS), merge_called(filed(regmean, "moments")))
-
-
 def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
     def site(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
         return experts["a"]

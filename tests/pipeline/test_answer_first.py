@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,13 +17,11 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.base.access import Context
 from driftlens.base.diagnostic import diagnostics
-from driftlens.base.errors import Cancelled, NumericsError, SpecError
+from driftlens.base.errors import Cancelled, SpecError
 from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import add_to_run, thumb
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest import merges as merges_module
-from driftlens.merging.method import Merge
 from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -274,29 +270,3 @@ METHODS = ("cpu", "numpy", "tolist")
 
 
 """Pictures are made tensors on the CPU, wherever models are."""
-
-
-@pytest.mark.slow
-def test_compared_merges_are_a_table_that_says_what_was_not_made(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values, out = world.spec(), tmp_path / "out"
-    merges = ["average", ("task_arithmetic", {"scaling": 0.5})]
-    merged = merges_module.merged_source
-
-    def overflowing(models: Any, merge: Merge, *arguments: Any, **options: Any) -> Any:
-        if merge.method.name == "task_arithmetic":
-            raise NumericsError("a weight is infinite")
-        return merged(models, merge, *arguments, **options)
-
-    monkeypatch.setattr(merges_module, "merged_source", overflowing)
-    found = dl.compare_merges(values, merges, out=out, progress="none")
-    rows = json.loads((out / "merges.json").read_text())["merges"]
-    frame = found.frame()
-    assert list(frame["merge"]) == [row["merge"] for row in rows if row["place"]]
-    assert list(frame["Hellinger distance to the experts"]) == [
-        row["hellinger"] for row in rows if row["place"]
-    ]
-    assert "task_arithmetic scaling=0.5: not made, as a weight is infinite" in found.notes()
-    assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
-    assert not [child for child in out.iterdir() if child.is_dir()]

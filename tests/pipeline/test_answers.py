@@ -19,20 +19,15 @@ from driftlens.findings.before_after import arena_rows
 from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.sweep import sweep
-from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import open_study
 from driftlens.models.generation import generate, log_likelihoods
 from driftlens.runs.layout import LONGEST_TEXT
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest, PreflightRequest, SweepRequest
-from driftlens_app.views.samples import answers
+from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import scored_again
 from tests.quick import few
-from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
@@ -143,33 +138,6 @@ def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path
     assert row["score"] == value(run, "free", "calibrated:maps", "exact_match")
 
 
-@pytest.mark.slow
-def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_path: Path) -> None:
-    suite = Suite("decoder", tmp_path)
-    data = {
-        "free": suite.data("free", PAIRS),
-        "likely": suite.data("likely", PAIRS, metric="perplexity"),
-        "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
-    }
-    spec = suite.spec(data)
-    texts = [finding.text for finding in preflight(load_spec(spec), PreflightRequest(deep=True)).findings]
-    assert any(
-        "expert of free scores 100.0 %" in text and "in exact match on 2 samples" in text for text in texts
-    )
-    assert any("in perplexity on" in text and "no better" not in text for text in texts)
-    run = analyze(spec, AnalysisRequest(out=tmp_path / "run", attribution=False)).path
-    found = calibrate(run, CalibrationRequest(name="fc", parameters={"lam": 0.1, "rho": 1.0}))
-    swept = sweep(run, SweepRequest(param={"lam": [0.1, 1.0]})).sweeps()
-    for task, metric in (("free", "exact_match"), ("likely", "perplexity"), ("pick", "choice")):
-        rows = swept[(swept["task"] == task)]
-        assert rows[metric].notna().all() and rows["accuracy"].isna().all() and (rows["n_test"] > 0).all()
-    table = sweep_text(open_run(run), "lam")
-    assert all(title in table for title in ("exact match", "perplexity", "choice accuracy"))
-    drawn = charts["sweeps"].draw(open_run(run), ChartOptions())
-    assert {"exact_match", "perplexity", "choice"} <= set(drawn.data["measure"])
-    assert found.accuracy("likely", "calibrated:fc")["metric"].tolist() == ["perplexity"]
-
-
 def test_what_a_task_lacks_is_refused_by_name(tmp_path: Path) -> None:
     suite = Suite("decoder", tmp_path, learns=False)
 
@@ -267,36 +235,6 @@ WORDS = [("is it red", "yes"), ("is it blue", "no"), ("it is green", "yes"), ("y
 LONG = ("is it " * LONGEST_TEXT, "red")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
-    suite = Suite("decoder", tmp_path_factory.mktemp("texts"), learns=False)
-    suite.model = perturbed(suite.model, 1, 0.3)
-    suite.save("expert")
-    data = {
-        "free": suite.data("free", [LONG, *PAIRS], max_length=16),
-        "pick": suite.data("pick", WORDS, classes=True),
-    }
-    return analyze(suite.spec(data), AnalysisRequest(out=suite.folder / "run", attribution=False))
-
-
-@pytest.mark.slow
-def test_a_run_keeps_what_its_samples_ask(run: DriftRun) -> None:
-    texts = run.texts("pick")
-    assert [texts[name] for name in run.sample_ids("pick")] == [WORDS[int(name) - 1][0] for name in texts]
-    assert all(len(text) <= LONGEST_TEXT + 3 for text in run.texts("free").values())
-    drawn = charts["scatter"].draw(run, ChartOptions(tasks=("pick",)))
-    assert any("is it" in text for text in drawn.figure.data[0].text)
-
-
-@pytest.mark.slow
-def test_answers_stand_beside_each_other_those_that_differ_first(run: DriftRun) -> None:
-    rows = run.scores("free")
-    shown = answers(rows[rows["answer"].notna()], [*run.variants, "expert"])
-    assert list(shown)[:2] == ["sample", "target"] and {"base", "merged", "expert"} <= {*shown}
-    differ = shown[["merged", "expert"]].nunique(axis=1).tolist()
-    assert differ == sorted(differ, reverse=True) and len(shown) == len(PAIRS) + 1
-
-
 @pytest.mark.slow
 def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> None:
     """Against the library's own models: what they say comes after each question, of all tokens."""
@@ -322,20 +260,3 @@ def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> 
             assert rows["token_kl"].to_numpy() == pytest.approx(rows["kl"].to_numpy())
         else:  # a label word may be kept where another token takes the lead
             assert not rows["token_kl"].equals(rows["kl"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
-def test_groups_of_one_layer_are_calibrated_alone(form: str, tmp_path: Path) -> None:
-    suite = Suite(form, tmp_path, learns=False)
-    suite.model = perturbed(suite.model, 1, 0.3)
-    suite.save("expert")
-    spec = suite.spec({"pick": suite.data("pick", WORDS, classes=True)})
-    spec["metrics"] = {"jacobian": {"samples": 2}}
-    made = analyze(spec, AnalysisRequest(out=tmp_path / "run"))
-    last = max(layer.index for layer in made.manifest.layers if layer.role == "block")
-    request = CalibrationRequest(name="part", parameters={"lam": 0.1}, sites=("q", "down"), layers=(last,))
-    table = calibrate(made.path, request).calibration("part")
-    assert set(table["layer"]) == {last}
-    leaves = {site.rpartition(".")[2] for site in table["site"]}
-    assert leaves == ({"q_proj", "down_proj"} if form == "decoder" else {"q", "wo"})

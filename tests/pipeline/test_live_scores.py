@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
@@ -21,7 +20,6 @@ from driftlens.spec.requests import AnalysisRequest
 from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
-from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.world import MODEL, TRANSFORMERS
 
 NAMES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
@@ -194,22 +192,6 @@ SIZES = {
     "num_attention_heads": 2,
     "vocab_size": 40,
 }
-
-
-@pytest.mark.slow
-def test_encoders_read_texts_as_they_read_tokens(tmp_path: Path) -> None:
-    tokenizer, head = word_tokenizer("encoder"), torch.nn.Linear(16, 2)
-    models = [with_seed(lambda: transformers.BertModel(transformers.BertConfig(**SIZES)))() for _ in "ab"]
-    models = [perturbed(model, seed, 0.1).eval() for seed, model in enumerate(models)]
-    texts, labels = ["is it red", "it is blue", "no question"], [0, 1, 1]
-    batch = dict(tokenizer(texts, padding=True, return_tensors="pt"))
-    common = {"merged": models[0], "experts": {"a": models[1]}, "heads": {"a": head}, "progress": "none"}
-    plain = dl.analyze(**common, data={"a": [(batch, torch.tensor(labels))]}, out=tmp_path / "plain")
-    pairs = [*zip(texts, labels, strict=True)]
-    read = dl.analyze(**common, data={"a": pairs}, tokenizer=tokenizer, out=tmp_path / "read")
-    for table in ("accuracy", "layers"):
-        pd.testing.assert_frame_equal(getattr(plain, table)(), getattr(read, table)(), rtol=1e-4, atol=1e-6)
-    assert tokenizer.padding_side == "right" and len(read.accuracy()) == 2
 
 
 def whole_hf() -> nn.Module:

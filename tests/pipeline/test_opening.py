@@ -18,13 +18,12 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.checkpoints.sources import StateSource, TensorsSource
 from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.opening import OpenModels, open_heads
+from driftlens.jobs.study.opening import OpenModels
 from driftlens.models.architecture import Architecture
-from driftlens.models.heads import TextTower, text_head
+from driftlens.models.heads import TextTower
 from driftlens.runs.run import DriftRun
-from driftlens.spec import RunSpec, load_spec
 from tests.pipeline.calibrating import request, scored_again
-from tests.zoo.world import CLASSES, LOGIT_SCALE, NUM_TEST, NUM_TRAIN, TASKS, World
+from tests.zoo.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World
 
 BASE = TensorsSource("base", {"w": torch.ones(1)})
 FIRST, SECOND = TASKS
@@ -58,31 +57,8 @@ def models(towers: Towers, base: StateSource | None = BASE) -> OpenModels:
     return OpenModels(cast("Architecture", towers), stored, {}, {})
 
 
-def spec_with(world: World, **heads: Any) -> RunSpec:
-    return load_spec(world.spec(heads=heads))
-
-
 def prompts(task: str, *templates: str) -> dict[str, Any]:
     return {"classes": list(CLASSES[task]), "templates": list(templates)}
-
-
-def test_the_text_tower_is_opened_once_for_all_tasks(world: World) -> None:
-    towers, templates = Towers(), {FIRST: ("a {}", "the {}"), SECOND: ("{} here",)}
-    heads = {task: prompts(task, *given) for task, given in templates.items()}
-    found = open_heads(spec_with(world, **heads), models(towers), {})
-    assert towers.opened == 1
-    for task, given in templates.items():
-        alone = text_head(TOWER, CLASSES[task], given)
-        assert torch.equal(found[task].embeddings, alone.embeddings)
-        assert (found[task].classes, found[task].logit_scale) == (CLASSES[task], 7.0)
-
-
-def test_files_and_prompts_may_stand_side_by_side(world: World) -> None:
-    towers = Towers()
-    spec = spec_with(world, **{FIRST: world.head(FIRST), SECOND: prompts(SECOND, "{}")})
-    found = open_heads(spec, models(towers), {FIRST: CLASSES[FIRST]})
-    assert towers.opened == 1
-    assert [found[task].logit_scale for task in TASKS] == [LOGIT_SCALE, 7.0]
 
 
 NAMES = CLASSES[TASKS[0]]

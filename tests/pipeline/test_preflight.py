@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli import main
@@ -93,31 +92,6 @@ def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: Path) -> N
     spec = with_expert(world, {"weights": str(tmp_path / "x.safetensors")})
     result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
     assert [finding.subject for finding in result.problems] == ["base", "expert of flowers"]
-
-
-def test_parameters_that_no_site_covers_are_named_with_their_share(world: World, tmp_path: Path) -> None:
-    """LayerScale, which open_clip's own module multiplies by and no calibrator solves for."""
-    import open_clip
-
-    vision = {**MODEL["vision_cfg"], "ls_init_value": 0.1}
-    scaled = {**MODEL, "vision_cfg": vision}
-    (tmp_path / "scaled.json").write_text(json.dumps(scaled))
-    weights = {"weights": str(tmp_path / "scaled.safetensors")}
-    state = open_clip.CLIP(**scaled).state_dict()
-    save_file(state, tmp_path / "scaled.safetensors")
-    architecture = {"loader": "open-clip", "source": str(tmp_path / "scaled.json")}
-    spec = world.one_task(architecture=architecture, base=weights, experts={"flowers": weights})
-    blocks = {name: value.numel() for name, value in state.items() if name.startswith("visual.transformer.")}
-    left = sum(count for name, count in blocks.items() if ".ls_" in name)
-    tower = sum(value.numel() for name, value in state.items() if name.startswith("visual."))
-    share = 1 - left / sum(blocks.values())
-    text = found(check(spec), "notice", "sites").text
-    assert f"{100 * share:.1f} % of the blocks' parameters" in text
-    assert f"{100 * (sum(blocks.values()) - left) / tower:.1f} % of all layers'" in text
-    assert "ls_1.gamma" in text and "ls_2.gamma" in text
-    chosen = {"sites": ["*.mlp.c_fc"], "update": ["linear"]}
-    text = found(check({**spec, "calibration": chosen}), "ok", "sites").text
-    assert f"3 sites hold {300 * 64 * 16 / sum(blocks.values()):.1f} % of the blocks'" in text
 
 
 def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

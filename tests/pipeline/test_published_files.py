@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -172,22 +171,6 @@ def test_numbers_of_one_byte_are_merged_as_what_they_are(root: Path) -> None:
     merged, two = (weights_of(root / name) for name in ("out", "two"))
     for key, value in merged.items():
         torch.testing.assert_close(value, (one[key].float() + two[key]) / 2)
-
-
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, {"__float__": "NaN"}], ids=str)
-def test_a_folder_keeps_infinite_numbers_of_a_configuration_and_nan_is_refused(
-    number: Any, root: Path
-) -> None:
-    """As transformers before 5 wrote them, which is no JSON."""
-    file = root / "base" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"own_limit": number}))
-    spec = load_spec(spec_of(root, "base", "one"))
-    if number not in (math.inf, -math.inf):
-        with pytest.raises(IncompatibleModelsError, match="has NaN for own_limit"):
-            merge_experts(spec, "average", {}, root / "out", Context())
-        return
-    merge_experts(spec, "average", {}, root / "out", Context())
-    assert transformers.AutoModelForCausalLM.from_pretrained(root / "out").config.own_limit == number
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -373,34 +356,3 @@ def test_what_files_fuse_and_the_library_has_apart_is_merged_and_saved_as_it_was
     for key, value in merged.state_dict().items():
         if "pooler" not in key and value.is_floating_point():  # which belongs to a head
             torch.testing.assert_close(value, (first[key] + second[key]) / 2)
-
-
-@pytest.mark.parametrize("module", ["self_attn.k_proj", "attn.Wqkv"])
-def test_adapters_fit_what_is_fused_by_either_name(module: str, tmp_path: Path) -> None:
-    """As the library has it in memory, or as files and the code that was once beside them."""
-    if not hasattr(transformers, "NomicBertConfig"):
-        pytest.skip("this transformers has no such model")
-    base = fused("NomicBert", tmp_path / "base", 0).state_dict()
-    rows = 48 if module.endswith("Wqkv") else 16
-    generator = torch.Generator().manual_seed(1)
-    down, up = (torch.randn(shape, generator=generator) for shape in ((2, 16), (rows, 2)))
-    path = f"layers.1.{module}" if rows == 16 else f"encoder.layers.1.{module}"
-    weights = {
-        f"base_model.model.{path}.lora_{half}.weight": value for half, value in (("A", down), ("B", up))
-    }
-    (tmp_path / "adapter").mkdir()
-    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [module.rpartition(".")[2]]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    described = spec_of(tmp_path, "base", "adapter")
-    described["architecture"]["loader"] = "hf-encoder"
-    expert = open_models(load_spec(described)).sources["expert:adapter"]
-    for place, part in enumerate(("q_proj", "k_proj", "v_proj")):
-        key = f"layers.1.self_attn.{part}.weight"
-        name = next(stored for stored in expert.headers if stored.endswith(key))
-        delta = up @ down if rows == 16 else (up @ down)[16 * place : 16 * place + 16]
-        changed = part == "k_proj" or rows == 48
-        torch.testing.assert_close(expert.read(name) - base[key], delta if changed else 0 * delta)
-        torch.testing.assert_close(
-            expert.read(name, (3, 5)), expert.read(name)[3:5]
-        )  # fewer rows may round otherwise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.checkpoints.sources import change_of
-from driftlens.findings.verdict import verdict
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.study.merging import merge_experts
 from driftlens.jobs.study.opening import open_models
 from driftlens.jobs.study.suspicion import companions
-from driftlens.runs.layout import calibration_folder, calibration_weights
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
-from tests.models.writing import train
 from tests.pipeline.checking import saved, visual
-from tests.zoo.world import Weights, World, clip
+from tests.zoo.world import Weights, World
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
@@ -143,26 +136,6 @@ def test_a_share_is_that_of_all_entries_that_differ(world: World, tmp_path: Path
     )
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("is_stabilised", [False, True])
-def test_adapters_scaled_by_the_root_of_their_rank_are_named(
-    is_stabilised: bool, world: World, tmp_path: Path
-) -> None:
-    module = clip(world.state("base")).visual
-    options = {
-        "r": 4,
-        "lora_alpha": 6,
-        "target_modules": ["c_fc"],
-        "rank_pattern": {"resblocks.0.mlp.c_fc": 9},
-    }
-    train(module, tmp_path / "adapter", use_rslora=is_stabilised, **options)
-    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}})
-    named = [line for line in told(spec) if "use_rslora" in line]
-    assert len(named) == is_stabilised
-    for line in named:
-        assert "3 at rank 4 (2 times alpha / r), 2 at rank 9 (3 times alpha / r)" in line
-
-
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     out_dtype: str | None, world: World, tmp_path: Path
@@ -190,49 +163,3 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     text = f"about {share} of the entries that the merge changes equal the base's again in bfloat16"
     told_of = [line for line in lines if "the merge changes" in line]
     assert [line.startswith(text) for line in told_of] == [True] * (out_dtype is None)
-
-
-@pytest.mark.slow
-def test_a_calibration_keeps_what_its_type_can_hold_and_tells_what_it_lost(
-    world: World, tmp_path: Path
-) -> None:
-    spec = with_models(world, tmp_path, (torch.bfloat16, torch.bfloat16), moved_by(1)) | {"metrics": {}}
-    folder = tmp_path / "run"
-    analyze(spec, AnalysisRequest(out=folder, attribution=False))
-    asked: dict[str, Any] = {"parameters": {"lam": 30.0, "rho": 1.0}, "attribution": False, "layers": (2,)}
-    wide = CalibrationRequest(
-        name="wide", out_dtype="float32", save_weights=tmp_path / "saved.safetensors", **asked
-    )
-    for request in (CalibrationRequest(name="own", **asked), wide):
-        run = calibrate(folder, request)
-    merged, own, exact, copy = (
-        load_file(file)
-        for file in (
-            *(folder / "models/merged.safetensors", folder / calibration_weights("own")),
-            *(folder / calibration_weights("wide"), tmp_path / "saved.safetensors"),
-        )
-    )
-    changed = equal = 0
-    for key in (key for key in merged if key.startswith("visual.transformer.resblocks.0.")):
-        assert own[key].dtype == merged[key].dtype == torch.bfloat16 and exact[key].dtype == torch.float32
-        assert torch.equal(own[key], exact[key].bfloat16()) and torch.equal(copy[key], exact[key])
-        differs = exact[key] != merged[key].float()
-        changed, equal = (
-            changed + int(differs.sum()),
-            equal + int((differs & (own[key] == merged[key])).sum()),
-        )
-    share = f"{100 * equal / changed:.1f} %"
-    text = f"about {share} of the entries that the calibration changes equal the merged model's again"
-    assert 0.05 < equal / changed < 1
-    infos = run.manifest.calibrations
-    assert [any(line.startswith(text) for line in infos[name].notices) for name in infos] == [True, False]
-    assert (infos["own"].change["lost"], infos["wide"].change["lost"]) == (equal, 0)
-    cards = [(folder / calibration_folder(name) / "README.md").read_text() for name in infos]
-    assert ["equal the merged model's again" in card for card in cards] == [True, False]
-    assert ["| Saved in | float32 |" in card and "--out-dtype=float32" in card for card in cards] == [
-        False,
-        True,
-    ]
-    verdicts = [" ".join(verdict(run, name).sentences) for name in infos]
-    told = f"bfloat16 loses about {100 * equal / changed:.0f} % of the entries that the calibration changes"
-    assert [told in text for text in verdicts] == [equal / changed >= 0.5, False]

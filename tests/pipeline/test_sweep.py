@@ -188,28 +188,6 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_that_replaces_another_goes_on_without_losing_its_own_points(
-    folder: Path,
-) -> None:
-    sweep(folder, SweepRequest(param={"lam": [0.7, 0.8]}, preset="demo-clip"))
-    asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0]}, replace=True)
-    token = CancelToken()
-
-    def stop(event: ProgressEvent) -> None:
-        if "lam 1," in event.label:
-            token.cancel()
-
-    with pytest.raises(Cancelled) as caught:
-        sweep(folder, asked, Context(on_progress=stop, cancel=token))
-    assert "--resume" in caught.value.hint
-    kept = open_run(folder).sweeps()
-    assert set(kept["lam"]) == {0.01, 0.1}, "the other sweep has made room"
-    run = sweep(folder, asked.changed(resume=True))
-    assert set(run.sweeps()["lam"]) == {0.01, 0.1, 1.0}
-    assert len(run.sweeps().merge(kept, on=[*kept.columns])) == len(kept), "seconds included"
-
-
-@pytest.mark.slow
 def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: Path) -> None:
     before = sweep(folder, SweepRequest(param=LAM, samples=1))
     with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:

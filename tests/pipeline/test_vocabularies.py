@@ -14,12 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from driftlens.base.access import Access
 from driftlens.base.errors import IncompatibleModelsError
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
 from driftlens.jobs.preflight.job import preflight
 from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.zoo.decoders import llama, t5
 from tests.zoo.suite import spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
@@ -85,51 +82,6 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
         if len(value) == rows:
             assert torch.equal(source.read(key, (kept - 1, rows)), wanted[kept - 1 :])
             assert torch.equal(source.read(key, (0, 2)), wanted[:2])
-
-
-@pytest.mark.slow
-def test_calibrated_folders_of_aligned_experts_load_in_their_library(
-    spec: dict[str, Any], tmp_path: Path
-) -> None:
-    import transformers
-
-    resized(tmp_path / "cars", 8)
-    (tmp_path / "rows.jsonl").write_text(
-        "\n".join(
-            json.dumps({"input": question, "target": answer})
-            for question, answer in [("is it red", "yes"), ("it is blue", "no"), ("no question", "green")]
-        )
-    )
-    files = {"calibration": str(tmp_path / "rows.jsonl"), "test": str(tmp_path / "rows.jsonl")}
-    given = {
-        **spec,
-        "architecture": {**spec["architecture"], "vocab": {"rows": "base"}},
-        "data": {
-            "defaults": {"n": 2, "n_diagnosis": 1, "n_test": 1},
-            **{task: {"kind": "jsonl", **files, "metric": "perplexity"} for task in ("cars", "dtd")},
-        },
-    }
-    run = analyze(given, AnalysisRequest(out=tmp_path / "run")).path
-    request = CalibrationRequest(name="fc", method="featcal", parameters={"lam": 0.01, "rho": 1.0})
-    done = calibrate(run, request.changed(save_weights=tmp_path / "saved"))
-    assert set(done.accuracy()["variant"]) >= {"base", "merged", "expert", "calibrated:fc"}
-    kind = json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"][0]
-    model, told = getattr(transformers, kind).from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    rows = json.loads((tmp_path / "base" / "config.json").read_text())["vocab_size"]
-    assert model.get_input_embeddings().num_embeddings == rows == model.config.vocab_size
-    samples = done.manifest.sample_ids["diagnosis"]["cars"]
-    stored = done.features("cars", "calibrated:fc", "final")
-    asked = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[int(samples[0]) - 1])["input"]
-    start = {} if kind.startswith("Llama") else {"decoder_input_ids": torch.tensor([[0]])}
-    with torch.no_grad():
-        inputs = tokenizer([asked], return_tensors="pt")
-        found = model(**inputs, **start, output_hidden_states=True)
-    last = (found.hidden_states if kind.startswith("Llama") else found.decoder_hidden_states)[-1]
-    torch.testing.assert_close(
-        torch.from_numpy(stored[0].astype("float32")), last[0, -1], rtol=2e-3, atol=2e-3
-    )
 
 
 def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_models_are_opened(

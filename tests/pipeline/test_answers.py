@@ -41,7 +41,10 @@ def value(run: DriftRun, task: str, variant: str, metric: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+@pytest.mark.shows(heads="each model's own")
+@pytest.mark.parametrize(
+    "form", ["decoder", pytest.param("encoder-decoder", marks=pytest.mark.family("T5 (transformers)"))]
+)
 def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) -> None:
     suite = Suite(form, tmp_path)
     shouted = [(question, f" {answer.replace(' ', '  ')} ") for question, answer in PAIRS]

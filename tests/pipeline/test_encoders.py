@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -184,6 +185,29 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     assert study.settings.pool == "mean" and all(at.head is None for at in study.tasks.values())
     assert not any("task's own" in text for text in study.notices)
     assert any("the mean over its tokens" in text for text in study.notices)
+
+
+@pytest.mark.slow
+@pytest.mark.family("BERT")
+@pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
+def test_an_encoder_means_one_thing_through_both_loaders(tmp_path: Path) -> None:
+    suite = Suite("BERT", tmp_path)
+    runs = {}
+    for loader in ("hf-encoder", "hf-auto"):
+        architecture = {**suite.spec["architecture"], "loader": loader}
+        spec = {**suite.spec, "architecture": architecture, "metrics": {"jacobian": False}}
+        runs[loader] = dl.analyze(spec, out=tmp_path / loader, progress="none")
+    run, drifts = runs["hf-auto"], [at.layers()["drift_l2_mean"] for at in runs.values()]
+    pd.testing.assert_series_equal(*drifts, rtol=1e-6)
+    assert run.layers()["closure_error"].max() < 1e-4
+    run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out")
+    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
+    for task, expert in suite.experts.items():
+        assert accuracy[task, "expert"] == pytest.approx(suite.accuracy(task, expert))
+        model, info = type(expert).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
+        model.eval().classifier, model.bert.pooler = expert.classifier, expert.bert.pooler
+        assert accuracy[task, "calibrated:featcal"] == pytest.approx(suite.accuracy(task, model))
 
 
 @pytest.mark.parametrize("name", few(["RoBERTa", "DeBERTa-v3"], (), some=["DeBERTa-v3"]))

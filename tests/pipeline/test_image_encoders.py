@@ -20,6 +20,7 @@ from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
 from tests.zoo.suite import spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys
+from tests.zoo.walking import chain_states
 
 PATCHED: dict[str, Any] = {"image_size": 16, "patch_size": 4}
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -139,6 +140,23 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
             pixels = known.preprocess([shown["a"][int(Path(str(sample)).stem)]])
             wanted = features(name, model.eval(), pixels).numpy()
             np.testing.assert_allclose(row, wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+
+
+@pytest.mark.shows("drift", files="hf-auto")
+@pytest.mark.parametrize("name", PARAMS)
+def test_images_alone_and_in_any_order_have_the_features_of_a_batch(name: str, tmp_path: Path) -> None:
+    model = perturbed(with_seed(KINDS[name])(), 0, 0.1).eval()
+    model.save_pretrained(tmp_path / "model")
+    processor(name).save_pretrained(tmp_path / "model")
+    known, images = load_architecture("hf-auto", str(tmp_path / "model")), pictures(tmp_path / "images", 5)
+    assert known.preprocess is not None
+    weights = {key: value.double() for key, value in model.state_dict().items()}
+    for order in ([0, 1, 2, 3, 4], [3, 0], [2]):
+        inputs = mapped(known.preprocess([images[at] for at in order]), in_float64)
+        made = pooled(chain_states(known.chain, weights, inputs)[-1]["hidden"], known.chain.modality.pool)
+        for row, at in zip(made, order, strict=True):
+            wanted = features(name, model, known.preprocess([images[at]]))
+            assert (row - wanted).norm() <= 1e-9 * wanted.norm()
 
 
 @pytest.mark.shows("live")

@@ -106,6 +106,20 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: Path) -> None:
         assert parts["part"].sum().tolist() == pytest.approx(change.tolist(), rel=1e-2, abs=1e-3)
 
 
+@STACK
+@pytest.mark.shows(heads="nn.Linear")
+def test_a_linear_classifier_scores_models(tmp_path: Path) -> None:
+    modules = given("mean")
+    linear = with_seed(lambda: nn.Linear(WIDTH, 3))()
+    run = dl.analyze(**modules | {"heads": {"task": linear}}, out=tmp_path / "run", progress="none")
+    ((batch, labels),) = modules["data"]["task"]
+    with torch.no_grad():
+        out = modules["merged"](**batch)
+        scores = linear(pooled(out, "mean", batch["attention_mask"].bool()))
+    hits = (scores.argmax(dim=1) == labels).double().mean().item()
+    assert run.accuracy(variant="merged")["value"].tolist() == pytest.approx([hits])
+
+
 def test_a_head_that_does_not_fit_is_refused_before_a_run_is_begun(tmp_path: Path) -> None:
     modules = given("mean") | {"heads": {"task": nn.Linear(WIDTH + 1, 3)}}
     with pytest.raises(RuntimeError, match="cannot be multiplied"):

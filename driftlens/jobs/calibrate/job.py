@@ -80,8 +80,9 @@ def calibrate(
     with the run as soon as drift and accuracy are there.
     """
     folder, is_chosen = pathlib.Path(path), choose is not None
-    if only_saves(folder, request):
-        context.access.team.once(lambda: _save_kept(folder, request, context, is_chosen=is_chosen))
+    target, begins = request.save_weights, request.replace or request.resume
+    if target is not None and not begins and request.name in read_manifest(folder).calibrations:
+        context.access.team.once(lambda: _save_kept(folder, target, request, context, is_chosen=is_chosen))
         return open_run(folder)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
@@ -135,18 +136,17 @@ class OpenCalibration:
         )
 
 
-def only_saves(folder: pathlib.Path, request: CalibrationRequest) -> bool:
-    """Whether a finished calibration is only to be saved elsewhere: nothing is computed for that."""
-    saves = request.save_weights is not None and not (request.replace or request.resume)
-    return saves and request.name in read_manifest(folder).calibrations
+def _save_kept(
+    folder: pathlib.Path,
+    target: pathlib.Path,
+    request: CalibrationRequest,
+    context: Context,
+    *,
+    is_chosen: bool,
+) -> None:
+    """Save what a finished calibration made from what the run keeps, if it is what is asked for.
 
-
-def open_kept(
-    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context(), *, is_chosen: bool
-) -> Export:
-    """What a finished calibration made, to be saved from what the run keeps, if it is what is asked for.
-
-    Who names it alone is not asked for samples, or for models other than the one that it is saved in the form of.
+    A request of the name alone opens no samples, and no models other than the one that gives the form.
     """
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
     if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
@@ -158,21 +158,11 @@ def open_kept(
     else:
         reopening.require_spec(folder, manifest)
         models = open_models(driftlens.spec.load_spec(folder / layout.SPEC), access)
-    assert request.save_weights is not None
     info = manifest.calibrations[request.name]
-    models = all_in(models, info.out_dtype)
-    export = Export(folder, request.name, info.method, models, request.save_weights)
+    export = Export(folder, request.name, info.method, all_in(models, info.out_dtype), target)
     export.require_kept(manifest)
     export.require_place()
-    return export
-
-
-def _save_kept(
-    folder: pathlib.Path, request: CalibrationRequest, context: Context, *, is_chosen: bool
-) -> None:
-    open_kept(folder, request, context, is_chosen=is_chosen).save(
-        read_manifest(folder).calibrations[request.name]
-    )
+    export.save(info)
 
 
 def open_calibration(

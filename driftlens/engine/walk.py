@@ -501,7 +501,6 @@ def walk(
     *,
     reference: Reference = "expert",
     ids: Sequence[str] = (),
-    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[LayerView]:
     """Layer views in forward order: for each layer, for each batch, for each variant.
 
@@ -515,17 +514,13 @@ def walk(
         batches: the samples, each batch read once.
         reference: see `Reference`.
         ids: sample ids, for messages.
-        watches: where features are noted that somebody else looks at, by `require_finite`; None looks behind every
-            layer.
 
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
     expert, is_forth = pool.expert(task), reference == "expert"
     models = [expert, *variants]
-    passage = Passage(
-        pool, {task: Given(lambda: batches, ids)}, models, watches=[] if watches is None else watches
-    )
+    passage = Passage(pool, {task: Given(lambda: batches, ids)}, models)
 
     for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
@@ -569,8 +564,7 @@ def walk(
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive
-        if watches is None:
-            passage.check()
+        passage.check()
         maps.clear()  # before the next layer is read
 
 
@@ -585,16 +579,12 @@ def layer_states(
     batches: Iterable[Batch],
     *,
     task: str = "",
-    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
     """One model's plain forward, layer by layer: each layer with (first sample, state, side inputs) of every batch.
 
-    Layers are read one at a time while all given batches wait, so hand over as many as memory allows. With `watches`
-    somebody else looks whether features are finite, as for `walk`; without, it is looked behind the last layer.
+    Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
     """
-    passage = Passage(
-        pool, {task: Given(lambda: batches)}, [model], watches=[] if watches is None else watches
-    )
+    passage = Passage(pool, {task: Given(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)
@@ -602,7 +592,7 @@ def layer_states(
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             crossing.take(batch, model, layer_map)
-        if watches is None and layer is pool.chain.layers[-1]:
+        if layer is pool.chain.layers[-1]:
             passage.check()
         yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
 
@@ -614,14 +604,12 @@ def forward(
     *,
     task: str = "",
     pooling: Pool | None = None,
-    watches: list[FiniteWatch] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Final features of one model, batch by batch: (position of the first sample, [n, d]).
 
-    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is. `watches`
-    are as for `layer_states`.
+    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is.
     """
-    for layer, states in layer_states(pool, model, batches, task=task, watches=watches):
+    for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
                 yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)

@@ -72,8 +72,7 @@ class Passage:
         models: names under which features wait, all beginning with the same inputs.
         on_read: called with every batch that is read, and with what waits of it.
         file_prefix: begins the names of files, unlike that of other passages in one store.
-        watches: what crossed layers since the last `check`, which synchronizes with the device; several passages may
-            share them.
+        watches: what crossed layers since the last `check`, which synchronizes with the device.
     """
 
     pool: ModelPool
@@ -83,7 +82,7 @@ class Passage:
     on_step: OnStep = lambda layer, task: None
     on_read: Callable[[Batch, WaitingBatch], None] = lambda batch, waiting: None
     file_prefix: str = ""
-    watches: list[FiniteWatch] = field(default_factory=list)
+    watches: list[FiniteWatch] = field(default_factory=list, init=False)
     waiting: dict[str, list[WaitingBatch]] = field(default_factory=dict, init=False)
 
     @property

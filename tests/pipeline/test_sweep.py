@@ -111,7 +111,7 @@ def test_one_factor_at_a_time_or_all_combinations(folder: Path) -> None:
     values = {"lam": [0.01, 0.05], "alpha": [0.0, 0.3, 1.0]}
     run = sweep(folder, SweepRequest(param=values))
     one = run.sweeps()
-    assert set(one["sweep"]) == {"lam", "alpha"} and one["accuracy"].isna().all()
+    assert set(one["sweep"]) == {"lam", "alpha"} and one["accuracy"].notna().all()
     lam, alpha = rows_of(run, "lam", task=TASKS[0]), rows_of(run, "alpha", task=TASKS[0])
     assert lam["lam"].tolist() == [0.01, 0.05] and set(lam["alpha"]) == {0.3}
     assert alpha["alpha"].tolist() == [0.0, 0.3, 1.0] and set(alpha["lam"]) == {0.05}

@@ -162,5 +162,5 @@ def test_a_label_beyond_the_class_names_is_refused(module: str) -> None:
 
 @pytest.mark.parametrize("target", ["no_such_module:f", "{module}:missing", "{module}:constant"])
 def test_a_target_that_is_no_function_is_refused(module: str, target: str) -> None:
-    with pytest.raises(SpecError):
+    with pytest.raises(DataError, match="can't be read"):
         opened(trust=True, kind="python", target=target.format(module=module))

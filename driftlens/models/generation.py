@@ -108,10 +108,7 @@ def log_likelihoods(
 
 
 def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
-    """Log-likelihoods [n, t] of tokens by scores of the next one [n, t, vocabulary]; on the host which are of a row.
-
-    t is that of the longest row; with `at_end` the scores of a shorter one are the last ones, not the first.
-    """
+    """Return log-likelihoods [n, t] of tokens by scores [n, t, vocabulary], and which places are a row's own."""
     longest = scores.shape[1]
     gaps = [[0] * (longest - len(row)) for row in tokens]
     ids = torch.tensor(

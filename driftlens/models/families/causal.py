@@ -158,11 +158,7 @@ class _Trace:
         return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
 
     def _final(self, read: Tensor) -> str:
-        """The first module outside the blocks whose output this is, which runs once, behind the last block, or else the
-        head itself.
-
-        What it is given may leave that block or, where that gives several streams, be what the model makes of them.
-        """
+        """Return the path of the one module behind the last block whose output this is, or else of the head."""
         order = [step[0] for step in self.steps]
         last = self.steps[order.index(self.paths[-1])][2]
         outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]

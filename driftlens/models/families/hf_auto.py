@@ -149,7 +149,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     names, ignored = file_names(skeleton), passed_over(skeleton)
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
-    beside = [key for key in _beside_core(skeleton) if not key.startswith(f"{classifier}.")]
+    inside = (f"{core}.", f"{classifier}.")
+    beside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
     # Of BERT and its kin all that reads the features of tokens is a classifier's, a core's pooler included.
     if classifier and (beside or config.model_type in MODEL_TYPES["hf-encoder"]):
         if (parts := behind_core(skeleton, names)) is not None:
@@ -209,10 +210,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
 
 
 def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
-    """The model without its linear classifier, which its library may find the last token for by a token that pads.
-
-    Where a batch is padded with another one, or the library knows none, the mask says which token that is.
-    """
+    """Return the model without its linear classifier."""
+    # Its library may look for the last token by one that pads; the mask says it where the tokenizer pads otherwise.
     if preprocess.texts is not None and is_decoder(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
@@ -377,14 +376,6 @@ def file_names(skeleton: Any) -> dict[str, str]:
 
 _PROBED = 12
 """Entries of an axis that stand for all of it; most numbers of tensors that lie end to end divide it."""
-
-
-def _beside_core(skeleton: Any) -> tuple[str, ...]:
-    """Weights of a model beside its core, of which features come."""
-    core = skeleton.base_model_prefix
-    return tuple(
-        key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(f"{core}.")
-    )
 
 
 def _classifier(skeleton: nn.Module, num_labels: int) -> str:

@@ -237,6 +237,7 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
     if not place.startswith(SCHEME):
         return place
     import open_clip
+    from huggingface_hub import constants
 
     model = architecture.source.replace("/", "-")
     if architecture.loader != "open-clip" or model not in open_clip.list_models():
@@ -252,7 +253,17 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
             hint=did_you_mean(tag, tags),
         )
     _require_fit(place, model, config, architecture)
-    return _cached(config) or _fetched(place, model, config, offline)
+    if (file := _cached(config)) is not None:
+        return file
+    origin = config.get("hf_hub") or config.get("url")
+    if offline or constants.HF_HUB_OFFLINE:
+        raise CheckpointError(
+            f"{place} of {model} ({origin}) is in no cache, and the network is not to be used",
+            hint="Run once where there is a network and without --offline, or give the path of the weights.",
+        )
+    # A warning, so that it is seen where logging is not set up: the network is never used silently.
+    log.warning("fetching the weights %s of %s from %s", place, model, origin)
+    return str(open_clip.download_pretrained(config))
 
 
 def _require_fit(place: str, model: str, config: dict[str, Any], architecture: Architecture) -> None:
@@ -293,18 +304,3 @@ def _cached(config: dict[str, Any]) -> str | None:
         return next((path for path in paths if isinstance(path, str)), None)
     file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
     return str(file) if file.is_file() else None
-
-
-def _fetched(place: str, model: str, config: dict[str, Any], offline: bool) -> str:
-    import open_clip
-    from huggingface_hub import constants
-
-    origin = config.get("hf_hub") or config.get("url")
-    if offline or constants.HF_HUB_OFFLINE:
-        raise CheckpointError(
-            f"{place} of {model} ({origin}) is in no cache, and the network is not to be used",
-            hint="Run once where there is a network and without --offline, or give the path of the weights.",
-        )
-    # A warning, so that it is seen where logging is not set up: the network is never used silently.
-    log.warning("fetching the weights %s of %s from %s", place, model, origin)
-    return str(open_clip.download_pretrained(config))

@@ -122,7 +122,12 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
     if path is None:
         path = _likely_list(module, lists)
     if path not in lists and any(sign in path for sign in "*?["):
-        blocks = {name: module.get_submodule(name) for name in _matching(module, path)}
+        parts = path.split(".")
+        blocks = {
+            name: part
+            for name, part in module.named_modules()
+            if len(names := name.split(".")) == len(parts) and all(map(fnmatchcase, names, parts))
+        }
     elif path in lists:
         container = module.get_submodule(path)
         blocks = {f"{path}.{name}" if path else name: block for name, block in container.named_children()}
@@ -140,16 +145,6 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
             "of the blocks' own paths such as 'layer?'.",
         )
     return path, blocks
-
-
-def _matching(module: nn.Module, pattern: str) -> list[str]:
-    """Paths of the modules that match, part by part."""
-    parts = pattern.split(".")
-    return [
-        path
-        for path, _ in module.named_modules()
-        if len(names := path.split(".")) == len(parts) and all(map(fnmatchcase, names, parts))
-    ]
 
 
 def _candidates(module: nn.Module) -> dict[str, list[nn.Module]]:
@@ -196,10 +191,7 @@ def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
 
 
 def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
-    """The list or the pattern of the stages of which `path` is, or is in, one of several; None where there are none.
-
-    Stages are the children of a list (`stages.0`) that hold their lists at the same place, or numbered lists.
-    """
+    """Return the list or the pattern of the stages that `path` is in; None where there are none."""
     parts = path.split(".")
     for depth, part in enumerate(parts):
         container = ".".join(parts[:depth])
@@ -239,10 +231,8 @@ class _Pieces(NamedTuple):
 
 
 def _traced(parts: Dissection, example: Any) -> _Pieces:
-    """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
-
-    Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
-    """
+    """Run a batch through a module's pieces and note what they are."""
+    # Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
     module = parts.module
     state, side = parts.start(fitted(module, example))
     # Fresh tensors for the outer weights, so that each can be told from weights it is tied to.

@@ -556,10 +556,7 @@ def is_pictured(inputs: Any) -> bool:
 
 
 def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
-    """The tower's tokens by samples, with zeros where a sample has fewer.
-
-    Of [..., d] they are [n, m, d], of heads of every token, [..., h, d], they are [n, m, h, d].
-    """
+    """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], with zeros where there are fewer."""
     count, size = len(side["vision_rows"]), native.shape[-1]
     heads = () if native.numel() == count * size else native.shape[-2:-1]
     rows = native.reshape(count, *heads, size)[side["vision_places"]]

@@ -197,10 +197,7 @@ class Dissection:
         return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
 
     def _with_streams(self, frames: list[Frame], inputs: Inputs) -> list[Frame]:
-        """Frames that hold streams beside the features as the raw inputs do, of which a forward pass sees copies.
-
-        Where they stand is looked for in the first batch, as every look at a device's numbers is a wait.
-        """
+        """Put the raw inputs' own tensors where a forward pass saw copies of the streams beside the features."""
         if not self.beside:
             return frames
         if self._beside_at is None:
@@ -463,11 +460,7 @@ class Dissection:
         past: nn.Module | None = None,
         outer: Parameters | None = None,
     ) -> Recording:
-        """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`.
-
-        With `past` it ends behind that module, whose output it returns; `outer` stands for weights of its own.
-        """
-
+        """Observe an ordinary forward pass of `module`, up to what leaves `past`; see `observe`."""
         is_final = bool(self.final) and past is module.get_submodule(self.final)
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
         blocks = {path: module.get_submodule(path) for path in self.paths}

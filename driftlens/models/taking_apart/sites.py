@@ -127,15 +127,6 @@ def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
     return Slot(key, transposed=leaf == "weight" and _is_transposed(module))
 
 
-def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Site, ...]:
-    """Sites as they are registered, each with an input of its own: what can be said without running the block."""
-    return tuple(
-        Site(name, kind, name, eps=_eps(module))
-        for name, kind, module in _candidates(block, parameters)
-        if not _inside_attention(block, name)
-    )
-
-
 def traced_sites(
     block: nn.Module,
     parameters: Collection[str],
@@ -153,9 +144,8 @@ def traced_sites(
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
     calls: defaultdict[str, list[_Reading]] = defaultdict(list)
-    not_linear: set[str] = (
-        set()
-    )  # linear modules by descent alone, as routers that return more than their product
+    # Linear modules by descent alone, as routers that return more than their product.
+    not_linear: set[str] = set()
     candidates: dict[str, tuple[SiteKind, nn.Module]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
@@ -314,13 +304,9 @@ def _tap(
     tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
-    """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed.
-
-    They hear copies, as blocks may overwrite either one later: residual sums, in-place activations. The output of a
-    linear module is that of its own weight and bias, whatever a subclass, a parametrisation or a hook makes of it.
-    What has channels before space comes as one row per place, [n, t, k] and [n, t, o]. Another output that they give
-    takes its place.
-    """
+    """Hand `tap` copies of each input and output of `module`, one row per place, until `hooks` is closed."""
+    # Copies, as blocks may overwrite either later. A linear module's output is that of its own weight and bias,
+    # whatever a subclass, a parametrisation or a hook makes of it.
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
     is_image = isinstance(module, nn.Conv2d) or _reads_channels(module)
     if is_image:

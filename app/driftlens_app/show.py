@@ -29,7 +29,7 @@ from plotly.graph_objects import Figure
 from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.errors import DataError, DriftLensError, from_library
 from driftlens.base.variants import Part, title
 from driftlens.findings.headline import headline
 from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
@@ -171,8 +171,9 @@ def shown_errors() -> Iterator[None]:
         show_error(kind, error.message, error.hint)
     except Exception as error:
         _LOG.exception("page failed")
-        # The message may quote anything that the code had in its hands; the type is enough for a report.
-        show_error(type(error).__name__, "", "")
+        # The message of a defect may quote anything that the code had in its hands; the type is enough for a report.
+        told = from_library(error)
+        show_error(type(error).__name__, *(("", "") if told is None else (told.message, told.hint)))
         st.caption(coded("The traceback is in the log of `driftlens ui`."))
 
 

@@ -127,13 +127,15 @@ def concerning(what: object) -> Iterator[None]:
 
 
 def from_library(error: BaseException) -> DriftLensError | None:
-    """Return an error that a library raised about its input as one of ours, or None for a defect of the code.
+    """Return an error of ours as it is, one of a library about its input as ours, and None for a defect of the code.
 
     It is about the input if a library's own code or C extension raised it, or if `concerning` names what it is about.
     """
+    if isinstance(error, DriftLensError):
+        return error
     noted = [note.removeprefix(_IN) for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]
     library = _library_of(error)
-    if isinstance(error, DriftLensError) or not (library or noted):
+    if not (library or noted):
         return None
     place = f"{noted[0]}: " if noted else ""
     problems = getattr(error, "errors", None)

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
+from pydantic import TypeAdapter
 
-from driftlens.base.errors import DataError, RunError, did_you_mean
+from driftlens.base.errors import DataError, RunError, concerning, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.intervals import share_of_samples
 from driftlens.base.metrics import ATTACHED, metric_called
@@ -87,10 +88,11 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
         raise RunError(
             f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` goes on with it."
         )
-    content = _content(file)
-    measured = _measured(content, file)
-    rows = [{"variant": variant, **row} for row in _rows(measured, file)]
-    document = from_json(content)
+    with concerning(file):
+        content = plain_file(file).read_bytes()
+        document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
+        measured = _measured(document)
+        rows = [{"variant": variant, **row} for row in _rows(measured)]
     document.pop("config", None)
     if lost := [*_not_finite(document.get("results", document))]:
         log.warning("notice: %s: left out is what is no finite number: %s", file, some_of(lost, 5))
@@ -130,37 +132,24 @@ def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
     return [name for name in names if not below(name, frozenset({name})) & {*names}]
 
 
-def _content(file: pathlib.Path) -> bytes:
-    try:
-        return plain_file(file).read_bytes()
-    except OSError as error:
-        raise DataError(f"{file} can't be read: {error.strerror}", hint=_HINT) from error
-
-
-def _measured(content: bytes, file: pathlib.Path) -> _Results:
-    """The results of a file, whichever tool wrote it."""
-    try:
-        document = from_json(content)
-    except ValueError as error:
-        raise _refused(file, f"no JSON: {str(error).splitlines()[0]}") from error
-    if not isinstance(document, dict):
-        raise _refused(file, "an object such as `results: {task: {metric: value}}` is expected")
+def _measured(document: dict[str, Any]) -> _Results:
+    """Return the results of a file, whichever tool wrote it."""
     if "results" in document:
-        scores = document["results"]
-        if not isinstance(scores, dict) or not all(isinstance(of, dict) for of in scores.values()):
-            raise _refused(file, "an object with `results: {task: {metric: value}}` is expected")
+        _by_task(document["results"])
         return _of_harness(document)
-    scores = {task: of for task, of in document.items() if task != "config"}
-    if not scores or not all(isinstance(of, dict) for of in scores.values()):
-        raise _refused(file, "neither `results: {task: {metric: value}}` nor `{task: {metric: value}}`")
+    scores = _by_task({task: of for task, of in document.items() if task != "config"})
     by_task = {task: dict(sorted(_flat(of, task), key=_is_of_part)) for task, of in scores.items()}
     if isinstance(document.get("config"), dict):
         kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
         return _Results(_BIGCODE, by_task, about=kept)
     names = [f"{ATTACHED}{name}" for of in by_task.values() for name in of]
     if names and not any(metric_called(name).is_directed for name in names):
-        raise _refused(file, f"{names[0].removeprefix(ATTACHED)!r} is no metric of one of these tools")
+        raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of one of these tools", hint=_HINT)
     return _Results(_SAFETY, by_task)
+
+
+def _by_task(scores: object) -> dict[str, dict[str, Any]]:
+    return TypeAdapter(dict[str, dict[str, Any]]).validate_python(scores)
 
 
 def _of_harness(document: Mapping[str, Any]) -> _Results:
@@ -220,7 +209,7 @@ def _is_of_part(score: tuple[str, Any]) -> bool:
     return not score[0].startswith(_WHOLE)
 
 
-def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
+def _rows(measured: _Results) -> list[dict[str, Any]]:
     """Rows of the accuracy table."""
     rows = []
     for task, scores in measured.scores.items():
@@ -234,7 +223,7 @@ def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
             if metric.kind == "share" and 1 < value <= 100:
                 value, error = value / 100, error / 100
             if not low <= value <= high:
-                raise _refused(file, f"{name} of {task} is {value:g}, and lies between {low:g} and {high:g}")
+                raise DataError(f"{name} of {task} is {value:g}, and lies between {low:g} and {high:g}")
             ends = (math.nan, math.nan)
             # No error at all is what one right or wrong answer after the other gives, and no certainty.
             if error > 0:
@@ -244,7 +233,7 @@ def _rows(measured: _Results, file: pathlib.Path) -> list[dict[str, Any]]:
             row = {"task": task, "metric": metric.name, "value": value, "n": n}
             rows.append(row | dict(zip(("ci_low", "ci_high"), ends, strict=True)))
     if not rows:
-        raise _refused(file, "its results hold no number")
+        raise DataError("the results hold no number", hint=_HINT)
     return rows
 
 
@@ -270,7 +259,3 @@ _HINT = (
     "Give the results_*.json that `lm_eval --output_path` wrote, or what bigcode-evaluation-harness wrote to "
     "`--metric_output_path`, or safety-eval to `--report_output_path`."
 )
-
-
-def _refused(file: pathlib.Path, reason: str) -> DataError:
-    return DataError(f"{file} is no results file that is read: {reason}", hint=_HINT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import pathlib
-import zipfile
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.base.diagnostic import Column
-from driftlens.base.errors import DataError, LayerNotFoundError, RunError, did_you_mean
+from driftlens.base.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean
 from driftlens.base.files import PathLike, from_json, plain_file
 from driftlens.base.variants import calibrated
 from driftlens.base.words import some_of
@@ -223,15 +222,8 @@ class DriftRun:
         path = self.path / layout.thumbs_file(task)
         if not path.is_file():
             return None
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                pictures: NDArray[np.uint8] = stored["pictures"]
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            hint = "Remove the file: pictures are only shown."
-            raise RunError(f"{path} can't be read: {error}", hint=hint) from error
-        side = layout.THUMB_SIDE
-        if pictures.dtype != np.uint8 or pictures.shape[-3:] != (side, side, 3):
-            raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
+        with concerning(path), np.load(path, allow_pickle=False) as stored:
+            pictures: NDArray[np.uint8] = stored["pictures"]
         return pictures
 
     def texts(self, task: str) -> dict[str, str]:
@@ -239,13 +231,9 @@ class DriftRun:
         path = self.path / layout.texts_file(task)
         if not path.is_file():
             return {}
-        try:
+        with concerning(path):
             content = from_json(path.read_text(encoding="utf-8"))
             return {str(name): str(text) for name, text in content.items()}
-        except (OSError, ValueError, AttributeError) as error:
-            raise RunError(
-                f"{path} can't be read: {error}", hint="Remove the file: texts are only shown."
-            ) from error
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
         """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""

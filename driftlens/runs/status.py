@@ -19,7 +19,7 @@ import psutil
 import pydantic_core
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError, from_library
+from driftlens.base.errors import Cancelled, RunError, RunLockedError, from_library
 from driftlens.base.files import (
     PARTIAL,
     Guard,
@@ -273,10 +273,9 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The failure that `error` tells of."""
-        told = error if isinstance(error, DriftLensError) else from_library(error)
-        if told is not None:
-            return cls(type(error).__name__, told.message, told.hint)
-        return cls(type(error).__name__, str(error))
+        told = from_library(error)
+        message, hint = (told.message, told.hint) if told is not None else (str(error), "")
+        return cls(type(error).__name__, message, hint)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens.base.errors import DriftLensError, from_library
+from driftlens.base.errors import from_library
 
 SECONDS = 5.0
 """Of the processor, that reading one input may take."""
@@ -45,7 +45,7 @@ def within_bounds() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = error if isinstance(error, DriftLensError) else from_library(error)
+        told = from_library(error)
         if told is None:
             raise
         assert told.message and told.exit_code in (2, 3, 4), (told.exit_code, told.message)

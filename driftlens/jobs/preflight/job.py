@@ -13,7 +13,7 @@ import torch
 
 from driftlens.base.access import Access
 from driftlens.base.devices import resolve_device
-from driftlens.base.errors import DataError, DriftLensError
+from driftlens.base.errors import DataError, DriftLensError, from_library
 from driftlens.base.intervals import Interval
 from driftlens.base.metrics import Metric, metric_called
 from driftlens.base.progress import Reporter
@@ -70,11 +70,13 @@ class Preflight:
         self.findings.append(problem(subject, error))
 
     def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
-        """What `work` returns, or None after filing the error that it raised on purpose."""
+        """Return what `work` does, or None after filing the error that it raised about its input."""
         try:
             return work()
-        except DriftLensError as error:
-            self.problem(subject, error)
+        except Exception as error:
+            if (told := from_library(error)) is None:
+                raise
+            self.problem(subject, told)
             return None
 
     @property
@@ -193,8 +195,10 @@ def check_models(
         try:
             source = opened()
             require_same_parameters(architecture.skeleton, architecture.chain, source)
-        except DriftLensError as error:
-            checks.problem(label(name), error)
+        except Exception as error:
+            if (told := from_library(error)) is None:
+                raise
+            checks.problem(label(name), told)
             return None
         checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
         return source

@@ -27,9 +27,8 @@ def test_models_on_disk_are_merged_and_analyzed(
     expect(page.get_by_role("combobox", name="Merge method")).to_be_visible()
     page.get_by_role("button", name="Start the analysis").last.click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("Runs", timeout=PATIENCE)
-    cancel = page.get_by_role("button", name="Cancel")
-    cancel.wait_for(timeout=PATIENCE)
-    expect(cancel).to_have_count(0, timeout=PATIENCE)
+    settled(page)
+    expect(page.get_by_role("button", name="Cancel")).to_have_count(0, timeout=PATIENCE)
     assert open_run(root / "mine").tasks == light.tasks
 
 

@@ -78,7 +78,8 @@ def show() -> None:
     if settings.read_only:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     left, right = st.columns([1, 2])
-    blocked = is_at_work(run.path) or settings.read_only
+    at_work = is_at_work(run.path)
+    blocked = at_work or settings.read_only
     reason = "" if blocked else obstacle(run)
     with left, shown_errors():
         wanted, pressed = calibration.calibration_form(
@@ -94,7 +95,8 @@ def show() -> None:
         if not (blocked or run.manifest.finished):
             show_steps(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
-        show_live(run.path, functools.partial(_curve, run))
+        if not show_live(run.path, functools.partial(_curve, run)) and at_work:
+            st.rerun()  # the job ended while the form was drawn
         if show_bad_end(job) and job is not None and not settings.read_only:
             _offer_to_continue(run, job.job)
         _results(run, job)

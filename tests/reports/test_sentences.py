@@ -25,7 +25,6 @@ from driftlens_reports.terminal import checks_text, comparison_text
 from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
 from tests.records.full_run import write_run
 
-SIGNED = r"[+-]\d+\.\d"
 FEW = 8
 
 

@@ -40,7 +40,6 @@ from tests.reports.conftest import HOSTILE, SMALL
 pytestmark = pytest.mark.slow
 
 Key = tuple[str, str]
-TITLE = "Final feature against each task's expert"
 
 
 class Page(HTMLParser):

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure, SubFigure
 from driftlens.base.errors import DataError
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens_reports.charts.theme import look
 from driftlens_reports.paper.exhibit import Exhibited
 from driftlens_reports.paper.features import MOST
 from tests.records.full_run import VARIANTS, Size, write_full_run
@@ -41,10 +40,6 @@ def panel(drawn: Exhibited, start: str) -> matplotlib.axes.Axes:
 def parts(figure: Figure | SubFigure) -> list[SubFigure]:
     """All parts of a figure, however deep."""
     return [inner for part in figure.subfigs for inner in (part, *parts(part))]
-
-
-def colour_of(run: DriftRun, variant: str) -> str:
-    return look(run.variants, variant, dark=False).colour
 
 
 def values(drawn: Exhibited, quantity: str, **key: str) -> list[float]:

@@ -109,7 +109,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits = modality.is_right(head, features, labels).double().tolist()
+                hits = modality.is_right(head, features, labels).cpu().double().tolist()
                 result.results[variant, modality.metric] += [(hit,) for hit in hits]
     meter.finish()
     return result

@@ -222,8 +222,9 @@ class DriftRun:
         path = self.path / layout.thumbs_file(task)
         if not path.is_file():
             return None
+        side = layout.THUMB_SIDE
         with concerning(path), np.load(path, allow_pickle=False) as stored:
-            pictures: NDArray[np.uint8] = stored["pictures"]
+            pictures: NDArray[np.uint8] = stored["pictures"].reshape(-1, side, side, 3)
         return pictures
 
     def texts(self, task: str) -> dict[str, str]:

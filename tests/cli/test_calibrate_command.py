@@ -183,12 +183,6 @@ def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_syste
     assert run_cli("check", folder).code == 0
 
 
-def test_a_name_is_wanted_and_a_run_too(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
-    assert run_cli("calibrate", folder).code == 2
-    assert run_cli("calibrate", tmp_path / "nothing", "--name", NAME).code == 4
-    assert run_cli("calibrate", folder, "--name", "a/b").code == 2
-
-
 def test_a_locked_run_is_refused(folder: Path, run_cli: Cli) -> None:
     with RunWriter.resume(folder):
         assert run_cli("calibrate", folder, "--name", NAME, *QUIET).code == 5

@@ -182,12 +182,6 @@ def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: 
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_many_files_of_one_kind_are_one_line(run_cli: Cli, run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = run_cli("report", run, "--format", "csv", "--out", out, "--sections", "glossary")
-    assert result.out == f"wrote {len(list((out / 'csv').iterdir()))} files in {out / 'csv'}\n"
-
-
 def test_named_sections_are_those_of_the_report(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     run_cli("report", run, "--format", "json", "--out", tmp_path, "--sections", "checks,verdict")
     content = json.loads((tmp_path / "report.json").read_text())
@@ -222,11 +216,6 @@ def test_what_makes_no_sense_is_refused(
     assert result.code == code
     assert message in result.message
     assert not (run / "reports").exists()
-
-
-def test_a_folder_that_is_no_run_is_exit_code_four(run_cli: Cli, tmp_path: Path) -> None:
-    result = run_cli("report", tmp_path)
-    assert result.code == 4 and "is not a run" in result.message
 
 
 @pytest.mark.slow

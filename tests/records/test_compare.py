@@ -195,18 +195,6 @@ def test_pairing_takes_out_what_both_samples_share(full: DriftRun, tmp_path: Pat
     assert (widths[0] < widths[1]).all()
 
 
-def test_a_variant_that_is_not_there_is_named(full: DriftRun) -> None:
-    with pytest.raises(DataError, match=r"no variant 'mergd'; it has .*merged"):
-        compare(full, before="mergd")
-
-
-def test_a_run_without_calibration_says_what_to_do(tmp_path: Path) -> None:
-    path = write_full_run(tmp_path / "run", tasks=("a",), variants=("base", "merged"), size=SIZE)
-    with pytest.raises(DataError, match="no calibrated variant") as refused:
-        compare(path)
-    assert "driftlens calibrate" in refused.value.hint
-
-
 def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: Path) -> None:
     twin = open_run(write_full_run(tmp_path / "twin", size=SIZE))
     found = equality(full, twin)

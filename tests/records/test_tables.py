@@ -115,12 +115,6 @@ def test_rows_that_do_not_fit_are_refused(rows: dict[str, list[Any]], complaint:
         conform(pd.DataFrame(rows), RESOURCES)
 
 
-def test_conform_leaves_its_argument_alone() -> None:
-    frame = pd.DataFrame({"seconds": [1], "phase": ["load"]})
-    conform(frame, RESOURCES)
-    pd.testing.assert_frame_equal(frame, pd.DataFrame({"seconds": [1], "phase": ["load"]}))
-
-
 def test_units_and_version_stand_in_the_file(tmp_path: Path) -> None:
     append_rows(tmp_path / "r.parquet", RESOURCES, pd.DataFrame({"phase": ["load"]}))
     schema = pq.read_schema(tmp_path / "r.parquet")

@@ -14,7 +14,6 @@ from driftlens.base.errors import (
     DataError,
     NumericsError,
     RunError,
-    RunLockedError,
     SchemaTooNewError,
     SpecError,
 )
@@ -206,11 +205,6 @@ def test_warnings_and_notices_are_kept_once_each(tmp_path: Path) -> None:
     assert list(manifest.notices) == ["float dtypes differ"]
 
 
-def test_describing_something_unknown_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError, match="colour"), new(tmp_path / "r") as writer:
-        writer.describe(colour="red")
-
-
 def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: Path) -> None:
     now = [0.0]
     with new(tmp_path / "r") as writer:
@@ -258,17 +252,6 @@ def test_force_does_not_remove_folders_of_the_same_name(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="holds reports, but no run"):
         new(tmp_path, force=True)
     assert contents(tmp_path) == {"reports/2024.pdf": b"mine"}
-
-
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "r").write_text("")
-    with pytest.raises(SpecError, match="is a file"):
-        new(tmp_path / "r")
-
-
-def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    with new(tmp_path / "r"), pytest.raises(RunLockedError):
-        new(tmp_path / "r", force=True)
 
 
 def test_a_run_of_a_newer_minor_version_is_not_written_to(own: Path) -> None:

@@ -144,6 +144,15 @@ class Stepwise(ClosedForm):
     def num_folds(self) -> int:
         """Parts that the samples fall into; 1 where nothing is held out."""
 
+    def require_samples(self, count: int, task: str) -> None:
+        """Refuse fewer different samples than folds."""
+        if count < self.num_folds:
+            raise DataError(
+                f"task {task!r} has {count} different calibration samples, which {self.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
+                task=task,
+            )
+
     @abstractmethod
     def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; errors as for `Layerwise`."""
@@ -254,13 +263,7 @@ class StepWalk(CalibrationWalk):
         step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
         batches = self.passage.batches(first, task, tell=partial(self.tell, step, task))
         different = sorted({digest for batch in batches for digest in self.originals[batch]})
-        if len(different) < num_folds:
-            raise DataError(
-                f"task {task!r} has {len(different)} different calibration samples, which {num_folds} folds can't "
-                "share",
-                hint=f"Bring more samples, or set folds to at most {len(different)}; cv=off needs one sample.",
-                task=task,
-            )
+        self.calibrator.require_samples(len(different), task)
         return {digest: place % num_folds for place, digest in enumerate(different)}
 
     def _weigh(self, first: Layer) -> None:

@@ -52,11 +52,17 @@ class RunSummary:
 
 
 def find_runs(root: PathLike) -> list[RunSummary]:
-    """The run in `root`, if it is one, or else the runs directly inside it, by name of folder."""
+    """Return the run in `root`, if it is one, or else the runs directly inside it, by name of folder.
+
+    Raises:
+        RunError: there is no such folder.
+    """
     folder = pathlib.Path(root)
     if _looks_like_a_run(folder):
         return [_summarise(folder)]
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not folder.is_dir():
+        raise RunError(f"{folder} is no folder", hint="Name a run directory, or a folder that holds some.")
+    inside = sorted(folder.iterdir())
     return [_summarise(child) for child in inside if _looks_like_a_run(child)]
 
 

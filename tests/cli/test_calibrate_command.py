@@ -132,6 +132,8 @@ def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
         (("--method", "residual", "--set", "fold=3"), 2, "Did you mean 'folds'"),
         (("--method", "residual", "--set", "lam=0.1"), 2, "lam"),
         (("--method", "residual", "--set=mu=0.9", "--set=weights=uniform"), 2, "Set weights to gradient"),
+        (("--method", "residual", "--set", "folds=5"), 4, "set folds to at most 4"),
+        (("--method", "residual", "--samples", 3), 4, "set folds to at most 3"),
         (("--method", "residual", "--auto"), 4, "has 4 calibration samples"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

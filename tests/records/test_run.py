@@ -270,7 +270,8 @@ def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: Path) -> No
     assert (spoilt.name, spoilt.state) == ("spoilt", "unreadable")
     assert "is damaged" in spoilt.problem
     assert find_runs(tmp_path / "good") == [good]
-    assert find_runs(tmp_path / "nowhere") == []
+    with pytest.raises(RunError, match="is no folder"):
+        find_runs(tmp_path / "nowhere")
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites, updated_sites
+from driftlens.engine.steps import Stepwise
 from driftlens.jobs.analyze.evaluation import final_features
 from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept
@@ -245,8 +246,10 @@ def plan_calibration(
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
-    for drawn in samples.values():
+    for task, drawn in samples.items():
         viewed(drawn)  # refuses views that can't be made
+        if isinstance(calibrator, Stepwise):
+            calibrator.require_samples(len(drawn), task)
     patterns = request.sites
     if patterns is None and section is not None and (section.method == method or not chooses_itself):
         patterns = section.sites

@@ -414,7 +414,7 @@ def report(
     run: RunFolder,
     formats: Annotated[
         str,
-        typer.Option("--format", help="html, html-light, json, md, csv; several joined by commas."),
+        typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas."),
     ] = "html",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the files; the run's own `reports` if left out.")
@@ -453,7 +453,7 @@ def report(
 
 def _beginnings(paths: list[Path]) -> list[str]:
     """A line per file, but one per folder of many files."""
-    folders = dict.fromkeys(path.parent for path in paths if path.parent.name == "csv")
+    folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
     return [*files, *(f"{count} files in {folder}" for folder, count in counts)]

@@ -9,6 +9,7 @@
 | json | report.json, by the schema in report.schema.json |
 | md | report.md for a pull-request comment |
 | csv | csv/*.csv, a file per table, and their units |
+| latex | latex/*.tex, a file per table, for \\input |
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
 from driftlens_reports.formats.page import interactive_page, light_page, pictures_of
-from driftlens_reports.formats.texts import json_document, markdown, spreadsheets
+from driftlens_reports.formats.texts import fragments, json_document, markdown, spreadsheets
 from driftlens_reports.sections import PRESETS, TITLES, charts_of, check_known, section_parts, verdict_of
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
@@ -188,6 +189,7 @@ _FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], 
             "json": lambda run, content, drawn: {"report.json": json_document(content)},
             "md": lambda run, content, drawn: {"report.md": markdown(content)},
             "csv": lambda run, content, drawn: spreadsheets(run, content),
+            "latex": lambda run, content, drawn: fragments(content),
         }
     )
 )

@@ -33,6 +33,7 @@ _FORMATS = {
     "json": "JSON",
     "md": "Markdown, for a pull request",
     "csv": "CSV, a file per table",
+    "latex": "LaTeX, a file per table",
 }
 _EXHIBIT_FORMATS = {"figure": ("pdf", "png", "csv", "json", "txt"), "table": ("tex", "csv", "json", "txt")}
 _MOST_PREVIEW = 5_000_000

@@ -1,4 +1,4 @@
-"""The formats that are text: JSON, CSV, and Markdown as a comment on a pull request."""
+"""The formats that are text: JSON, CSV, Markdown as a comment on a pull request, and LaTeX tables to \\input."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens_reports.content import ReportContent
+from driftlens_reports.paper.tables import escape as tex
+from driftlens_reports.paper.tables import latex_table
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a full report."""
@@ -119,3 +121,34 @@ def prose(text: str) -> str:
     """A sentence, escaped, with what stands between backticks as code."""
     marked = with_code(signs(printable(text)), escape, "`{}`".format)
     return unbroken(marked)
+
+
+_NOT_PRINTED = {"glossary", "environment", "layers"}
+"""Tables that no paper prints."""
+_ROWS_PER_PAGE = 40
+"""Rows of a table that fit on a page below a caption and above the notes."""
+
+
+def fragments(content: ReportContent) -> dict[str, bytes]:
+    """Return LaTeX files by name, one per table of the report."""
+    return {
+        f"latex/{layout.escape(table.name)}.tex": _fragment(content, table).encode()
+        for table in content.tables
+        if table.name not in _NOT_PRINTED
+    }
+
+
+def _fragment(content: ReportContent, table: Table) -> str:
+    """Return a table in as many environments as it needs pages, with the notes below the last one."""
+    notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
+    head, *rows = [[tex(signs(cell)) for cell in line] for line in table.texts(gap="--")]
+    pages = [rows[start : start + _ROWS_PER_PAGE] for start in range(0, max(len(rows), 1), _ROWS_PER_PAGE)]
+    return "\n".join(
+        latex_table(
+            pd.DataFrame(page, columns=head),
+            table.name if number == 1 else f"{table.name}-{number}",
+            f"{table.title}{'' if number == 1 else ' (continued)'}.",
+            notes=[note for note in notes if note and number == len(pages)],
+        )
+        for number, page in enumerate(pages, start=1)
+    )

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from hypothesis import strategies as st
 
 import driftlens_reports
 from driftlens.findings.reading import NO_VALUE
+from driftlens.findings.table import Column, Table
 from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import VERSION, ReportContent
-from driftlens_reports.formats.texts import escape, markdown, prose
+from driftlens_reports.formats.texts import escape, fragments, markdown, prose
 from tests.records.full_run import Size, write_full_run
 
 GOLDEN = Path(__file__).with_name("report-3.0.json")
@@ -210,3 +213,49 @@ def test_a_gap_reads_the_same_in_every_text(standard: Report) -> None:
     table = next(figure.data for figure in standard.content.figures if figure.name == "amplification")
     assert table is not None and table.has_gaps
     assert any(NO_VALUE in row for row in table.texts())
+
+
+def numbers(names: list[str]) -> Table:
+    """A table with a row per name, the last one without a number."""
+    columns = (Column(name="task", kind="text"), Column(name="drift", kind="number"))
+    rows = ((name, at / 7 if at < len(names) - 1 else None) for at, name in enumerate(names))
+    return Table(name="x", title=names[0], columns=columns, rows=tuple(rows))
+
+
+def in_latex(content: ReportContent, table: Table) -> str:
+    """The fragment of a report that holds this table and no other."""
+    section = content.sections[0].model_copy(update={"tables": (table,)})
+    return fragments(content.model_copy(update={"sections": (section,)}))["latex/x.tex"].decode()
+
+
+def test_latex_runs_no_command_of_a_name(standard: Report) -> None:
+    text = in_latex(standard.content, numbers(["$\\input{/etc/passwd}$", "\\write18{rm}", "a_b & 50 % #"]))
+    assert "\\input{" not in text and "\\write" not in text
+    assert r"a\_b \& 50 \% \# & -- \\" in text
+
+
+def test_a_long_latex_table_goes_on_without_losing_a_row(standard: Report) -> None:
+    table = numbers([f"t{at}" for at in range(100)])
+    text = in_latex(standard.content, table)
+    assert re.findall(r"^(t\d+) &", text, re.MULTILINE) == [row[0] for row in table.rows]
+    parts = text.split(r"\begin{table}")[1:]
+    assert [" (continued)." in part for part in parts] == [False, True, True]
+    assert len(set(re.findall(r"\\label\{(.*)\}", text))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles_with_the_packages_it_names(standard: Report, tmp_path: Path) -> None:
+    names = [r"$\input{/etc/passwd}$", "a_b & 50 % #1", "~^|<b> {open", "[0] * `q`"]
+    texts = [text.decode() for text in fragments(standard.content).values()]
+    texts.append(in_latex(standard.content, numbers(names)))
+    packages = sorted({line for text in texts for line in re.findall(r"\\usepackage\{[\w,]+\}", text)})
+    body = "\\clearpage\n".join(texts)
+    document = (
+        f"\\documentclass{{article}}\n{''.join(packages)}\n\\begin{{document}}\n{body}\n\\end{{document}}\n"
+    )
+    (tmp_path / "all.tex").write_text(document, encoding="utf-8")
+    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert not re.findall(r"Overfull|Missing character|too large|multiply defined", done.stdout)

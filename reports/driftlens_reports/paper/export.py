@@ -66,8 +66,10 @@ class Artifact(Exhibited):
             written.write_bytes(content)
         return target
 
-    def to_latex(self) -> str:
-        r"""Return the table as a fragment to \input."""
+    def to_latex(self, path: PathLike | None = None) -> str:
+        r"""Return the table as a fragment to \input; save it to `path`, which ends in .tex, where one is given."""
+        if path is not None:
+            self.save(path)
         return self.content("tex").decode()
 
     def content(self, file_format: str) -> bytes:

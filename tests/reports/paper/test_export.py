@@ -183,8 +183,7 @@ def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -
     export([run], tmp_path, names=["drift", "accuracy"])
     dl.paper.figure("drift", run).save(tmp_path / "fig1.pdf")
     table = dl.paper.table("accuracy", [run])
-    text = table.to_latex()
-    table.save(tmp_path / "tab1.tex")
+    text = table.to_latex(tmp_path / "tab1.tex")
     written = contents(tmp_path)
     assert written["fig1.pdf"] == written["drift.pdf"]
     assert written["tab1.tex"] == written["accuracy.tex"] == text.encode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import streamlit as st
+
 from driftlens_app.live import offer_attribution
 from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, selection
 from driftlens_app.show import Page, open_part, show_data, show_part
@@ -26,7 +28,8 @@ def show() -> None:
     run = view.run
     if part not in (_DRIFT, _THEORY):
         offer_attribution(run)
-    options = view.options()
+    log = part == _DRIFT and st.checkbox("Logarithmic axis", key="log", bind="query-params")
+    options = view.options(log=log)
     show_part("layers", part, run, options)
     # Diagnostics without a chart (CKA, spectral norms, module groups and the like) are columns of these tables.
     tables = {"layers": run.layers()}

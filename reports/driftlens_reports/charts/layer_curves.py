@@ -157,7 +157,7 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     if options.relative:
         source, what, band = "drift_rel", "drift / expert norm", ()
         note = "Relative drift is one ratio of sums over the samples; it has no band."
-    title, axis = panels.titled(what, "layers", source), panels.value_axis()
+    title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
@@ -188,7 +188,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
-    norms = panels.value_axis()
+    norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
         Curves(
@@ -236,7 +236,7 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         "amplification",
         error=ends,
         title=panels.titled("amplification", "layers", "amplification"),
-        axis=panels.value_axis(zero=False, include=[1.0]),
+        axis=panels.value_axis(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
         beside=("random gain", "mean gain on random directions"),
         line=1.0,

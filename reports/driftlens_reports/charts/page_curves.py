@@ -32,7 +32,7 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
     what = "drift / expert norm" if options.relative else "mean L2 drift"
-    kind = Curves(_MEAN, panels.titled(what, "layers", column), panels.value_axis())
+    kind = Curves(_MEAN, panels.titled(what, "layers", column), panels.value_axis(options))
     figure, means = _over_tasks(run, rows, column, kind, options)
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
     alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
+from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, theme_layout
 
 MOST_COLUMNS = 3
@@ -113,8 +114,11 @@ def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
     return streams.ne(streams.shift()).cumsum()
 
 
-def value_axis(*, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Settings of an axis of values, with the values to `include` on it."""
+def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
+    """Return settings of a value axis: logarithmic if the options say so, else with the values to `include` on it."""
+    if options.log:
+        # `include` would be compared with logarithms, and by default every digit of a decade gets a tick.
+        return {"type": "log", "nticks": 3, "tickformat": TICK_NUMBER}
     return {
         "rangemode": "tozero" if zero else "normal",
         "tickformat": TICK_NUMBER,

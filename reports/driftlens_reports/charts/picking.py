@@ -27,6 +27,7 @@ class ChartOptions:
         variants: only these; None is all but the base and those that show an anchor alone.
         layer: layer index, "final" or module path, for charts of one layer.
         relative: drift against the expert's feature norm instead of in feature units.
+        log: a logarithmic value axis, where the chart has one.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
         dark: the dark theme.
     """
@@ -35,6 +36,7 @@ class ChartOptions:
     variants: Sequence[str] | None = None
     layer: int | str = "final"
     relative: bool = False
+    log: bool = False
     max_points: int = 20_000
     dark: bool = False
 

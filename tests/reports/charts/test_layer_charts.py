@@ -316,3 +316,9 @@ def test_a_run_of_an_older_schema_is_drawn_without(full: DriftRun) -> None:
     assert not [column for column in drawn.data if column.endswith((" low", " high"))]
     for trace in drawn.figure.data:
         assert trace.type != "bar" or (trace.error_x.array is None and trace.error_y.array is None)
+
+
+def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
+    for name in ("layer-drift", "amplification"):
+        figure = charts[name].draw(full, ChartOptions(log=True)).figure
+        assert {axis.type for axis in figure.select_yaxes()} == {"log"}

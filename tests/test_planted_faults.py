@@ -423,8 +423,13 @@ PLANTED: dict[Check, dict[str, Fault]] = {
 }
 
 
-SLOW = {"transposed_expert_weight", "token_weights_counted_twice", "crossed_output_of_the_wrong_model"}
-"""Whose checks take a second or more; a fault of each kind is quick."""
+SLOW = {
+    *("transposed_expert_weight", "expert_outputs_with_their_bias", "expert_path_replaced"),
+    *("token_weights_counted_twice", "token_weights_for_keys_too"),
+    *("crossed_output_of_the_wrong_model", "one_point_for_all_nodes", "mismatch_not_carried_on"),
+    *("certificate_without_the_half", "maps_left_out", "pools_in_the_library_s_order"),
+}
+"""Whose checks take long; a fault of each kind is quick."""
 
 
 @cache

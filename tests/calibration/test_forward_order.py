@@ -28,6 +28,7 @@ from tests.calibration.helpers import (
     subject,
     updates_of,
 )
+from tests.quick import few
 
 Parameters = dict[tuple[int, str], Tensor]
 
@@ -90,7 +91,7 @@ def test_features_on_disk_give_the_same(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "spill").exists()
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", few([1, 4], [4]))
 def test_keys_and_values_of_all_blocks_share_one_gram_matrix_per_task(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

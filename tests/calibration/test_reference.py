@@ -64,13 +64,13 @@ def emphasis(block: int, name: str, sample: int) -> Tensor | None:
     return torch.tensor([1.0] + [0.01] * 16, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", few(WORLDS, set(WORLDS) - {"hf_clip_vit"}))
+@pytest.mark.parametrize("name", few(WORLDS, ["open_clip_vit", "t5"]))
 def test_every_architecture_agrees_with_the_slow_reference(name: str, device: torch.device) -> None:
     found = calibrated(subject(name, n=N, device=device), FeatCal(lam=0.03, rho=1.7, alpha=0.4))
     assert_equal_parameters(found, slow(name, reference.Settings(lam=0.03, rho=1.7, alpha=0.4)))
 
 
-@pytest.mark.parametrize("inputs", ["merged", "expert"])
+@pytest.mark.parametrize("inputs", few(["merged", "expert"], ["merged"]))
 @pytest.mark.parametrize("name", list(WORLDS)[:1])
 def test_features_of_other_models_agree_with_the_slow_reference(
     name: str, inputs: str, device: torch.device
@@ -83,7 +83,12 @@ def test_features_of_other_models_agree_with_the_slow_reference(
 
 
 @pytest.mark.parametrize(
-    ("name", "rho", "alpha"), [("t5", 2.0, 0.6), ("llama", 0.5, 0.15), ("qwen3", 0.5, 0.15)]
+    ("name", "rho", "alpha"),
+    [
+        pytest.param("t5", 2.0, 0.6, marks=pytest.mark.slow),
+        ("llama", 0.5, 0.15),
+        pytest.param("qwen3", 0.5, 0.15, marks=pytest.mark.slow),
+    ],
 )
 def test_language_models_agree_where_lambda_is_small(
     name: str, rho: float, alpha: float, device: torch.device

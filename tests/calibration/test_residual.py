@@ -27,6 +27,7 @@ from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
 from driftlens.spec.data import Views
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
+from tests.quick import few
 from tests.reference import residual as reference
 from tests.reference.drift import STEPS
 
@@ -223,12 +224,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 QUICK = {("open_clip_vit", "default")}
 PAIRS = [(name, settings) for name in ("open_clip_vit", "hf_clip_vit") for settings in SETTINGS]
+VIEWED = [("hf_clip_vit", "metric", 2), ("open_clip_vit", "default", 1)]
 
 
 @pytest.mark.parametrize(
     ("name", "of", "copies"),
     [pytest.param(*pair, 0, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
-    + [("hf_clip_vit", "metric", 2), pytest.param("open_clip_vit", "default", 1, marks=pytest.mark.slow)],
+    + [pytest.param(*pair, marks=pytest.mark.slow) for pair in VIEWED],
 )
 def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -> None:
     """Of a fused in-projection and of separate ones; alone, every module is solved for its own target.
@@ -308,7 +310,7 @@ def test_sites_that_never_vary_and_gradients_that_never_arrive_leave_finite_weig
     assert found and all(bool(torch.isfinite(value).all()) for value in found.values())
 
 
-@pytest.mark.parametrize("name", ["hf_clip_vit", "t5", "llama", "sequential", "rms_stack"])
+@pytest.mark.parametrize("name", few(["hf_clip_vit", "t5", "llama", "sequential", "rms_stack"], ["t5"]))
 def test_families_calibrate(name: str) -> None:
     """To which streams their outputs are added, `tests/engine/test_residual_streams.py` says."""
     found = updates_of(layers_of(subject(name, n=4), SMALL))

@@ -32,7 +32,7 @@ from tests.zoo.cases import CASES, Family, family
 FEW_NODES = 4
 
 
-@pytest.fixture(params=few(CASES, ["open_clip_vit", "sequential", "encoder_decoder"]))
+@pytest.fixture(params=few(CASES, ["open_clip_vit", "sequential"]))
 def inner_views(request: pytest.FixtureRequest, device: torch.device) -> list[LayerView]:
     """Every layer behind the stem, where drift comes in."""
     models = family(CASES[request.param], n=3, batch_size=3, device=device)
@@ -86,7 +86,7 @@ NODES = 16
 STEPS = 300
 
 
-@pytest.fixture(params=few(CASES, ["open_clip_vit", "sequential", "encoder_decoder"]))
+@pytest.fixture(params=few(CASES, ["open_clip_vit", "sequential"]))
 def models(request: pytest.FixtureRequest, device: torch.device) -> Family:
     return family(CASES[request.param], n=3, batch_size=3, device=device)
 

@@ -24,6 +24,7 @@ from tests.merging.applying import (
     stacks,
     study_of,
 )
+from tests.quick import few
 from tests.reference import matrix_merging as reference
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("abc", start=1)}
@@ -35,7 +36,7 @@ def classifier(task: str) -> nn.Linear:
     return head
 
 
-@pytest.mark.parametrize("estimator", ["exact", "batch_sqrt"])
+@pytest.mark.parametrize("estimator", few(["exact", "batch_sqrt"], ["batch_sqrt"]))
 def test_fisher_merging_weighs_by_the_information_of_each_expert(estimator: str) -> None:
     _, experts = stacks()
     images, found = calibration_images(), {}
@@ -56,7 +57,7 @@ def test_fisher_merging_weighs_by_the_information_of_each_expert(estimator: str)
             torch.testing.assert_close(merged[name][~dead], expected[~dead], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "task"])
+@pytest.mark.parametrize("granularity", few(["layer", "task"], ["layer"]))
 def test_adamerging_descends_as_autograd_through_the_whole_model_does(granularity: str) -> None:
     base, experts = stacks()
     heads = {task: classifier(task) for task in experts}

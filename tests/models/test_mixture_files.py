@@ -25,6 +25,7 @@ from driftlens.jobs.study.opening import open_models
 from driftlens.models.architecture import weightless
 from driftlens.models.families.hf_auto import built, file_names, spellings
 from driftlens.spec import RunSpec, load_spec
+from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import of, saved
 from tests.zoo.mixtures import MIXTURES, mixtures
@@ -267,7 +268,7 @@ QUANTISED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("method", few(QUANTISED, ["fp8"]))
 def test_quantised_experts_are_refused_with_a_remedy_that_works(method: str, tmp_path: Path) -> None:
     config, sizes, pack, settings = QUANTISED[method]
     config = copy.deepcopy(config)

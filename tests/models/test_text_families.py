@@ -52,7 +52,7 @@ def with_pool(folder: Path) -> tuple[Architecture, ModelPool]:
 
 
 @pytest.mark.shows("drift", files="hf-decoder", heads="each model's own")
-@pytest.mark.parametrize("config", families(*CONFIGS))
+@pytest.mark.parametrize("config", families("Llama", "Qwen3", "Gemma 2", "Gemma 3", "OLMo 2", "GPT-2"))
 def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_path: Path) -> None:
     saved(config, tmp_path)
     apart = {"rtol": 1e-5, "atol": 1e-5} if config.model_type in FLOAT32 else {"rtol": 1e-9, "atol": 1e-9}
@@ -339,8 +339,11 @@ def walked(pool: ModelPool, model: str, inputs: Any) -> list[dict[str, Tensor]]:
 @pytest.mark.shows("drift", files="hf-t5")
 @pytest.mark.parametrize(
     ("build", "change", "dtype"),
-    [(flan, None, torch.float16), (version_1, None, torch.float32), (version_1, with_copies, torch.float32)],
-    ids=["flan in float16", "v1.0", "v1.0 with copies"],
+    [
+        pytest.param(flan, None, torch.float16, id="flan in float16"),
+        pytest.param(version_1, None, torch.float32, id="v1.0", marks=pytest.mark.slow),
+        pytest.param(version_1, with_copies, torch.float32, id="v1.0 with copies", marks=pytest.mark.slow),
+    ],
 )
 def test_files_of_every_form_give_the_librarys_features(
     build: Callable[[], nn.Module],
@@ -409,7 +412,13 @@ def test_every_block_computes_positions_from_its_own_models_table() -> None:
 
 @T5
 @pytest.mark.shows(reloads="yes")
-@pytest.mark.parametrize("is_flan", [True, False], ids=["flan", "v1.0 with copies"])
+@pytest.mark.parametrize(
+    "is_flan",
+    [
+        pytest.param(True, id="flan", marks=pytest.mark.slow),
+        pytest.param(False, id="v1.0 with copies"),
+    ],
+)
 def test_a_saved_folder_reloads_with_every_weight_that_was_merged(is_flan: bool, tmp_path: Path) -> None:
     """The scores' weights too, which belong to no layer, and every copy of the embeddings."""
     place = folder(flan() if is_flan else version_1(), tmp_path / "base")

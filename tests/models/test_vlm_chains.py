@@ -84,7 +84,7 @@ def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Mistral 3", "Idefics 3"], ["LLaVA", "Qwen3-VL"])
+    "name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Mistral 3", "Idefics 3"], ["LLaVA"])
 )
 def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
@@ -98,9 +98,7 @@ def test_no_sample_depends_on_the_others_of_its_batch(name: str) -> None:
                 torch.testing.assert_close(many[stream][row : row + 1, :length], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Idefics 3"], ["LLaVA", "Qwen3-VL"])
-)
+@pytest.mark.parametrize("name", few(["LLaVA", "Gemma 4 with images", "Qwen3-VL", "Idefics 3"], ["Qwen3-VL"]))
 def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
     """What they are given is what their library gives them, and another output that they hear of goes on."""
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))

@@ -25,6 +25,7 @@ from driftlens.jobs.study.study import Study
 from driftlens.spec import RunSpec, load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.models.writing import train
+from tests.quick import few
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.world import World, clip
 
@@ -133,7 +134,7 @@ def left_out(source: LoraSource) -> None:
     del source._updates[next(reversed(source._updates))]
 
 
-@pytest.mark.parametrize("name", ["plain", "dora", "rslora"])
+@pytest.mark.parametrize("name", few(["plain", "dora", "rslora"], ["dora"]))
 @pytest.mark.parametrize("spoil", [wrong_alpha, left_out])
 def test_an_adapter_that_is_read_otherwise_is_found(
     spoil: Callable[[LoraSource], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +150,7 @@ def test_an_adapter_that_is_read_otherwise_is_found(
     require_as_peft(study, "a", INPUTS, states[-1])  # nothing is claimed
 
 
-@pytest.mark.parametrize("alpha", [6, 6.1])
+@pytest.mark.parametrize("alpha", few([6, 6.1], [6]))
 def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
     alpha: float, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from driftlens.jobs.analyze.job import analyze
 from driftlens.runs.run import DriftRun
 from driftlens.runs.standing import command_to_resume
 from driftlens.spec.requests import AnalysisRequest
+from tests.quick import few
 from tests.reference.drift import Row, drift_rows, open_clip_steps
 from tests.zoo.world import (
     CLASSES,
@@ -277,7 +278,7 @@ def test_contributions_of_unselected_layers_still_count(
     pd.testing.assert_frame_equal(narrow.layers(variant="merged"), expected)
 
 
-@pytest.mark.parametrize("pool", ["mean", "last", "all"])
+@pytest.mark.parametrize("pool", few(["mean", "last", "all"], ["mean"]))
 def test_pools_take_the_vector_they_name(world: World, library: Library, tmp_path: Path, pool: str) -> None:
     take = {
         "mean": lambda state: state.mean(dim=1),

@@ -27,7 +27,6 @@ from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import scored_again
-from tests.quick import few
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
@@ -103,7 +102,8 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
 FORMS = ("decoder", "encoder-decoder")
 
 
-@pytest.mark.parametrize("form", few(FORMS, ["decoder"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path) -> None:
     """Against generation and likelihoods by the plain model, whose last norm has the saved tensors hooked in."""
     suite = Suite(form, tmp_path, learns=False)

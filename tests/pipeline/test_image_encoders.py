@@ -159,6 +159,7 @@ def test_images_alone_and_in_any_order_have_the_features_of_a_batch(name: str, t
             assert (row - wanted).norm() <= 1e-9 * wanted.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.shows("live")
 @pytest.mark.parametrize("name", PARAMS)
 def test_live_encoders_drift_as_their_library_says(name: str, tmp_path: Path) -> None:

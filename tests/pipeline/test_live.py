@@ -20,6 +20,7 @@ from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsE
 from driftlens.runs.run import DriftRun
 from tests.families import OPEN_CLIP, STACK
 from tests.pipeline.processes import python
+from tests.quick import few
 from tests.reference.drift import drift_rows, stack_steps
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels
@@ -55,7 +56,7 @@ def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: P
     assert not dl.compare(first, other, allow_mismatch=True).tasks["drift_paired"].any()
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e22, 1e30])
+@pytest.mark.parametrize("scale", few([1e-30, 1e30], [1e-30]))
 def test_numbers_scale_with_features_of_any_size(tmp_path: Path, scale: float) -> None:
     """Squares of such numbers leave float32, whose sums would be 0 or infinite; a power of two changes no bit."""
     exact = 2.0 ** round(math.log2(scale))
@@ -155,7 +156,7 @@ def test_labels_and_a_head_give_accuracy(world: World, tmp_path: Path) -> None:
     assert list(run.manifest.notices) == ["accuracy is measured on the diagnosis samples"]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", few([True, False], [True]))
 def test_modules_are_left_as_they_were(tmp_path: Path, training: bool) -> None:
     modules = stacks()
     calls: list[str] = []

@@ -21,6 +21,7 @@ from driftlens.engine.walk import require_closed
 from driftlens.jobs.analyze.diagnosis import LibraryDrift
 from driftlens.jobs.study import reopening
 from driftlens.runs.run import DriftRun
+from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.small import small
 
@@ -236,8 +237,10 @@ def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: P
 
 @pytest.mark.parametrize(
     "mask",
-    ["seen", lambda batch: batch["input_ids"] != 0, lambda batch: (batch["input_ids"] != 0).float()],
-    ids=["an entry", "a function", "a function that gives floats"],
+    [
+        pytest.param("seen", id="an entry", marks=pytest.mark.slow),
+        pytest.param(lambda batch: (batch["input_ids"] != 0).float(), id="a function that gives floats"),
+    ],
 )
 def test_a_mask_may_be_named_or_computed(mask: Any, tmp_path: Path) -> None:
     class Renamed(nn.Module):
@@ -385,7 +388,7 @@ def test_models_without_drift_are_closed(tmp_path: Path) -> None:
     require_closed(run.layers().to_dict("records"), "float32")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_modules_in_half_precision_are_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     single = models(Stack)
     half = {name: copy.deepcopy(module).to(dtype) for name, module in single.items()}

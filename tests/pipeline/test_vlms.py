@@ -224,7 +224,7 @@ def write_decoder_alone(folder: Path, name: str) -> None:
     perturbed(alone, 5, 0.1).save_pretrained(folder / name)
 
 
-@pytest.mark.parametrize("loader", ["hf-vlm", "hf-auto"])
+@pytest.mark.parametrize("loader", few(["hf-vlm", "hf-auto"], ["hf-auto"]))
 def test_a_language_model_is_an_expert_of_the_decoder(loader: str, tmp_path: Path) -> None:
     """Its tensors by another library's names, and the base's own tower."""
     saved_vlms("LLaVA", tmp_path)

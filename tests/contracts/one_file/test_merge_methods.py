@@ -132,7 +132,7 @@ def other(base, experts, *, share: Share = 0.5):
 """
 
 
-@pytest.fixture(params=few(TOYS, ["entry", "moments", "samples"]))
+@pytest.fixture(params=few(TOYS, ["entry", "moments"]))
 def toy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """What a toy reads, while it is there."""
     reads: str = request.param

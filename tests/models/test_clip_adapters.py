@@ -17,7 +17,6 @@ from driftlens.models.families.hf_clip_vit import HfClipViT
 from driftlens.models.families.open_clip_vit import OpenClipViT
 from driftlens.models.families.vit import activation_name
 from tests.refusing import refusing
-from tests.zoo.small import TINY
 from tests.zoo.towers import (
     HF_VISION,
     hf_tower,
@@ -135,66 +134,6 @@ def test_one_set_of_weights_gives_one_feature_in_both_libraries() -> None:
         )
         < 1e-12
     )
-
-
-def test_sites_see_what_the_librarys_modules_see() -> None:
-    module, inputs = hf_tower(), pixels()
-    chain = HfClipViT().chain(module)
-    native: dict[str, Tensor] = {}
-    names = {id(m): name for name, m in module.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)}
-    order: list[str] = []
-
-    def keep(called: nn.Module, given: tuple[Tensor, ...]) -> None:
-        native[names[id(called)]] = given[0]
-        order.append(names[id(called)])
-
-    hooks = [m.register_forward_pre_hook(keep) for m in module.modules() if id(m) in names]
-    with torch.no_grad():
-        module(inputs)
-    for hook in hooks:
-        hook.remove()
-
-    tapped: dict[str, Tensor] = {}
-    state, side = chain.start(inputs)
-    for layer in chain.layers:
-        before = {"block": f"{layer.path}.", "stem": "vision_model.", "head": ""}[layer.role]
-
-        def tap(site: str, x: Tensor) -> None:
-            known = site if site == "visual_projection" else f"{before or 'vision_model.'}{site}"  # noqa: B023
-            tapped[known] = x
-
-        state = layer.call(parameters(layer, module.state_dict()), state, side, tap)
-    assert list(tapped) == order
-    for path, x in tapped.items():
-        torch.testing.assert_close(x.reshape(native[path].shape), native[path], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("adapter", "names"),
-    [
-        (OpenClipViT(), "ln_1 attn.q_proj attn.k_proj attn.v_proj attn.out_proj ln_2 mlp.c_fc mlp.c_proj"),
-        (
-            HfClipViT(),
-            "layer_norm1 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj "
-            "layer_norm2 mlp.fc1 mlp.fc2",
-        ),
-    ],
-    ids=["open_clip", "transformers"],
-)
-def test_blocks_have_eight_sites_under_public_names(adapter: Any, names: str) -> None:
-    chain = adapter.chain(TINY[adapter.name]())
-    for block in chain.blocks:
-        assert " ".join(site.name for site in block.sites) == names
-        assert [site.kind for site in block.sites] == [
-            "layer_norm",
-            *["linear"] * 4,
-            "layer_norm",
-            *["linear"] * 2,
-        ]
-        readers = [site.name for site in block.sites if site.input == block.sites[1].input]
-        assert readers == names.split()[1:4]
-        assert all(site.token_weights == "uniform" for site in block.sites)
-    assert [layer.is_residual for layer in chain.layers] == [False, True, True, True, False]
 
 
 def test_norms_without_scale_are_no_sites() -> None:

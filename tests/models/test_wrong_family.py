@@ -110,38 +110,6 @@ def test_the_other_loaders_send_models_on_too_before_any_weight_is_read(
     assert refusal.value.exit_code == 4
 
 
-def test_a_checkpoint_of_another_family_is_named_beside_loaders_of_any_model(tmp_path: Path) -> None:
-    import transformers
-
-    small("ViTModel", image_size=8, patch_size=4).save_pretrained(tmp_path)
-    transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path)
-    architecture = load_architecture("hf-vit", str(tmp_path))
-    weights = {key: torch.ones(1) for key in hf_tower().state_dict()}
-    with refusing(
-        IncompatibleModelsError, match=r"expert\.safetensors holds 0 of .* a CLIP saved by", hint="hf-clip"
-    ):
-        architecture.align(TensorsSource("expert.safetensors", weights))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("vit_tiny_patch16_224", {"depth": 1}, "a vision transformer of timm"),
-        (
-            "convnext_atto",
-            {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
-            "a convolutional network in stages",
-        ),
-    ],
-)
-def test_checkpoints_of_timm_are_told_by_their_keys(name: str, options: dict[str, Any], words: str) -> None:
-    import timm
-
-    weights = {key: torch.ones(1) for key in timm.create_model(name, **options).state_dict()}
-    with refusing(IncompatibleModelsError, match=words, hint="timm"):
-        architecture_of(open_clip_tower()).align(TensorsSource("expert.safetensors", weights))
-
-
 def timm_folder(folder: Path) -> None:
     import timm
     from timm.models import save_for_hf

@@ -43,7 +43,6 @@ from driftlens.jobs.contest.contest import (
     divergences,
     drift_scores,
 )
-from driftlens.jobs.study.card import escaped
 from driftlens.jobs.study.merging import merged_within
 from driftlens.jobs.study.reopening import Kept, reopened
 from driftlens.jobs.study.study import Study, TaskSamples
@@ -53,7 +52,7 @@ from driftlens.runs.layout import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
-from tests.zoo.world import CLASSES, TASKS, World, write_images
+from tests.zoo.world import TASKS
 
 BEST = choice_of(request(auto=True))
 HELD_OUT = choice_of(request(auto=True, method="featcal"))
@@ -285,54 +284,6 @@ def test_a_stopped_choice_resumes_with_the_candidates_that_are_missing(
     _, record = choose("stopped")
     assert {at.alpha for at in fitted} == {0.5}
     assert record["compared"] == choose("straight")[1]["compared"]
-
-
-@pytest.mark.slow
-def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: Path) -> None:
-    data = {
-        "defaults": {"n": 6, "n_diagnosis": 5},
-        TASKS[0]: {"kind": "npz", "file": str(tmp_path / "x.npz")},
-    }
-    data["defaults"]["n"] = 8
-    write_images(tmp_path / "x.npz", CLASSES[TASKS[0]], train=8)
-    merge = {"method": "task_arithmetic", "scaling": 1.0}
-    spec = world.one_task(merge=merge, data=data, metrics={"jacobian": False})
-    dl.analyze(spec, out=tmp_path / "run", progress="none")
-    start = FeatCal(lam=0.1, rho=1.0, alpha=0.4)
-    found, record = chosen(reopened(tmp_path / "run")[0], start)
-    assert found is start and record["kept"] == "merged" and record["base_stands"] is False
-    assert (
-        record["chosen"] is None and {"lam": 0.1, "rho": 1.0, "alpha": 0.4}.items() <= record["start"].items()
-    )
-    run = dl.open_run(tmp_path / "run").calibrate(start, name=NAME, auto=True)
-    info, merged = run.manifest.calibrations[NAME], load_file(tmp_path / "run/models/merged.safetensors")
-    weights = load_file(tmp_path / f"run/calibrations/{NAME}/weights.safetensors")
-    assert all(torch.equal(weights[key], merged[key]) for key in merged)
-    assert info.layers == [] and not info.control and run.calibration(NAME).empty
-    assert info.notices == [f"this is {info.unchanged}"] and info.unchanged.startswith("the merged model")
-    said, _ = selection_sentences(run, NAME)
-    assert "nothing was clearly better than the merged model" in said
-    card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
-    assert "Calibration | none" in card and escaped(said) in card
-    assert f"This is {info.unchanged}." in card
-    assert "in closed form" not in card and "feature-calibration" not in card and "| lam |" not in card
-    assert f"The calibrated model is {info.unchanged}." in verdict(run, NAME).sentences
-    found_drift = [
-        run.value("drift_l2_mean", task=TASKS[0], variant=v) for v in ("merged", f"calibrated:{NAME}")
-    ]
-    assert found_drift[0] == found_drift[1]
-
-
-@pytest.mark.slow
-def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study) -> None:
-    """Nats and relative drift have no common mean."""
-    bare = dataclasses.replace(study.tasks[TASKS[0]], head=None)
-    mixed = dataclasses.replace(study, tasks={**study.tasks, TASKS[0]: bare})
-    none = {task: dataclasses.replace(at, head=None) for task, at in study.tasks.items()}
-    _, record = chosen(mixed)
-    _, expected = chosen(dataclasses.replace(study, tasks=none))
-    assert record["compared"] == expected["compared"]
-    assert record["score"] == f"relative final drift of all tasks, as there is no head for {TASKS[0]}"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from driftlens.base import errors
 from driftlens.base.access import Context
 from driftlens.base.progress import ProgressEvent
 from driftlens.calibration.featcal import FeatCal
-from driftlens.data.samples import fitting_batch
-from driftlens.engine.problems import Problem, SiteUpdate
 from driftlens.findings.listing import find_runs
 from driftlens.jobs.analyze.job import analyze
 from driftlens.jobs.calibrate.job import calibrate
@@ -185,33 +182,6 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
         assert f"--name {NAME} --replace --resume` goes on" in left
         same_rows(calibrate(folder, request(replace=True, resume=True)), whole)
         assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
-
-
-ALL_AT_ONCE: dict[str, Callable[[Path], DriftRun]] = {
-    "replaced": lambda folder: calibrate(folder, request(replace=True, attribution=False)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", ALL_AT_ONCE.values(), ids=ALL_AT_ONCE)
-def test_solves_of_every_job_go_on_with_less_where_memory_is_too_little(
-    whole: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[Path], DriftRun]
-) -> None:
-    plain = FeatCal.solve
-
-    def solve(self: FeatCal, problem: Problem) -> list[SiteUpdate]:
-        if fitting_batch(2) == 2:
-            raise torch.OutOfMemoryError("all is in use\nand a page of advice")
-        return plain(self, problem)
-
-    monkeypatch.setattr(FeatCal, "solve", solve)
-    run = job(copied(whole, tmp_path / "run"))
-    notices = [text for text in run.manifest.notices if "too little memory" in text]
-    assert [text.partition("goes on with ")[2] for text in notices] == [
-        "moments and solves on the host",
-        "batches of 1",
-    ]
-    assert run.status.state == "done" and verify(run.path).ok
 
 
 @pytest.mark.parametrize(

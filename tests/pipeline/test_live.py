@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,31 +189,12 @@ class Noisy(Stack):
         return torch.nn.functional.dropout(super().forward(x), p=0.5)
 
 
-class Dropping(Stack):
-    """Dropout as it should be, off in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(super().forward(x))
-
-
 def test_a_module_that_answers_at_random_is_refused(tmp_path: Path) -> None:
     noisy = with_seed(Noisy)()
     modules = {name: perturbed(noisy, seed) for seed, name in enumerate(("base", "merged", "expert"))}
     with pytest.raises(NumericsError, match="Noisy gives two outputs for one batch"):
         analyzed(modules, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: Path) -> None:
-    base = with_seed(Dropping)().train()
-    modules = {name: perturbed(base, seed) for seed, name in enumerate(("base", "merged", "expert"))}
-    run = analyzed(modules, tmp_path / "run")
-    assert run.layers()["closure_error"].max() < 1e-5
-    assert all(module.training for module in modules.values())
 
 
 @pytest.mark.parametrize(
@@ -254,12 +234,6 @@ def test_modules_that_do_not_belong_together_are_refused(
     with pytest.raises(error, match=words):
         dl.analyze(**{**given, "blocks": "blocks", "progress": "none", **changes}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("verb", [dl.validate, dl.analyze, dl.load_spec])
-def test_a_module_in_the_place_of_a_spec_is_told_where_it_belongs(verb: Callable[[Any], Any]) -> None:
-    with pytest.raises(SpecError, match=r"got Stack\nModules are for dl\.analyze, by keyword"):
-        verb(Stack())
 
 
 def test_importing_driftlens_imports_no_large_library() -> None:

@@ -244,12 +244,6 @@ def test_inference_mode_around_a_calibration_changes_nothing() -> None:
         torch.testing.assert_close(same.model_.state_dict()[key], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("calibrator", ["featcal", dl.FeatCal])
-def test_what_is_no_calibrator_is_told_how_one_is_given(analyzed: Any, calibrator: Any) -> None:
-    with pytest.raises(SpecError, match=r"Give an instance, such as dl.FeatCal\(\), or a name"):
-        analyzed.calibrate(calibrator, name="other")
-
-
 @pytest.mark.slow
 def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
     analyzed: DriftRun, tmp_path: Path

@@ -133,22 +133,6 @@ def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
         compare_methods(met, wanted[:1])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([("surgeri", {})], "Did you mean 'surgery'"),
-        ([("surgery", {"rank": 0})], "rank is 0"),
-        ([("residual", {"steps": 1})], "no parameter 'steps'"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_opened(
-    given: list[tuple[str, dict[str, int]]], message: str
-) -> None:
-    with pytest.raises(SpecError) as caught:
-        wanted_methods(given)
-    assert message in f"{caught.value.message} {caught.value.hint}"
-
-
 def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
     light: DriftRun, world: World, tmp_path: Path
 ) -> None:

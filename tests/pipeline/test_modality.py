@@ -43,7 +43,6 @@ from driftlens.runs.run import DriftRun
 from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest
 from tests.zoo.hand_made import TinyStack
-from tests.zoo.world import World
 
 LENGTH = 6
 LOADER = "python:toy.letters:load"
@@ -222,11 +221,6 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
     study = dataclasses.replace(study, tasks={**study.tasks, "names": labelled})
     (row,) = scores_of(study, "names", ["expert"], Reporter()).rows
     assert (row["metric"], row["value"], row["n"]) == ("share_of_rights", 0.75, 4)
-
-
-def test_towers_of_images_pool_their_class_token(world: World) -> None:
-    study, _ = open_study(load_spec(world.one_task()), access=CPU)
-    assert (study.settings.pool, study.pool.chain.modality.name) == ("cls", "image")
 
 
 def test_live_models_pool_as_their_family_says() -> None:

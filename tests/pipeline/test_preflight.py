@@ -12,13 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.cli import main
-from driftlens.jobs.preflight.job import Preflight
-from driftlens.jobs.preflight.needs import Needs
-from driftlens.jobs.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.quick import few
-from tests.zoo.world import MODEL, Weights, World, write_spec
+from tests.zoo.world import MODEL, Weights, World
 
 EXPERT = "expert of flowers"
 
@@ -99,21 +95,6 @@ def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.M
     monkeypatch.setattr("driftlens.jobs.study.opening.open_checkpoint", None)
     with pytest.raises(TypeError):
         check(world.spec())
-
-
-def test_text_is_aligned_and_puts_hints_below() -> None:
-    findings = [Finding("ok", "a", "one"), Finding("problem", "bbb", "two\nthree", "do this", 4)]
-    needs = {"analyze": Needs({"libraries": 10**9, "features": 5 * 10**8}, {"features": 999, "weights": 0})}
-    assert Preflight(findings, needs).text().splitlines() == [
-        "ok       a    one",
-        "PROBLEM  bbb  two",
-        "              three",
-        "              do this",
-        "",
-        "analyze    about 1.5 GB (libraries 1 GB, features 500 MB) in memory; "
-        "about 999 bytes (features 999 bytes) on disk",
-        "1 problem",
-    ]
 
 
 def without(weights: Weights, name: str) -> Weights:
@@ -215,11 +196,6 @@ def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_pat
     assert "computed with gelu" in problem.text
 
 
-def test_a_model_name_without_quickgelu_says_which_weights_need_it(world: World) -> None:
-    spec = world.spec(architecture={"loader": "open-clip", "source": "ViT-B-32"})
-    assert "ViT-B-32-quickgelu" in found(check(spec), "ok", "architecture").hint
-
-
 def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:
     head = {"templates": ["a photo of a {}."]}
     assert check(world.spec(heads={"flowers": head})).exit_code == 0
@@ -247,22 +223,3 @@ def test_unequal_counts_and_shared_samples_are_notices(world: World) -> None:
         "of 5 diagnosis samples are also calibration samples"
         in found(result, "notice", "data of flowers").text
     )
-
-
-def validate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["validate", *arguments])
-    return int(left.value.code or 0), capsys.readouterr().out
-
-
-def test_one_json_document_or_text_and_the_exit_code(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(write_spec(tmp_path / "run.yaml", world.spec()))
-    code, out = validate(capsys, file, "--json")
-    assert code == 0
-    assert json.loads(out)["ready"] is True
-    code, out = validate(capsys, file, "--set", "layers.select=nowhere")
-    assert code == 2
-    assert "PROBLEM  layers" in out
-    assert out.endswith("1 problem\n")

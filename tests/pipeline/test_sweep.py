@@ -311,24 +311,6 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["surgery", "prob_surgery"])
-def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
-    folder: Path, light: DriftRun, tmp_path: Path, method: str
-) -> None:
-    settings = {"steps": 20}
-    run = sweep(folder, SweepRequest(param={"steps": [20, 21]}, methods=[method], samples=3))
-    asked = request(samples=3, method=method, parameters=settings)
-    plain = calibrate(copied(light, tmp_path / "plain"), asked)
-    for row in rows_of(run, f"{method}:steps", point=0).itertuples():
-        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
-        assert row.drift_rel == pytest.approx(final["drift_rel"], rel=1e-5) and row.seconds > 0
-        assert row.drift_rel != pytest.approx(
-            plain.layers(task=row.task, variant="merged", layer="final")["drift_rel"].item(), rel=1e-3
-        )
-        assert row.accuracy == plain.accuracy(task=row.task, variant=VARIANT).iloc[0]["value"]
-
-
-@pytest.mark.slow
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleM
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
-from tests.refusing import refusing
 from tests.zoo.towers import (
     HF_VISION,
     OPEN_CLIP_CONFIG,
@@ -248,15 +247,3 @@ def test_live_modules_are_their_own_skeleton(build: Callable[[], nn.Module], ada
     assert architecture.skeleton is module
     assert (architecture.loader, architecture.adapter) == ("live", adapter)
     assert architecture.preprocess is None
-
-
-def test_a_live_module_without_blocks_is_refused() -> None:
-    with pytest.raises(SpecError):
-        architecture_of(nn.Linear(2, 2))
-
-
-def test_a_loader_that_is_not_there_is_refused_with_those_there_are() -> None:
-    with refusing(
-        SpecError, match=r"no loader called 'hfclip'; there are .*hf-clip.*open-clip", hint="'hf-clip'"
-    ):
-        load_architecture("hfclip", "x")

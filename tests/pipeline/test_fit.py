@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
+from driftlens.base.errors import IncompatibleModelsError
 from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun
 from tests.families import STACK
@@ -74,13 +74,6 @@ def test_the_modules_that_are_handed_in_stay_as_they_are() -> None:
     assert moved and all(key.startswith("blocks.") for key in moved)
 
 
-def test_one_expert_that_is_the_merged_model_moves_nothing() -> None:
-    _, merged, _ = stacks()
-    calibrator = dl.FeatCal(rho=1.0).fit(merged, None, {"task": merged}, {"task": samples()}, blocks="blocks")
-    for key, value in calibrator.model_.state_dict().items():
-        torch.testing.assert_close(value, merged.state_dict()[key], rtol=1e-6, atol=1e-6)
-
-
 @STACK
 @pytest.mark.shows("live", "sites")
 def test_blocks_that_were_spoiled_are_found_again() -> None:
@@ -95,33 +88,6 @@ def test_blocks_that_were_spoiled_are_found_again() -> None:
         )  # moments of float32 features
         is_spoiled = key.startswith("blocks.")
         assert not is_spoiled or (spoiled.state_dict()[key] - value).abs().max() > 0.02
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "error"),
-    [
-        ({"alpha": 2.0}, {}, SpecError),
-        ({"lam": -1.0}, {}, SpecError),
-        ({}, {"base": None}, SpecError),
-        ({}, {"layers": ["nosuch.*"]}, LayerNotFoundError),
-        ({}, {"data": {"other": samples()}}, SpecError),
-    ],
-    ids=["alpha", "lam", "no base", "layers", "tasks"],
-)
-def test_what_can_not_be_is_refused(
-    settings: dict[str, Any], options: dict[str, Any], error: type[Exception]
-) -> None:
-    base, merged, expert = stacks()
-    given = {
-        "base": base,
-        "experts": {"task": expert},
-        "data": {"task": samples()},
-        "blocks": "blocks",
-    } | options
-    calibrator = dl.FeatCal(**settings)
-    with pytest.raises(error):
-        calibrator.fit(merged, **given)
-    assert not hasattr(calibrator, "model_")
 
 
 class Twice(nn.Module):

@@ -120,37 +120,6 @@ def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) ->
 
 
 @pytest.mark.slow
-def test_a_sweep_of_live_modules_is_of_the_calibrations_that_it_would_make(tmp_path: Path) -> None:
-    """With samples to calibrate on, with modules remembered or handed in again; without them it is refused."""
-    run = dl.analyze(**given(), out=tmp_path / "run", progress="none")
-    with pytest.raises(SpecError, match="no samples to calibrate on but those") as refusal:
-        dl.sweep(run, param={"lam": [0.1]}, progress="none")
-    assert "data={task: SAMPLES}" in refusal.value.hint
-    with pytest.raises(SpecError, match="can't draw its samples 2 times"):
-        dl.sweep(run, param={"lam": [0.1]}, data=others(), seeds=2, progress="none")
-    with pytest.raises(SpecError, match="live modules"):
-        dl.sweep(tmp_path / "run", param={"lam": [0.1]}, progress="none")
-    with pytest.raises(DataError, match="n is 17, but there are 16"):
-        dl.sweep(run, param={"n": [17]}, data=others(), progress="none")
-    swept = dl.sweep(run, param={"lam": [0.1, 2.0], "n": [8]}, data=others(), progress="none")
-    again = dl.sweep(
-        tmp_path / "run", param={"lam": [3.0]}, modules=given(), data=others(), progress="none"
-    ).sweeps()
-    rows = again.set_index(["sweep", "lam", "n", "task"])
-    assert len(again) == 4 * len(TASKS)
-    for name, lam, n in (("lam", 2.0, 16), ("n", 0.05, 8), ("lam", 3.0, 16)):
-        made = dl.calibrate(
-            swept, name=f"{name}-{lam:g}", parameters={"lam": lam}, samples=n, data=others(), progress="none"
-        )
-        final = made.layers(variant=f"calibrated:{name}-{lam:g}", layer="final").set_index("task")
-        hits = made.accuracy(variant=f"calibrated:{name}-{lam:g}").set_index("task")["value"]
-        for task in TASKS:
-            row = rows.loc[(name, lam, n, task)]
-            assert row["drift_rel"] == pytest.approx(final.loc[task, "drift_rel"], rel=1e-4)
-            assert row["accuracy"] == pytest.approx(hits[task])
-
-
-@pytest.mark.slow
 def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     told = calibrate(analyzed, "same").manifest.calibrations["same"].notices[:2]
     assert [text.partition(",")[0] for text in told] == [

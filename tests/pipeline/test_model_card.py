@@ -174,20 +174,6 @@ def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: Path) -> None:
     assert "<" not in title and not re.search(r"(?<!\\)[|\[\]*_`$@]", title) and "https://" not in title
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a\nb", "a\ufffdb"),
-        ("# not a title", "\\# not a title"),
-        ("R&D <1>", "R&amp;D &lt;1&gt;"),
-        ("x-1.0 (y)", "x-1.0 (y)"),
-    ],
-    ids=["line break", "title", "html", "harmless"],
-)
-def test_escaping_keeps_one_readable_line(text: str, expected: str) -> None:
-    assert escaped(text) == expected
-
-
 def test_scores_of_other_tools_reach_the_card_and_texts_are_no_images(run: DriftRun, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(run.path, tmp_path / "run"))
     manifest = read_manifest(folder)

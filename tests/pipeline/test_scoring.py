@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.jobs.preflight.job import Preflight, check_ties
 from driftlens.jobs.study.suspicion import Finding
-from tests.pipeline.checking import check, found, saved, visual
+from tests.pipeline.checking import check, saved, visual
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import CLASSES, World, build, clip, labels, pixels
 
@@ -87,11 +87,6 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
     assert finding.level == "problem"
     assert "guessing among 3 classes (33.3 %)" in finding.text
     assert result.exit_code == 4
-
-
-def test_a_task_without_a_head_is_not_scored(colours: World) -> None:
-    result = check(colours.spec(heads=None), deep=True)
-    assert "no head" in found(result, "notice", "expert of flowers").text
 
 
 def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:

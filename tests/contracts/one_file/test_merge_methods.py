@@ -25,7 +25,6 @@ from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
 from tests.pipeline.fixtures import spec_file, world
 from tests.quick import few
-from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import Weights, World, tower, write_spec
 
 __all__ = ["run_cli", "spec_file", "world"]
@@ -223,22 +222,6 @@ def test_its_laws_are_checked_by_those_of_all_methods(toy: str) -> None:
     assert not all(torch.equal(value, base[name]) for name, value in apply(method, base, experts).items())
     with pytest.raises(AssertionError):
         assert_same(*LAWS["equal_experts_are_fixed"](method))
-
-
-def test_both_libraries_forms_of_one_model_are_merged_alike(
-    toy: str, world: World, spec_file: Path, run_cli: Cli
-) -> None:
-    saved = {}
-    for form in ("open_clip", "hf"):
-        file = spec_file.parent / f"{form}.safetensors"
-        spec = write_spec(spec_file, world.spec(form))
-        done = run_cli("merge", spec, "--method", f"toy_{toy}", "--set", f"share={SHARE}", "--out", file)
-        assert done.code == 0, done.err
-        saved[form] = load_file(file)
-    expected = under_transformers_names(tower(saved["open_clip"]))
-    assert expected.keys() == saved["hf"].keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(saved["hf"][name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_samples_that_it_reads_and_that_are_not_there_are_refused_before_anything_is_opened(

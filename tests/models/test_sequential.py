@@ -86,25 +86,6 @@ def test_states_of_the_library_are_those_of_its_own_blocks(generator: torch.Gene
         assert torch.equal(state["hidden"], wanted)
 
 
-def test_batch_size_does_not_matter(stack: Stack) -> None:
-    module = stack.module()
-    chain = chain_of(stack, module)
-    inputs = stack.inputs(torch.Generator().manual_seed(6), N)
-    whole = walk(chain, module, inputs)[1:]
-    for sample in range(N):
-        parts = walk(chain, module, sliced(inputs, sample))[1:]
-        for part, state in zip(parts, whole, strict=True):
-            assert_close(part["hidden"][0], state["hidden"][sample])
-
-
-def sliced(inputs: Any, sample: int) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs[sample : sample + 1]
-    if isinstance(inputs, dict):
-        return {name: sliced(value, sample) for name, value in inputs.items()}
-    return tuple(sliced(value, sample) for value in inputs)
-
-
 def test_nothing_is_left_changed(stack: Stack, generator: torch.Generator) -> None:
     module = stack.module()
     next(iter(module.children())).train()  # flags that differ from part to part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from driftlens.jobs.calibrate.job import calibrate
 from driftlens.runs.run import DriftRun
 from tests.families import STACK
 from tests.pipeline.calibrating import copied, request
-from tests.pipeline.processes import python
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.world import TASKS, World, clip, merged_weights, pixels
 
@@ -118,34 +116,6 @@ def test_a_module_that_runs_twice_is_refused_and_can_be_left_out(repeated: str, 
     assert "pattern of sites" in caught.value.hint
     fitted = dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()}, sites=["*.second"])
     assert list(fitted.modules_) == ["0.second", "1.second"]
-
-
-WITHOUT_EXTRAS = """
-import importlib.abc, json, sys
-
-class Blocked(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"typer", "rich", "yaml"}:
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Blocked())
-import torch
-import driftlens as dl
-from tests.zoo.cases import Stack, perturbed, with_seed
-
-base = with_seed(Stack)()
-data = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
-fitted = dl.FeatCal().fit(perturbed(base, 1), base, {"task": perturbed(base, 2)}, {"task": data}, blocks="blocks")
-print(json.dumps(fitted.history_["objective_after"].tolist()))
-"""
-
-
-@pytest.mark.slow
-def test_fitting_needs_none_of_the_command_lines_libraries() -> None:
-    base, merged, expert = stacks()
-    calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")
-    found = json.loads(python(WITHOUT_EXTRAS).splitlines()[-1])
-    assert found == pytest.approx(calibrator.history_["objective_after"].tolist(), rel=1e-6)
 
 
 class Tidy(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -16,7 +15,6 @@ from driftlens.base.files import (
     atomic_folder,
     atomic_path,
     free_bytes,
-    sha256_of,
     write_json_atomic,
     write_text_atomic,
 )
@@ -127,17 +125,6 @@ def test_a_full_disk_says_what_is_free_and_what_is_needed(
     assert refusal.value.hint.startswith("0 bytes of the 1,234 bytes needed are free there.")
 
 
-def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="can't write"):
-        write_text_atomic(tmp_path / "file" / "a", "")
-
-
-def test_text_keeps_its_line_ends_and_letters(tmp_path: Path) -> None:
-    write_text_atomic(tmp_path / "a", "drift → 0\n\r\n")
-    assert (tmp_path / "a").read_bytes() == "drift → 0\n\r\n".encode()
-
-
 def test_json_is_readable_and_knows_no_nan(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "a.json", {"b": [1, None], "a": "é"})
     assert json.loads((tmp_path / "a.json").read_text()) == {"b": [1, None], "a": "é"}
@@ -145,12 +132,6 @@ def test_json_is_readable_and_knows_no_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json_atomic(tmp_path / "a.json", {"x": float("nan")})
     assert json.loads((tmp_path / "a.json").read_text())["a"] == "é"
-
-
-def test_the_digest_is_that_of_the_bytes(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 9000
-    (tmp_path / "a").write_bytes(data)
-    assert sha256_of(tmp_path / "a") == hashlib.sha256(data).hexdigest()
 
 
 def test_free_space_is_known_before_the_folder_is_made(tmp_path: Path) -> None:

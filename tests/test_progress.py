@@ -3,12 +3,11 @@ from __future__ import annotations
 import errno
 import io
 import json
-import re
 
 import pytest
 
-from driftlens.base.errors import Cancelled, SpecError
-from driftlens.base.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, duration, sink_for
+from driftlens.base.errors import Cancelled
+from driftlens.base.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, sink_for
 
 
 class Clock:
@@ -96,13 +95,6 @@ def test_json_lines_hold_every_event_and_no_nan() -> None:
     assert (second["total"], second["remaining"]) == (None, None)
 
 
-def test_none_says_nothing() -> None:
-    stream = io.StringIO()
-    with sink_for("none", stream) as sink:
-        sink(ProgressEvent("walk", 1, 1))
-    assert stream.getvalue() == ""
-
-
 def test_a_terminal_gets_a_bar_that_says_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
@@ -137,48 +129,6 @@ def test_a_terminal_that_is_gone_ends_no_work() -> None:
             sink(ProgressEvent(phase, 1, 2, "a", 0.2, {}))
         terminal.is_gone = False
     assert terminal.refused
-
-
-@pytest.mark.parametrize("width", [60, 80, 160])
-def test_bars_leave_room_for_the_words(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Phase, count and times are whole in a narrow window, too; what is over says how long it took."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    stream = Terminal()
-    with sink_for("rich", stream) as sink:
-        sink(ProgressEvent("calibrate", 100, 100, "done", 61.0, {}))
-        sink(ProgressEvent("evaluate", 90, 100, "task sun397: " + "x" * width, 63.0, {}))
-    *_, over, under_way = filter(str.strip, re.sub(r"\x1b\[[0-9;?]*\w", "", stream.getvalue()).splitlines())
-    assert "100/100" in over and over.rstrip().endswith("done in 1 min 01 s")
-    assert " 90/100" in under_way and "1 min 03 s so far, about 7.0 s left" in under_way
-
-
-def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    with sink_for("auto", stream, Clock()) as sink:
-        sink(ProgressEvent("walk", 1, 1))
-    assert stream.getvalue() == "walk: done in 0.0 s\n"
-
-
-def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SpecError, match="auto, rich, jsonl, none"), sink_for("loud"):  # type: ignore[arg-type]
-        pass
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (9.96, "10 s"),
-        (59.6, "1 min 00 s"),
-        (125, "2 min 05 s"),
-        (3725, "1 h 02 min"),
-    ],
-    ids=str,
-)
-def test_times_are_for_people(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_tracking_reports_before_each_item_and_at_the_end() -> None:

@@ -21,10 +21,8 @@ from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
 from driftlens.spec import json_schema, load_spec
 from driftlens.spec.data import ImageFolderData
-from driftlens.spec.sections import FileHead, TextHead
 from driftlens.spec.templates import template_names, template_text
 from driftlens.spec.yaml_text import from_yaml, to_yaml
-from tests.refusing import refusing
 from tests.specs import minimal
 
 # What a complete spec means.
@@ -50,15 +48,6 @@ def test_tasks_are_sorted_by_name_whatever_their_order_in_the_file() -> None:
     spec = load_spec(minimal(experts={name: {"weights": "org/x"} for name in ("cars", "b", "a")}))
     assert spec.tasks == ("a", "b", "cars")
     assert list(spec.as_dict()["experts"]) == ["a", "b", "cars"]
-
-
-def test_heads_are_told_apart_by_their_file() -> None:
-    file = {"file": "h.safetensors", "tensor": "t", "logit_scale": 100, "classes": "names.json"}
-    spec = load_spec(minimal(heads={"cars": {"templates": ["{}"]}, "Blumen 花": file}))
-    assert isinstance(spec.heads["cars"], TextHead)
-    assert spec.heads["cars"].classes is None
-    assert isinstance(spec.heads["Blumen 花"], FileHead)
-    assert spec.heads["Blumen 花"].logit_scale == 100.0
 
 
 def test_the_parameters_of_a_merge_stand_flat_beside_its_method() -> None:
@@ -216,6 +205,7 @@ def test_any_other_value_changes_the_digest(override: str) -> None:
     assert load_spec(minimal(), [override]).digest() != load_spec(minimal()).digest()
 
 
+@pytest.mark.slow
 def test_the_digest_is_equal_under_any_hash_seed() -> None:
     script = "import json, sys; import driftlens.spec as s; print(s.load_spec(json.load(sys.stdin)).digest())"
     digests = {
@@ -308,20 +298,6 @@ def test_the_published_schema_accepts_what_loads_and_refuses_what_does_not() -> 
 OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
 
-def test_there_is_a_template_for_every_family() -> None:
-    assert template_names() == [
-        "bert",
-        "clip-14",
-        "clip-20",
-        "clip-8",
-        "clip-ta",
-        "flan-t5",
-        "generic",
-        "llama",
-        "vit",
-    ]
-
-
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -343,15 +319,3 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
     assert spec.compute == load_spec(file, ["merged=null", "compute={}"]).compute, (
         "the values shown are the defaults"
     )
-
-
-def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
-    with refusing(SpecError, match="there are bert, clip-14, clip-20, clip-8, clip-ta", hint="'clip-ta'"):
-        template_text("clip-tb")
-
-
-def test_a_folder_with_a_spec_in_it_is_told_which_file_to_give(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text("version: 1\n")
-    with pytest.raises(SpecError, match="the spec can't be read") as refused:
-        load_spec(tmp_path)
-    assert str(tmp_path / "spec.yaml") in refused.value.hint

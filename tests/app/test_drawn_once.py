@@ -43,30 +43,3 @@ def test_a_revision_is_that_of_the_data() -> None:
     shown = (_shown(drawn_once(_figure(last=last)))["layout"] for last in (3.0, 3.0, 4.0))
     first, again, other = (layout["datarevision"] for layout in shown)
     assert first == again != other
-
-
-def test_a_date_stays_a_date() -> None:
-    dates = np.array(["2026-01-02", "2026-01-03"], dtype="datetime64[ns]")
-    figure = go.Figure(go.Scatter(x=dates, y=[1, 2]))
-    before = _shown(figure)["data"][0]["x"]
-    assert list(_shown(drawn_once(figure))["data"][0]["x"]) == list(before)
-
-
-def test_axes_that_only_traces_name_keep_the_theme() -> None:
-    bare = themed(go.Scatter(x=[1, 2], y=[2, 3]), dark=True, height=300)
-    template = _shown(drawn_once(bare))["layout"]["template"]
-    assert template["layout"]["xaxis"]["gridcolor"] == palette(True).grid
-
-
-def test_a_figure_with_a_template_of_its_own_keeps_it() -> None:
-    figure = go.Figure(go.Bar(y=[1]), layout={"template": "plotly_dark"})
-    before = figure.layout.template.to_plotly_json()
-    layout = _shown(drawn_once(figure))["layout"]
-    assert layout["template"] == before and layout["datarevision"]
-
-
-def test_a_second_time_changes_nothing() -> None:
-    figure = drawn_once(_figure(), selecting=True)
-    once = figure.to_json()
-    assert drawn_once(figure).to_json() == once
-    assert _shown(figure)["layout"]["clickmode"] == "event+select"

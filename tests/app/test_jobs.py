@@ -173,6 +173,7 @@ def test_a_killed_worker_reads_as_stopped_and_not_as_running(run: Path) -> None:
     assert begin(run, "steady").pid != job.pid
 
 
+@pytest.mark.slow
 def test_a_process_out_of_sight_counts_as_stopped_only_without_a_heartbeat(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_only_specs_under_the_root_are_read(root: Path, spec: str) -> None:
         analyze_request(Settings(root), spec, "new")
 
 
+@pytest.mark.slow
 def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     settings = Settings(root)
     assert "--force" not in demo_request(settings).arguments

@@ -84,6 +84,7 @@ def test_a_run_that_was_finished_later_has_no_bad_end(open_app: Open, root: Path
     assert titles(open_app(root, "new_run")) == []
 
 
+@pytest.mark.slow
 def test_dismissing_leaves_the_record_of_a_newer_job_alone(root: Path) -> None:
     old = failed(root, "one")
     new = analyse(root, "one")

@@ -56,6 +56,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     assert box.set_value("second").run().selectbox(key="calibration").value == "second"
 
 
+@pytest.mark.slow
 def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:
     app = open_app(root, "repair", repair="Compare", task="dtd")
     assert app.dataframe[0].value["task"].tolist() == ["dtd"]

@@ -37,6 +37,7 @@ def test_without_a_repair_a_link_stands_for_the_command(open_app: Open, tmp_path
     assert [link.proto.label for link in app.get("page_link")] == ["Repair this run"]
 
 
+@pytest.mark.slow
 def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "full", has_labels=False)
     write_run(tmp_path / "bare", has_labels=False, has_heads=False, name="bare")

@@ -217,6 +217,7 @@ def test_the_command_on_the_card_makes_the_same_weights(
     assert all((found[key] == expected[key]).all() for key in expected)
 
 
+@pytest.mark.slow
 def test_card_and_header_name_sites_layers_seed_and_samples(run: DriftRun) -> None:
     info = run.manifest.calibrations[NAME]
     with safe_open(run.path / WEIGHTS, "pt") as file:

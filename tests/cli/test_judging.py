@@ -117,6 +117,7 @@ def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: Path
     )
 
 
+@pytest.mark.slow
 def test_compared_runs_as_json_hold_every_layer(run_cli: Cli, written: Path, own: Path) -> None:
     document = json.loads(run_cli("compare", written, own, "--json").out)
     assert document["equality"]["bit_equal"] is True and document["mismatches"] == []
@@ -136,15 +137,6 @@ def test_a_tolerance_is_demanded_with_exit_code_three(run_cli: Cli, written: Pat
     assert run_cli("compare", written, own).code == 0  # nothing was demanded
     alone = run_cli("compare", written, "--tolerance", 1e-3)
     assert alone.code == 2 and "second" in alone.message
-
-
-def test_other_samples_are_refused(run_cli: Cli, written: Path, tmp_path: Path) -> None:
-    other = write_full_run(
-        tmp_path / "b", tasks=("cars", "dtd"), size=Size(blocks=1, samples=6, width=5, tests=200)
-    )
-    refused = run_cli("compare", written, other)
-    assert refused.code == 4 and "diagnosis samples of cars, dtd" in refused.message
-    assert "allow_mismatch=True" in refused.hint
 
 
 def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: Path) -> None:
@@ -180,24 +172,6 @@ def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: 
     paths = [Path(path) for path in json.loads(result.out)]
     assert paths[0] == tmp_path / "out" / "report.json" and all(path.is_file() for path in paths)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_named_sections_are_those_of_the_report(run_cli: Cli, run: Path, tmp_path: Path) -> None:
-    run_cli("report", run, "--format", "json", "--out", tmp_path, "--sections", "checks,verdict")
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert [section["name"] for section in content["sections"]] == ["verdict", "checks"]
-
-
-def test_results_of_checks_are_shown_and_do_not_fail_the_command(
-    run_cli: Cli, run: Path, tmp_path: Path
-) -> None:
-    checks = tmp_path / "checks.yaml"
-    checks.write_text("checks:\n  - {metric: cos_mean, gte: 2, name: impossible}\n")
-    result = run_cli(
-        *("report", run, "--format", "md", "--out", tmp_path, "--sections", "checks", "--checks", checks)
-    )
-    assert result.code == 0
-    assert "impossible" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,7 @@ def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
     assert all(np.isfinite([row["hellinger"], row["drift_rel"]]).all() for row in rows)
 
 
+@pytest.mark.slow
 def test_what_reads_samples_is_judged_on_others(
     world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
 ) -> None:

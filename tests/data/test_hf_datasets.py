@@ -101,11 +101,6 @@ def test_one_data_set_without_splits_is_refused_with_how_to_save_it(tmp_path: Pa
         opened(**entry(tmp_path / "one"))
 
 
-def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="can't be read: FileNotFoundError"):
-        opened(**entry(tmp_path))
-
-
 def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")

@@ -120,12 +120,6 @@ def test_the_function_is_told_which_split_is_wanted(module: str) -> None:
         assert labels_of(view) == ["10"]
 
 
-@pytest.mark.parametrize("function", ["odd", "method"])
-def test_what_lists_nothing_names_no_classes(module: str, function: str) -> None:
-    view = opened(trust=True, **entry(module, function))
-    assert (labels_of(view), view.class_names) == (["10"], None)
-
-
 def test_samples_without_labels_have_none(module: str) -> None:
     assert labels_of(opened(trust=True, **entry(module, "unlabelled"))) == [None]
 

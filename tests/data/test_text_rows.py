@@ -324,10 +324,3 @@ def test_values_are_those_of_the_line_whatever_the_other_lines_hold(tmp_path: Pa
     view = opened(**lines(tmp_path, text))
     assert view.ids == ("1", "3")
     assert [view.read(row) for row in range(2)] == [("2024-01-01", "1"), ("2024-01-02", "2.5")]
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    values = lines(tmp_path, "")
-    (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(DataError, match=r"rows\.jsonl: can't be read"):
-        opened(**values)

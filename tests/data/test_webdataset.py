@@ -179,12 +179,6 @@ def test_json_that_is_no_label_is_refused(tmp_path: Path, content: bytes) -> Non
         opened(**entry(shard(tmp_path / "0.tar", sample("0", 1, content, "json")), label="json"))
 
 
-def test_no_tar_files_are_refused(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "train-*.tar", tmp_path / "gone.tar"):
-        with refusing(DataError, match="no tar files", hint="train-*.tar"):
-            opened(**entry(place))
-
-
 def test_calibration_samples_are_never_test_samples(tmp_path: Path) -> None:
     for at in range(3):
         shard(tmp_path / f"food/{at}.tar", sample("0", at))

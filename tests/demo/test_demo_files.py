@@ -54,6 +54,7 @@ def test_pictures_are_those_that_the_builder_draws(name: str) -> None:
     assert len({*pictures}) == len(pictures) == image.SHIPPED + recipe.num_test
 
 
+@pytest.mark.slow
 def test_texts_are_those_that_the_builder_writes(tmp_path: Path) -> None:
     text.write_samples(tmp_path / "data", text.written_rows())
     names = sorted(path.name for path in (tmp_path / "data").iterdir())

@@ -119,6 +119,7 @@ def test_on_another_machine_the_heartbeat_decides(heartbeat: str | None, is_aliv
     assert "another-machine" in str(there)
 
 
+@pytest.mark.slow
 def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         (tmp_path / "run/run.lock.guard").unlink()

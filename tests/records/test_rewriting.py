@@ -131,15 +131,6 @@ def test_an_attached_file_stays_listed_while_it_is_replaced(
     assert verify(own).ok and not verify(own).unlisted and not read_manifest(own).rewriting
 
 
-def test_attaching_that_fails_leaves_the_old_file_listed(own: Path) -> None:
-    with attach(own, "reports/report.html") as path:
-        path.write_text("first")
-    before = read_manifest(own)
-    with pytest.raises(ZeroDivisionError), attach(own, "reports/report.html") as path:
-        raise ZeroDivisionError
-    assert read_manifest(own) == before
-
-
 Work = Callable[[RunWriter], Any]
 
 

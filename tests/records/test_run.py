@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError, did_you_mean
+from driftlens.base.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
 from driftlens.findings.listing import find_runs
 from driftlens.findings.reading import percent
 from driftlens.runs.run import DriftRun, open_run
@@ -115,12 +115,6 @@ def test_asking_for_what_is_not_there_names_what_is(
 ) -> None:
     with pytest.raises(error, match=named):
         ask(run)  # type: ignore[operator]
-
-
-def test_the_name_that_tables_show_of_a_variant_is_near() -> None:
-    known = ["merged", "baseline:a-anchor", "calibrated:a", "expert"]
-    assert did_you_mean("a", known) == "Did you mean 'calibrated:a'?"
-    assert did_you_mean("mergd", known) == "Did you mean 'merged'?" and not did_you_mean("x", known)
 
 
 def test_tables_never_computed_are_empty_with_all_columns(own: Path) -> None:

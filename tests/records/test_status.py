@@ -95,12 +95,6 @@ def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: Path) -> Non
     assert (last_work(run)[0], current_state(run)) == ("unknown", "done")
 
 
-def test_a_status_that_was_removed_as_the_hint_says_leaves_a_finished_run_done(own: Path) -> None:
-    (own / "status.json").unlink()
-    (summary,) = find_runs(own)
-    assert (summary.problem, summary.state, summary.left) == ("", "done", ())
-
-
 @pytest.mark.parametrize("text", ["[]", None], ids=["damaged", "removed"])
 def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: Path, text: str | None) -> None:
     (own / "status.json").unlink()

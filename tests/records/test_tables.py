@@ -62,6 +62,7 @@ def test_what_is_written_is_read_bit_for_bit(table: Table, data: st.DataObject) 
     assert frame.dtypes.to_dict() == empty(table).dtypes.to_dict()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_earlier_rows_keep_their_bits_when_rows_are_added(data: st.DataObject) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from driftlens.base.intervals import Interval
 from driftlens.base.variants import title
 from driftlens.findings.headline import headline, sentence
-from driftlens.findings.reading import printable
 from driftlens.findings.verdict import (
     Gap,
     Verdict,
@@ -28,7 +27,6 @@ from driftlens.findings.verdict import (
 )
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.charts.words import label
 from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
 from tests.records.drawn_runs import (
@@ -344,9 +342,3 @@ def test_its_answers_are_those_of_the_tables(name: str, runs: dict[str, DriftRun
     assert list(found.bad_experts) == bad and answers[8].startswith(f"yes, {bad[0]}:" if bad else "no ")
     assert {"good": "report", "below": "merge", "expert": "validate"}[name] in answers[9]
     assert f"driftlens {answers[9].split()[-1]}" in found.command or name != "good"
-
-
-def test_narrow_and_unbreakable_spaces_are_plain_ones_wherever_a_name_is_drawn() -> None:
-    name = "12\u202f345\u00a0words\u2009here"
-    assert printable(name) == label(name) == "12 345 words here"
-    assert printable("a\nb\x1b[0m") == "a\ufffdb\ufffd[0m"

@@ -59,15 +59,6 @@ def test_a_folder_without_a_manifest_can_not_be_verified(tmp_path: pathlib.Path)
         verify(tmp_path)
 
 
-def test_an_attached_file_is_listed_and_may_be_replaced(own: pathlib.Path) -> None:
-    for text in ("first", "second, longer"):
-        with attach(own, "reports/report.html") as path:
-            path.write_text(text)
-        assert (own / "reports/report.html").read_text() == text
-        assert verify(own).ok
-        assert read_manifest(own).files["reports/report.html"].bytes == len(text)
-
-
 def test_attaching_that_fails_leaves_the_old_file_and_no_lock(own: pathlib.Path) -> None:
     with attach(own, "reports/report.html") as path:
         path.write_text("whole")

@@ -43,6 +43,7 @@ def words(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_card_is_of_the_size_of_previews_and_says_the_headline(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_figures_data_is_what_its_chart_plots(full: DriftRun, standard: Report
         assert [list(row) for row in figure.data.rows] == expected
 
 
+@pytest.mark.slow
 def test_every_chart_is_in_the_full_report(everything: Report) -> None:
     assert {figure.name for figure in everything.content.figures} == {*charts}
 
@@ -74,6 +75,7 @@ def test_a_figure_that_can_not_be_drawn_names_the_command_that_helps(bare: Drift
     assert accuracy.title in " ".join(sentences(content, "caveats"))
 
 
+@pytest.mark.slow
 def test_synthetic_runs_and_shared_samples_are_stamped(tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", synthetic=True, size=SMALL)
     with RunWriter.resume(folder) as writer:
@@ -81,10 +83,6 @@ def test_synthetic_runs_and_shared_samples_are_stamped(tmp_path: Path) -> None:
     stamps = Report(open_run(folder), sections=["verdict"]).content.stamps
     assert any(text.startswith("Synthetic demo") for text in stamps)
     assert any("calibration and diagnosis draw from the same" in text for text in stamps)
-
-
-def test_neither_stamp_is_on_an_ordinary_run(standard: Report) -> None:
-    assert standard.content.stamps == ()
 
 
 def test_the_users_checks_stand_beside_the_self_checks(full: DriftRun) -> None:

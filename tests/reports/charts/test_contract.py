@@ -17,7 +17,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
 from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look, readable, shade
-from driftlens_reports.charts.words import counted, label, labels, literal, ranged
+from driftlens_reports.charts.words import label, literal
 from driftlens_reports.sections import PRESETS, TITLES
 from tests.quick import few
 from tests.reports.charts.recording import (
@@ -251,22 +251,6 @@ def test_names_are_shown_character_by_character() -> None:
     assert label("a" * 40) == "a" * 25 + "…" and label("<" * 40, 9).count("&lt;") == 8
 
 
-def test_long_names_stay_apart_when_they_are_cut() -> None:
-    names = ["clip-vit-base-patch32_cars", "clip-vit-base-patch32_caltech", "mnist"]
-    assert labels(names, 14) == ["clip…cars", "clip…caltech", "mnist"]
-    assert labels([f"part_of_a_rather_long_benchmark_{at}" for at in (10, 15)]) == [
-        "part_of_…10",
-        "part_of_…15",
-    ]
-    assert labels(names[:1], 14) == [label(names[0], 14)] and labels(["a", "a"]) == ["a", "a"]
-
-
-def test_counts_read_as_words() -> None:
-    assert counted(1, "task") == "1 task" and counted(8041, "sample") == "8\u202f041 samples"
-    assert ranged([24, 16, 24], "sample") == "16 to 24 samples" and ranged([1, 1], "sample") == "1 sample"
-    assert ranged([], "sample") == "an unknown number of samples"
-
-
 themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 PARTS: tuple[Part, ...] = ("base", "expert", "merged", "calibrated", "baseline")
 
@@ -359,11 +343,3 @@ def test_numbers_on_colours_can_be_read(theme: Palette) -> None:
         for at in np.linspace(0, 1, 101):
             colour = shade(colours, at)
             assert contrast(readable(colour), colour) >= 4.5, colour
-
-
-def test_a_shade_lies_between_its_neighbours() -> None:
-    colours = ("#000000", "#204060", "#FFFFFF")
-    assert [shade(colours, at) for at in (0, 0.25, 0.5, 1, 2)] == [
-        *("#000000", "#102030", "#204060"),
-        *("#FFFFFF", "#FFFFFF"),
-    ]

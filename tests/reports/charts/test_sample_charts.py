@@ -153,11 +153,6 @@ def test_webgl_draws_only_what_would_be_slow_as_svg(most: int, kind: str, crowd:
     assert {trace.type for trace in found} == {kind}
 
 
-@pytest.mark.parametrize("name", CLOUDS)
-def test_few_points_are_svg(name: str, full: DriftRun) -> None:
-    assert all(trace.type == "scatter" for trace in clouds(charts[name].draw(full, ChartOptions())))
-
-
 def samples(sizes: list[int]) -> pd.DataFrame:
     """As many samples of each class as its size says, classes mixed."""
     labels = [f"class {at}" for at, size in enumerate(sizes) for _ in range(size)]
@@ -197,16 +192,6 @@ def test_missing_labels_are_a_class_of_their_own() -> None:
     rows = samples([40, 40]).assign(task="cars", label=None)
     kept, _ = thinned_samples(rows, ChartOptions(max_points=10), 1)
     assert len(kept) == 10
-
-
-@pytest.mark.parametrize(
-    ("limit", "notes"),
-    [(8041, ()), (2000, ("2\u202f000 of 8\u202f041 samples shown, of every class alike.",))],
-    ids=["all shown", "some left out"],
-)
-def test_the_note_counts_what_is_shown(limit: int, notes: tuple[str, ...]) -> None:
-    rows = samples([8000, 41]).assign(task="cars")
-    assert thinned_samples(rows, ChartOptions(max_points=limit), 1)[1] == notes
 
 
 VARIANTS = ("merged", "baseline:featcal-anchor", "calibrated:featcal")

@@ -72,6 +72,7 @@ def test_documents_are_valid(which: str, request: pytest.FixtureRequest) -> None
     assert [error.message for error in validator.iter_errors(document(Report(run, "summary")))] == []
 
 
+@pytest.mark.slow
 def test_the_schema_refuses_what_is_no_report(full: DriftRun) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(shipped_schema())
@@ -159,10 +160,6 @@ def test_commands_in_sentences_stay_code() -> None:
     seen, kinds = rendered(prose("needs a_b; `driftlens run <RUN> --x` adds it"))
     assert seen == "needs a_b; driftlens run <RUN> --x adds it"
     assert "code_inline" in kinds and "html_inline" not in kinds
-
-
-def test_one_backtick_alone_is_a_letter() -> None:
-    assert rendered(prose("it`s"))[0] == "it`s"
 
 
 @pytest.mark.parametrize("many", [2, 40])

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.base.errors import DataError, RunError
+from driftlens.base.errors import RunError
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.paper.exhibit import PICTURES, encode, exhibits
 from tests.quick import few
@@ -216,12 +216,6 @@ def test_a_truncated_table_is_an_error_with_its_name(tmp_path: Path) -> None:
     for name in ("intro", "drift", "decomposition"):
         with pytest.raises(RunError, match=r"layers\.parquet"):
             draw(name, open_run(path))
-
-
-@figures
-def test_a_figure_needs_a_run(name: str) -> None:
-    with pytest.raises(DataError, match="needs a run"):
-        draw(name)
 
 
 @pytest.fixture(scope="module")

@@ -80,18 +80,12 @@ def test_intro_panels_share_one_window_and_the_expert_points(run: DriftRun) -> N
         np.testing.assert_array_equal(joins[:, 1], other)
 
 
+@pytest.mark.slow
 def test_many_samples_are_thinned_and_the_caption_says_so(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"], size=Size(blocks=1, samples=MOST + 20))
     drawn = draw("intro", open_run(path))
     assert len(values(drawn, "x", variant="merged")) == MOST
     assert f"{MOST} of {MOST + 20} samples are drawn" in drawn.caption
-
-
-def test_drawing_features_leaves_the_run_as_it_is(tmp_path: Path) -> None:
-    path = write_full_run(tmp_path / "run")
-    before = sorted(file for file in path.rglob("*"))
-    draw("intro", open_run(path))
-    assert sorted(file for file in path.rglob("*")) == before
 
 
 @pytest.mark.slow
@@ -159,6 +153,7 @@ def test_one_seed_has_no_spread(tmp_path: Path) -> None:
     assert "One seed per point, so no spread is shown." in drawn.caption
 
 
+@pytest.mark.slow
 def test_lambda_zero_is_left_out_and_mentioned(tmp_path: Path) -> None:
     path = tmp_path / "run"
     zero = figure_run(path).sweeps().query("sweep == 'lam' and point == 0").assign(point=9, lam=0.0)
@@ -169,6 +164,7 @@ def test_lambda_zero_is_left_out_and_mentioned(tmp_path: Path) -> None:
     assert (drawn.data["lam"].dropna() > 0).all()
 
 
+@pytest.mark.slow
 def test_runs_have_a_line_each_and_names_of_their_own(run: DriftRun, tmp_path: Path) -> None:
     twin = figure_run(tmp_path / "twin", name="upstream")
     said = words(draw("sweeps", run, twin).figure)

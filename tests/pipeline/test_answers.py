@@ -27,6 +27,7 @@ from driftlens.spec import load_spec
 from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import scored_again
+from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
@@ -236,6 +237,18 @@ def test_calibration_shows_each_experts_own_answers(
 
 WORDS = [("is it red", "yes"), ("is it blue", "no"), ("it is green", "yes"), ("yes", "no")]
 LONG = ("is it " * LONGEST_TEXT, "red")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    suite = Suite("decoder", tmp_path_factory.mktemp("texts"), learns=False)
+    suite.model = perturbed(suite.model, 1, 0.3)
+    suite.save("expert")
+    data = {
+        "free": suite.data("free", [LONG, *PAIRS], max_length=16),
+        "pick": suite.data("pick", WORDS, classes=True),
+    }
+    return analyze(suite.spec(data), AnalysisRequest(out=suite.folder / "run", attribution=False))
 
 
 @pytest.mark.slow

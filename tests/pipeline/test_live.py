@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -240,40 +239,3 @@ def test_importing_driftlens_imports_no_large_library() -> None:
     heavy = ["torch", "pandas", "numpy", "pydantic", "transformers", "typer"]
     script = f"import sys, driftlens; print([name for name in {heavy} if name in sys.modules])"
     assert python(script) == "[]\n"
-
-
-WITHOUT_EXTRAS = """
-import importlib.abc, json, sys
-
-class Blocked(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"typer", "rich", "yaml"}:
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Blocked())
-import torch
-import driftlens as dl
-from tests.zoo.cases import Stack, perturbed, with_seed
-
-base = with_seed(Stack)()
-data = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-run = dl.analyze(
-    base=base, merged=perturbed(base, 1), experts={"task": perturbed(base, 2)}, data={"task": data},
-    blocks="blocks", jacobian=dl.JacobianSettings(samples=2), out=sys.argv[1],
-)
-try:
-    dl.analyze(
-        merged=base, experts={"task": base}, data={"task": data}, blocks="blocks", out=sys.argv[1], progress="none"
-    )
-except dl.errors.SpecError as error:
-    print(error.message)
-print(json.dumps(dl.open_run(sys.argv[1]).layers()["drift_l2_mean"].tolist()))
-"""
-
-
-@pytest.mark.slow
-def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: Path) -> None:
-    refusal, found = python(WITHOUT_EXTRAS, tmp_path / "bare").splitlines()
-    assert refusal.endswith("bare is not empty: it holds a run")
-    run = analyzed(stacks(), tmp_path / "run", jacobian=JACOBIAN)
-    np.testing.assert_allclose(json.loads(found), run.layers()["drift_l2_mean"], rtol=1e-6)

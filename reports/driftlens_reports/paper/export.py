@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from driftlens.base.errors import SpecError
+from driftlens.base.errors import DataError, SpecError
 from driftlens.base.files import PathLike, atomic_path
 from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
@@ -100,6 +100,8 @@ class Artifact(Exhibited):
 
 def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
     """The exhibit called `name`, drawn from the runs."""
+    if not runs:
+        raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]
     drawn = vars(chosen.draw(runs, options))
     return Artifact(**drawn, exhibit=chosen, runs=tuple(runs), options=options)

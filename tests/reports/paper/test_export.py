@@ -179,6 +179,11 @@ def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: Path) -> None:
     assert code_of("export", run.path, "--figure", "intro", "--task", "moon", "--out", tmp_path) == 4
 
 
+def test_an_exhibit_without_a_run_is_refused() -> None:
+    with pytest.raises(DataError, match="was given no run"):
+        dl.paper.figure("efficiency", [])
+
+
 @pytest.mark.slow
 def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -> None:
     export([run], tmp_path, names=["drift", "accuracy"])

@@ -17,6 +17,7 @@ def test_every_benchmark_can_be_imported(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.slow
 def test_what_a_machine_with_a_gpu_runs_in_one_go_runs_here_small(capsys: pytest.CaptureFixture[str]) -> None:
     device.main([*device.JOBS, "--device", "cpu", "--small"])
     lines = capsys.readouterr().out.splitlines()

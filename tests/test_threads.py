@@ -55,6 +55,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NEW_SWITCHES, reason="torch 2.9 brought these switches")
 @pytest.mark.parametrize("choices", [CHOICES[:2], pytest.param(CHOICES, marks=pytest.mark.slow)])
 def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:

@@ -54,6 +54,7 @@ def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> N
     assert watch(run, "analyze") is None
 
 
+@pytest.mark.slow
 def test_many_clicks_at_once_start_one_process(run: Path) -> None:
     with ThreadPoolExecutor(6) as clicks:
         jobs = list(clicks.map(lambda _: begin(run, "steady"), range(6)))
@@ -134,6 +135,7 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
     assert processes.exit_code(job.pid) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "message", "hint"),
     [
@@ -238,6 +240,7 @@ def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     assert "--force" in demo_request(settings).arguments
 
 
+@pytest.mark.slow
 def test_at_most_two_commands_are_waited_for_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

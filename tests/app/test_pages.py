@@ -104,6 +104,7 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
     assert "This is a defect of DriftLens" not in said(app)
 
 
+@pytest.mark.slow
 def test_what_is_chosen_goes_along_where_the_page_is_left_before_it_is_drawn(
     open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

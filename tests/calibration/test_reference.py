@@ -70,6 +70,7 @@ def test_every_architecture_agrees_with_the_slow_reference(name: str, device: to
     assert_equal_parameters(found, slow(name, reference.Settings(lam=0.03, rho=1.7, alpha=0.4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", few(["merged", "expert"], ["merged"]))
 @pytest.mark.parametrize("name", list(WORLDS)[:1])
 def test_features_of_other_models_agree_with_the_slow_reference(

@@ -63,6 +63,7 @@ def test_prob_surgerys_loss_is_that_of_normal_distributions() -> None:
     torch.testing.assert_close(start, (merged - expert).abs().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Surgery(rank=8, steps=400), ProbSurgery(rank=16, steps=400)])
 def test_a_repair_of_one_task_serves_that_task_and_no_other(method: Surgery | ProbSurgery) -> None:
     one, other = features(1), features(2)

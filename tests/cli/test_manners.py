@@ -79,6 +79,7 @@ def test_progress_as_json_is_one_object_per_line(run_cli: Cli, quick: Path, tmp_
     assert result.out.startswith("tiny open_clip (") and "Relative drift" in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "place"), [("-q", "before"), ("--quiet", "behind")])
 def test_quiet_says_nothing_but_the_result(
     run_cli: Cli, quick: Path, tmp_path: Path, flag: str, place: str
@@ -232,6 +233,7 @@ def test_help_breaks_lines_where_the_terminal_ends(run_cli: Cli, monkeypatch: py
     assert all(len(line) + len(after.split()[0]) > 77 for line, after in itertools.pairwise(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "variable", "expected"),
     [

@@ -89,6 +89,7 @@ def test_every_sample_is_drawn_about_equally_often() -> None:
     assert all(abs(count - 600) < 5 * 20.5 for count in counts), counts
 
 
+@pytest.mark.slow
 def test_the_draw_is_the_same_in_every_process() -> None:
     script = (
         "from driftlens.data.samples import draw; from driftlens.data.sources import SplitView; "

@@ -101,6 +101,7 @@ STREAMS: dict[str, tuple[Callable[[], Opened], list[Mapping[str, str]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
 @torch.no_grad()
 def test_sites_are_found_to_be_added_to_the_stream_that_their_family_adds_them_to(name: str) -> None:

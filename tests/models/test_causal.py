@@ -133,6 +133,7 @@ def without_embeddings(state: Any) -> Any:
     return {name: 0 * leaf if name.startswith(carried.LAYER_INPUT) else leaf for name, leaf in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "fault"),
     [

@@ -145,6 +145,7 @@ def test_every_row_is_that_of_a_fresh_analysis_of_the_file(
             assert np.array_equal(run.features(task, VARIANT, layer), fresh.features(task, "merged", layer))
 
 
+@pytest.mark.slow
 def test_what_was_there_keeps_its_exact_values(run: DriftRun, before: DriftRun) -> None:
     same_rows(run, before)
     for name, info in before.manifest.files.items():

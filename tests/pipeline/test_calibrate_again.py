@@ -118,6 +118,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
     same_rows(fresh, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "choose"),
     [
@@ -244,6 +245,7 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
         assert command[3:] == ["--name", NAME, "--save-weights", "FOLDER"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
     folder: Path, tmp_path: Path
 ) -> None:

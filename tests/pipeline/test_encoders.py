@@ -146,6 +146,7 @@ def used_with_head(folder: Path, task: str) -> Any:
     return names["model"]
 
 
+@pytest.mark.slow
 def test_a_classifier_whose_rows_nobody_names_is_followed_without_labels(tmp_path: Path) -> None:
     models = [encoder("BERT", 3, seed) for seed in (1, 2)]
     folders = [save(model, tmp_path / f"{number}") for number, model in enumerate(models)]

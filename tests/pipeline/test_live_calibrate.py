@@ -196,6 +196,7 @@ def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
     assert files_of(analyzed.path) == before
 
 
+@pytest.mark.slow
 def test_repairs_of_live_modules_compete_where_these_are_at_hand(analyzed: Any, tmp_path: Path) -> None:
     path = Path(shutil.copytree(analyzed.path, tmp_path / "run"))
     with pytest.raises(SpecError, match="made from live modules, which are not there any more"):

@@ -316,6 +316,7 @@ def fused(name: str, folder: Path, seed: int, **shards: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", few(FUSED, ["NomicBert", "Dinov2"]))
 def test_what_files_fuse_and_the_library_has_apart_is_merged_and_saved_as_it_was(

@@ -51,6 +51,7 @@ def rows_of(run: DriftRun, name: str, **wanted: Any) -> pd.DataFrame:
     return rows[keep].sort_values(["point", "seed", "task"]).reset_index(drop=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibrator", [FeatCal(), ResidualCal(cv="off")])
 def test_cached_expert_features_give_the_same_weights_as_none(
     study: Study, monkeypatch: pytest.MonkeyPatch, calibrator: Any

@@ -84,6 +84,7 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
             assert torch.equal(source.read(key, (0, 2)), wanted[:2])
 
 
+@pytest.mark.slow
 def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_models_are_opened(
     spec: dict[str, Any],
 ) -> None:

@@ -319,6 +319,7 @@ def saved(light: DriftRun, place: Path) -> Right:
 LOOKING = ("show", "ls", "check", "report --format md --force --out r", "compare")
 
 
+@pytest.mark.slow
 @many
 @given(
     command=st.sampled_from(LOOKING),

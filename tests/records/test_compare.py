@@ -216,6 +216,7 @@ def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, co
     assert not found.bit_equal and 0 < found.largest < 1e-15 and found.within(1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "column", "value"),
     [

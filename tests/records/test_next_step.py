@@ -88,6 +88,7 @@ def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
     assert not of_merges(run) and verdict(run).command == f"driftlens calibrate {folder} --name best --auto"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "is_taken"),
     [

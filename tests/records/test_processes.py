@@ -61,6 +61,7 @@ def killed(tmp_path: Path) -> tuple[Path, int]:
     return tmp_path / "run", writer.pid
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         for attempt in (
@@ -127,6 +128,7 @@ def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_pa
             RunLock(tmp_path / "run").acquire()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
 def test_on_a_disk_without_locks_the_note_says_who_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -49,6 +49,7 @@ def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{name: value(cell) for name, cell in row.items()} for row in frame.to_dict("records")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())

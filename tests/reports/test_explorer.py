@@ -123,6 +123,7 @@ def test_a_layout_of_another_method_is_kept_and_shown(tmp_path: Path) -> None:
     np.testing.assert_allclose(lengths[1] / lengths[1].max(), lengths[0] / lengths[0].max(), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_names_end_no_element_and_the_page_allows_no_connection(tmp_path: Path) -> None:
     made = write_run(tmp_path / "run", name=EVIL[0], tasks=EVIL, class_names=EVIL[:3])
     text = Explorer(made).page.decode()

@@ -58,6 +58,7 @@ def folder(light: DriftRun, tmp_path: Path, toys: None) -> Path:
     return copied(light, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "setting"),
     [("toy-scale", "pull"), pytest.param("toy-map", "epochs", marks=pytest.mark.slow)],

@@ -183,6 +183,7 @@ def test_the_spec_and_preflight_know_it_and_its_settings(
     assert sorted(path.name for path in file.parent.iterdir()) == ["plugin", file.name]
 
 
+@pytest.mark.slow
 def test_a_run_is_made_of_it_and_says_so(toy: str, world: World, spec_file: Path, run_cli: Cli) -> None:
     run = dl.analyze(spec_of(world, toy), out=spec_file.parent / "run", progress="none")
     merge = dict(read_manifest(run.path).merge)

@@ -136,6 +136,7 @@ def test_scatter_leaves_the_base_out_and_says_so(full: DriftRun) -> None:
     assert reason is not None and "choose another variant" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLOUDS)
 def test_of_very_many_samples_few_are_drawn_and_the_notes_say_so(name: str, crowd: DriftRun) -> None:
     options = ChartOptions(max_points=6000)

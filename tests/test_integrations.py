@@ -20,6 +20,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.integrations import lm_eval, tracking
 from driftlens.runs.run import DriftRun
 from tests.pipeline.fixtures import light, world
+from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 __all__ = ["light", "world"]
@@ -44,7 +45,7 @@ class Logged:
         self.points[tag, step] = value
 
 
-@pytest.mark.parametrize("library", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("library", few(["tensorboard", "wandb", "trackio"], ["tensorboard", "wandb"]))
 def test_what_is_tracked_is_what_the_tables_hold(
     library: str, light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def test_while_a_run_is_on_the_headline_counts_what_is_measured(open_app: Open, 
     assert '<p class="so-far">9 of 20 tasks measured</p>' in head.replace("\N{NO-BREAK SPACE}", " ")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, ["overview", "samples"]))
 def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view)
     assert len(app.title) == 1 and app.title[0].value

@@ -32,6 +32,7 @@ from driftlens.spec.templates import template_names
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
+from tests.quick import few
 from tests.zoo.world import TASKS, World, write_spec
 
 COMMANDS = (
@@ -265,7 +266,7 @@ def test_values_of_the_spec_are_overridden(
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("template", template_names())
+@pytest.mark.parametrize("template", few(template_names(), ["generic", "llama"]))
 def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
     run_cli: Cli, spec_file: Path, template: str
 ) -> None:
@@ -401,7 +402,7 @@ def spec(world: Any, spec_file: Path) -> Path:
     return spec_file
 
 
-@pytest.mark.parametrize("command", JOBS)
+@pytest.mark.parametrize("command", few(JOBS, ["analyze", "calibrate"]))
 def test_the_option_decides_before_the_variable(
     command: str, spec: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,12 +314,14 @@ def spoiled(state: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
     ("fault", "asked", "code", "words"),
     [
         ("missing tensor", "average,ties", 4, KEY.removeprefix("visual.")),
-        ("unknown tensor", "average,ties", 4, "has 'extra'"),
+        pytest.param("unknown tensor", "average,ties", 4, "has 'extra'", marks=pytest.mark.slow),
         ("NaN", "average,ties", 4, "own.safetensors"),
         ("no fault", "average,ties:scalling=1", 2, "no parameter 'scalling'"),
-        ("no fault", "average,ties:scaling=1e9", 2, "scaling is 1000000000"),
-        ("no fault", "average,ties:scaling=.nan", 2, "scaling is nan"),
-        ("half precision", "average,ties", 0, ""),
+        pytest.param(
+            "no fault", "average,ties:scaling=1e9", 2, "scaling is 1000000000", marks=pytest.mark.slow
+        ),
+        pytest.param("no fault", "average,ties:scaling=.nan", 2, "scaling is nan", marks=pytest.mark.slow),
+        pytest.param("half precision", "average,ties", 0, "", marks=pytest.mark.slow),
         ("twins", "average,ties,slerp,tsv_m,wudi:steps=2", 0, ""),
     ],
 )

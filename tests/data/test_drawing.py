@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,24 +86,9 @@ def test_every_sample_is_drawn_about_equally_often() -> None:
     assert all(abs(count - 600) < 5 * 20.5 for count in counts), counts
 
 
-@pytest.mark.slow
 def test_the_draw_is_the_same_in_every_process() -> None:
-    script = (
-        "from driftlens.data.samples import draw; from driftlens.data.sources import SplitView; "
-        "ids = tuple(f'train/{row}' for row in range(1000)); view = SplitView('cars.npz', ids, None, str, str); "
-        "print(*draw(view, 8, 7, task='Blumen 花', split='calibration'))"
-    )
-    results = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONIOENCODING": "utf-8"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert results == {" ".join(map(str, drawn(1000, 8, 7, task="Blumen 花"))) + "\n"}
+    """Each process hashes text with a seed of its own; these numbers were drawn in another one."""
+    assert drawn(1000, 8, 7, task="Blumen 花") == (348, 505, 17, 591, 349, 599, 288, 486)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from driftlens.spec.run import load_spec
 from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
+from tests.quick import few
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World
 
@@ -60,7 +61,9 @@ def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> Non
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("out", ["~nobody-of-that-name", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize(
+    "out", few(["~nobody-of-that-name", "~nobody-of-that-name/x"], ["~nobody-of-that-name/x"])
+)
 @pytest.mark.parametrize(
     "line",
     ["analyze SPEC", "merge SPEC --method average", "merge SPEC", "report RUN --format md", "init"],

@@ -18,6 +18,7 @@ from driftlens.findings.measures import changed_score, drift_changes, score_of
 from driftlens.findings.reading import number
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
+from tests.quick import few
 from tests.records.full_run import REMAINDER, write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only
 from tests.records.spoiling import spoil
@@ -271,7 +272,7 @@ def test_a_run_without_outputs_passes_nothing_about_them(tmp_path: Path) -> None
     assert only(path, metric="value", gte=0).reason == "the run has no rows in its table 'accuracy'"
 
 
-@pytest.mark.parametrize("agg", ["worst", "mean", "max", "min", "median"])
+@pytest.mark.parametrize("agg", few(["worst", "mean", "max", "min", "median"], ["worst", "mean"]))
 def test_a_gap_never_passes_and_does_not_hide_a_failure(copied: Path, agg: str) -> None:
     rows = open_run(copied).layers()
     at = rows.index[(rows["variant"] == "merged") & (rows["role"] == "head") & (rows["task"] == "mnist")][0]

@@ -20,6 +20,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.runs.verify import equality
 from driftlens_reports.terminal import equality_text
+from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.records.judged import SIZE
 from tests.records.spoiling import spoil
@@ -116,8 +117,16 @@ def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: Pat
     ("spoilt", "field"),
     [
         ({"tasks": ("cars", "new")}, r"tasks \(cars, mnist, dtd against cars, new\)"),
-        ({"size": dataclasses.replace(SIZE, blocks=3)}, r"layers \(4 layers.* against 5 layers"),
-        ({"size": dataclasses.replace(SIZE, tests=99)}, "test samples of cars, mnist, dtd"),
+        pytest.param(
+            {"size": dataclasses.replace(SIZE, blocks=3)},
+            r"layers \(4 layers.* against 5 layers",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"size": dataclasses.replace(SIZE, tests=99)},
+            "test samples of cars, mnist, dtd",
+            marks=pytest.mark.slow,
+        ),
         ({"class_names": ("x", "y", "z")}, "class names of cars, mnist, dtd"),
     ],
     ids=["tasks", "layers", "test samples", "class names"],
@@ -191,7 +200,8 @@ def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "table", ["layers", "samples", "outputs", "params", "adjoint", "group_contributions"]
+    "table",
+    few(["layers", "samples", "outputs", "params", "adjoint", "group_contributions"], ["layers", "outputs"]),
 )
 def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: Path, table: str) -> None:
     column = {
@@ -216,13 +226,12 @@ def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, co
     assert not found.bit_equal and 0 < found.largest < 1e-15 and found.within(1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "column", "value"),
     [
         ("outputs", "pred", "other"),
-        ("outputs", "flipped", None),
-        ("layers", "nodes", 5),
+        pytest.param("outputs", "flipped", None, marks=pytest.mark.slow),
+        pytest.param("layers", "nodes", 5, marks=pytest.mark.slow),
         ("layers", "cka", None),
     ],
     ids=["text", "missing truth", "count", "missing number"],

@@ -192,15 +192,14 @@ def check_models(
     origins = opening.origins_of(spec)
 
     def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
-        try:
+        def fitting() -> StateSource:
             source = opened()
             require_same_parameters(architecture.skeleton, architecture.chain, source)
-        except Exception as error:
-            if (told := from_library(error)) is None:
-                raise
-            checks.problem(label(name), told)
-            return None
-        checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
+            return source
+
+        source = checks.attempt(label(name), fitting)
+        if source is not None:
+            checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
         return source
 
     models = opening.open_models(spec, access, architecture=architecture, attempt=attempt)

@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-from driftlens.base.devices import device_name, resolve_device
+from driftlens.utils.devices import device_name, resolve_device
 
 NAMES = (
     "attribution",

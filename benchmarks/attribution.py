@@ -14,7 +14,7 @@ from benchmarks.timing import seconds_of
 from driftlens.data.samples import Batch
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import forward, walk
-from driftlens.jobs.analyze.causes import BATCH
+from driftlens.pipelines.attribution import BATCH
 
 IMAGES = 32
 BARE = 5

@@ -47,9 +47,9 @@ def run(
 def drawn(suite: str, seed: int, device: str) -> Draw:
     """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates."""
     import driftlens as dl
-    from driftlens.base.access import Context
-    from driftlens.jobs.calibrate.job import calibrate
-    from driftlens.spec.requests import CalibrationRequest
+    from driftlens.config.requests import CalibrationRequest
+    from driftlens.pipelines.calibrate import calibrate
+    from driftlens.utils.access import Context
 
     models, seconds, metric = {}, {}, METRICS[suite]
     variants = {"base": "base", "merged": "merged"}
@@ -97,10 +97,10 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
 
 def _fixed(entry: Mapping[str, Any]) -> Any:
     """A choice that has made up its mind for one candidate of another's record."""
-    from driftlens.base.settings import resolve
     from driftlens.calibration.calibrator import calibrators
+    from driftlens.config.data import Views
     from driftlens.merging.method import merge_called
-    from driftlens.spec.data import Views
+    from driftlens.utils.settings import resolve
 
     share, name = entry["share"], entry["name"]
     untold = dict.fromkeys([f"{of}{end}" for of in ("score", "drift") for end in ("", "_low", "_high")])

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.base.variants import expert_of
-from driftlens.jobs.analyze.evaluation import final_features
-from driftlens.jobs.contest.contest import distances, divergences, drift_scores
-from driftlens.jobs.study.reopening import reopened
+from driftlens.experiment.resume import reopened
+from driftlens.pipelines.evaluation import final_features
+from driftlens.pipelines.model_selection import distances, divergences, drift_scores
+from driftlens.utils.variants import expert_of
 
 FEW, TIMES = 16, 200
 """Samples a task that a score is taken from, a quarter of what a choice has, and how often they are drawn."""

@@ -23,18 +23,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import driftlens as dl
 from benchmarks.calibration_floor import floor_seconds, product_rates
 from benchmarks.reference_calibration import Clock
-from driftlens.base.devices import device_name, peak_memory, reset_peak_memory, resolve_device
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
+from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.causal import causal_chain
+from driftlens.utils.devices import device_name, peak_memory, reset_peak_memory, resolve_device
 
 TESTS = ("tests/calibration/test_forward_order.py", "tests/calibration/test_residual.py", "tests/linalg")
 """Quick ones, which compute on the device that is asked for."""

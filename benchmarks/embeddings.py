@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 import driftlens as dl
-from driftlens.base.intervals import Interval
-from driftlens.findings.reading import estimate
+from driftlens.results.formatting import estimate
+from driftlens.utils.intervals import Interval
 
 TASKS = ("subj", "trec")
 STEPS, BATCH, RATE, HEAT = 120, 32, 5e-5, 0.1

@@ -12,15 +12,15 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from driftlens.base.progress import Reporter
-from driftlens.base.variants import expert_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
-from driftlens.jobs.analyze.evaluation import accuracies, final_drift, final_features
-from driftlens.jobs.calibrate.variants import with_parameters
-from driftlens.jobs.study.reopening import reopened
-from driftlens.jobs.study.study import Study
+from driftlens.experiment.resume import reopened
+from driftlens.experiment.study import Study
+from driftlens.pipelines.calibration_variants import with_parameters
+from driftlens.pipelines.evaluation import accuracies, final_drift, final_features
+from driftlens.utils.progress import Reporter
+from driftlens.utils.variants import expert_of
 
 Updates = dict[tuple[int, str], Tensor]
 

@@ -63,9 +63,9 @@ def measured(suite: str, name: str, device: str) -> dict[str, Any]:
     import torch
 
     import driftlens as dl
-    from driftlens.base.errors import DriftLensError
-    from driftlens.base.variants import control_of
     from driftlens.calibration.featcal import PRESETS
+    from driftlens.utils.errors import DriftLensError
+    from driftlens.utils.variants import control_of
 
     preset, metric, _ = SUITES[suite]
     settings = SETTINGS.get((suite, name), {})

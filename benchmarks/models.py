@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import adapters

@@ -297,7 +297,7 @@ def _trained(
     merged: nn.Module, experts: Mapping[str, nn.Module], pixels: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     from driftlens.calibration.surgery import Surgery
-    from driftlens.checkpoints.sources import module_source
+    from driftlens.checkpoints.tensor_sources import module_source
     from driftlens.data.samples import Batch
     from driftlens.engine.calibrating import Ground
     from driftlens.engine.pool import ModelPool

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.calibration import BLOCKS, _batches, _models
-from driftlens.base.team import joined
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
 from driftlens.models.chain import adapters
+from driftlens.utils.distributed import joined
 
 TASKS, SAMPLES = 8, 16
 WANTED = 1.7

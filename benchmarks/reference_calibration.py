@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.base.devices import synchronize
+from driftlens.utils.devices import synchronize
 
 BATCH = 16
 Weights = dict[str, Tensor]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from driftlens.base.intervals import Interval, mean_change, mean_over_tasks
+from driftlens.utils.intervals import Interval, mean_change, mean_over_tasks
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, DRAWS, TEXTS = 64, 5, 200
@@ -236,8 +236,8 @@ def spec_of(
     }
     defaults = {"n": samples, "n_test": "all", "seed": seed}
     if suite == "embedded":
+        from driftlens.config import load_spec
         from driftlens.demo import spec_file
-        from driftlens.spec import load_spec
 
         spec: Any = load_spec(spec_file("image")).model_dump(exclude_unset=True, mode="json")
         data: dict[str, Any] = {task: {**of} for task, of in spec["data"].items() if task != "defaults"}

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
+from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
+from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.chain import LayerChain
-from driftlens.models.families.causal import causal_chain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8
 TASKS, SAMPLES = 4, 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from driftlens.base.devices import HOST, accelerator, synchronize
+from driftlens.utils.devices import HOST, accelerator, synchronize
 
 
 def best_of(

@@ -50,7 +50,7 @@ def _gallery() -> str:
     from plotly.offline import get_plotlyjs
 
     import driftlens as dl
-    from driftlens.base.errors import DataError
+    from driftlens.utils.errors import DataError
     from driftlens_reports.charts.chart import SECTIONS, by_rank, charts
 
     place = Path(os.environ.get("DRIFTLENS_DOCS_RUN", "build/demo"))

@@ -17,9 +17,9 @@ _HOMES = {
     "analyze": "driftlens.front.api",
     "calibrate": "driftlens.front.api",
     "capture": "driftlens.engine.walk",
-    "CancelToken": "driftlens.base.progress",
-    "check": "driftlens.findings.checks",
-    "compare": "driftlens.findings.compare",
+    "CancelToken": "driftlens.utils.progress",
+    "check": "driftlens.results.checks",
+    "compare": "driftlens.results.compare",
     "compare_merges": "driftlens.front.api",
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.runs.run",
@@ -31,14 +31,14 @@ _HOMES = {
     "ModelPool": "driftlens.engine.pool",
     "PathJacobian": "driftlens.linalg.state",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
-    "ProgressEvent": "driftlens.base.progress",
+    "ProgressEvent": "driftlens.utils.progress",
     "project": "driftlens.front.api",
     "Report": "driftlens_reports.build",
-    "RunSpec": "driftlens.spec",
+    "RunSpec": "driftlens.config",
     "decompose": "driftlens.engine.walk",
     "expert_cosine": "driftlens.linalg.state",
     "linear_cka": "driftlens.linalg.measures",
-    "load_spec": "driftlens.spec",
+    "load_spec": "driftlens.config",
     "open_checkpoint": "driftlens.checkpoints.loading",
     "open_run": "driftlens.front.api",
     "sweep": "driftlens.front.api",
@@ -47,7 +47,7 @@ _HOMES = {
     "walk": "driftlens.engine.walk",
 }
 
-_MODULES = {"errors": "driftlens.base.errors", "paper": "driftlens.front.paper"}
+_MODULES = {"errors": "driftlens.utils.errors", "paper": "driftlens.front.paper"}
 
 __all__ = sorted([*_HOMES, *_MODULES, "__version__"])
 

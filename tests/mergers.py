@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from driftlens.base.settings import settings_of
 from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.utils.settings import settings_of
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES = 8, 64, 10

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from driftlens.base.errors import DriftLensError
+from driftlens.utils.errors import DriftLensError
 
 
 @contextmanager

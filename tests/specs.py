@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from driftlens.base.errors import SpecError
-from driftlens.spec import load_spec
+from driftlens.config import load_spec
+from driftlens.utils.errors import SpecError
 
 
 def minimal(**changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from driftlens.base.devices import exact_products
+from driftlens.utils.devices import exact_products
 
 b = torch.backends
 

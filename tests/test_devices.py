@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import driftlens
-from driftlens.base import devices
-from driftlens.base.devices import moved
-from driftlens.base.errors import RunError, SpecError
 from driftlens.data import samples
+from driftlens.utils import devices
+from driftlens.utils.devices import moved
+from driftlens.utils.errors import RunError, SpecError
 
 CPU = torch.device("cpu")
 SOURCES = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import RunError
-from driftlens.base.files import (
+from driftlens.utils.errors import RunError
+from driftlens.utils.files import (
     atomic_folder,
     atomic_path,
     free_bytes,
@@ -119,7 +119,7 @@ def test_a_full_disk_says_what_is_free_and_what_is_needed(
     assert "2.0 MB needed" in refusal.value.hint
     assert refusal.value.context["need"] == 2_000_000
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("driftlens.base.files.free_bytes", lambda _path: 0)
+    monkeypatch.setattr("driftlens.utils.files.free_bytes", lambda _path: 0)
     with pytest.raises(RunError) as refusal:
         write_text_atomic(tmp_path / "a", "x" * 1234)
     assert refusal.value.hint.startswith("0 bytes of the 1,234 bytes needed are free there.")

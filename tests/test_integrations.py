@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.integrations import lm_eval, tracking
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import SpecError
 from tests.pipeline.fixtures import light, world
 from tests.quick import few
 from tests.zoo.world import TASKS, World

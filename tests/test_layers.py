@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.base.errors import LayerNotFoundError
 from driftlens.engine.sites import select_layers
+from driftlens.utils.errors import LayerNotFoundError
 
 PATHS = ["conv1", *(f"transformer.resblocks.{block}" for block in range(12)), "ln_post"]
 STEM, HEAD = 1, 14

@@ -28,9 +28,9 @@ from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
 from driftlens.models import sentences as embeddings
+from driftlens.models.architectures import vit
 from driftlens.models.chain import adapters
-from driftlens.models.families import vit
-from driftlens.models.taking_apart import dissection
+from driftlens.models.tracing import block_runner as dissection
 from tests.calibration import test_mixtures as mixed
 from tests.calibration import test_reference as calibration
 from tests.diagnostics.heads import head

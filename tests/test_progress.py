@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from driftlens.base.errors import Cancelled
-from driftlens.base.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, sink_for
+from driftlens.utils.errors import Cancelled
+from driftlens.utils.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, sink_for
 
 
 class Clock:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.base.errors import DataError
+from driftlens.config import json_schema, load_spec
+from driftlens.config.published import published_names, published_task
+from driftlens.config.sections import TextHead
 from driftlens.data.task_data import plain_form
-from driftlens.jobs.study.opening import classes_of, open_heads
+from driftlens.experiment.loading import classes_of, open_heads
 from driftlens.models.heads import TextTower
-from driftlens.spec import json_schema, load_spec
-from driftlens.spec.published import published_names, published_task
-from driftlens.spec.sections import TextHead
+from driftlens.utils.errors import DataError
 from tests.specs import minimal, refused
 
 COUNTS = {  # classes and templates, as the suite's paper has them

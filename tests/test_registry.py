@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from driftlens.base.errors import SpecError
-from driftlens.base.registry import Registry
+from driftlens.utils.errors import SpecError
+from driftlens.utils.registry import Registry
 from tests.refusing import refusing
 
 ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\n"
@@ -25,7 +25,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     folder = tmp_path / name
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        f"from driftlens.base.registry import Registry\nregistry = Registry('toy', '{name}', 'driftlens.{name}')\n"
+        f"from driftlens.utils.registry import Registry\nregistry = Registry('toy', '{name}', 'driftlens.{name}')\n"
     )
     for value, entry in enumerate(("alpha", "zeta")):
         (folder / f"{entry}.py").write_text(ENTRY.format(package=name, name=entry, value=value))

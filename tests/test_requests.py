@@ -11,9 +11,8 @@ import pytest
 import typer
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.cli.app import flagged
-from driftlens.spec.requests import (
+from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
@@ -22,6 +21,7 @@ from driftlens.spec.requests import (
     Request,
     SweepRequest,
 )
+from driftlens.utils.errors import SpecError
 
 SAID = [
     CalibrationRequest(name="x"),

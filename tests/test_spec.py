@@ -16,13 +16,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from driftlens.base.errors import SpecError
+from driftlens.config import json_schema, load_spec
+from driftlens.config.data import ImageFolderData
+from driftlens.config.templates import template_names, template_text
+from driftlens.config.yaml_text import from_yaml, to_yaml
 from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
-from driftlens.spec import json_schema, load_spec
-from driftlens.spec.data import ImageFolderData
-from driftlens.spec.templates import template_names, template_text
-from driftlens.spec.yaml_text import from_yaml, to_yaml
+from driftlens.utils.errors import SpecError
 from tests.specs import minimal
 
 # What a complete spec means.
@@ -207,7 +207,9 @@ def test_any_other_value_changes_the_digest(override: str) -> None:
 
 @pytest.mark.slow
 def test_the_digest_is_equal_under_any_hash_seed() -> None:
-    script = "import json, sys; import driftlens.spec as s; print(s.load_spec(json.load(sys.stdin)).digest())"
+    script = (
+        "import json, sys; import driftlens.config as s; print(s.load_spec(json.load(sys.stdin)).digest())"
+    )
     digests = {
         subprocess.run(
             [sys.executable, "-c", script],

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from driftlens.base.errors import SpecError
-from driftlens.findings.checks_file import load_checks
+from driftlens.results.checks_file import load_checks
+from driftlens.utils.errors import SpecError
 from tests.refusing import refusing
 
 EXAMPLE = """

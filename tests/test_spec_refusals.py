@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import SpecError
-from driftlens.spec import load_spec
+from driftlens.config import load_spec
+from driftlens.utils.errors import SpecError
 from tests.refusing import refusing
 from tests.specs import minimal, refused
 

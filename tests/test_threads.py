@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from driftlens.base.devices import using_threads
+from driftlens.utils.devices import using_threads
 from tests.forked import Forked
 
 
@@ -67,7 +67,7 @@ def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:
 
 
 def test_autocast_is_off_inside_and_on_again_afterwards() -> None:
-    from driftlens.base.devices import exact_products
+    from driftlens.utils.devices import exact_products
 
     x = torch.randn(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):

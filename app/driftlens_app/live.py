@@ -8,11 +8,11 @@ from typing import Literal
 
 import streamlit as st
 
-from driftlens.base.progress import duration
-from driftlens.base.variants import is_explained, title
-from driftlens.findings.verdict import Verdict, shareable
+from driftlens.results.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
-from driftlens.runs.standing import is_analyzed, is_live
+from driftlens.runs.run_state import is_analyzed, is_live
+from driftlens.utils.progress import duration
+from driftlens.utils.variants import is_explained, title
 from driftlens_app.processes import (
     MAKING,
     Job,

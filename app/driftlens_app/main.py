@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.findings.reading import printable
+from driftlens.results.formatting import printable
 from driftlens_app.live import welcome
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings

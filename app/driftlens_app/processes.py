@@ -30,9 +30,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, RunLockedError
-from driftlens.base.files import Guard, from_json, write_json_atomic
-from driftlens.base.progress import ProgressEvent
 from driftlens.runs.layout import CANDIDATE, EVENTS, STATUS
 from driftlens.runs.status import (
     Failure,
@@ -43,6 +40,9 @@ from driftlens.runs.status import (
     read_status,
     utc_now,
 )
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, RunLockedError
+from driftlens.utils.files import Guard, from_json, write_json_atomic
+from driftlens.utils.progress import ProgressEvent
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
 
 COMMAND = (sys.executable, "-P", "-m", "driftlens")

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.base.errors import SpecError
-from driftlens.base.files import entries
-from driftlens.base.words import listed
-from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
-from driftlens.runs.manifest import read_manifest
-from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import (
+from driftlens.config.requests import (
     DEFAULT_METHOD,
     CalibrationRequest,
     SweepRequest,
 )
+from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import SpecError
+from driftlens.utils.files import entries
+from driftlens.utils.words import listed
 from driftlens_app.calibration import methods, require_free_name
 from driftlens_app.processes import Kind, Request, job_of
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.base.errors import DataError, RunError
-from driftlens.findings.listing import RunSummary, find_runs
-from driftlens.findings.reading import printable
+from driftlens.results.formatting import printable
+from driftlens.results.listing import RunSummary, find_runs
 from driftlens.runs.layout import LOCK, MANIFEST, STATUS, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.runs.status import living_owner_of
+from driftlens.utils.errors import DataError, RunError
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")

@@ -11,11 +11,11 @@ from urllib.parse import parse_qsl
 import pandas as pd
 import streamlit as st
 
-from driftlens.base.variants import part_of
-from driftlens.findings.measures import outcomes
-from driftlens.findings.verdict import verdict
+from driftlens.results.measures import outcomes
+from driftlens.results.verdict import verdict
 from driftlens.runs.layout import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
+from driftlens.utils.variants import part_of
 from driftlens_app.runs import key_of
 from driftlens_app.selection import TASK, choose, lead, selection
 from driftlens_app.settings import require_inside

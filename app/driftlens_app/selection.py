@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from driftlens.base.errors import DataError
-from driftlens.findings.listing import RunSummary
+from driftlens.results.listing import RunSummary
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import DataError
 from driftlens_app.processes import is_at_work
 from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings

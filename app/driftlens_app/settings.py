@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from driftlens.base.errors import RunError
 from driftlens.runs.layout import MANIFEST
+from driftlens.utils.errors import RunError
 
 _HERE = Path(__file__).parent
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"

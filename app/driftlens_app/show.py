@@ -29,16 +29,16 @@ from plotly.graph_objects import Figure
 from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.base.errors import DataError, DriftLensError, from_library
-from driftlens.base.variants import Part, title
-from driftlens.findings.headline import headline
-from driftlens.findings.reading import is_measured, printable, signs, unbroken, with_code
-from driftlens.findings.table import INTERVAL, Table
-from driftlens.findings.verdict import Verdict, shareable
+from driftlens.results.formatting import is_measured, printable, signs, unbroken, with_code
+from driftlens.results.summary import headline
+from driftlens.results.table import INTERVAL, Table
+from driftlens.results.verdict import Verdict, shareable
 from driftlens.runs.run import DriftRun
+from driftlens.runs.run_state import command_to_resume
 from driftlens.runs.schema import ANALYZE
-from driftlens.runs.standing import command_to_resume
 from driftlens.runs.tables import csv_text
+from driftlens.utils.errors import DataError, DriftLensError, from_library
+from driftlens.utils.variants import Part, title
 from driftlens_app import views
 from driftlens_app.runs import key_of
 from driftlens_reports import content

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.base.errors import DataError
-from driftlens.base.intervals import standard_error, student
+from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import standard_error, student
 
 NUM_FOLDS = 4
 LEVEL = 0.95

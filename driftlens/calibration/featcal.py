@@ -9,10 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import SpecError
-from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
+from driftlens.engine.solver_types import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
 from driftlens.linalg.cholesky import probe, stationarity_error
 from driftlens.linalg.ridge import (
     ridge_factor,
@@ -22,6 +20,8 @@ from driftlens.linalg.ridge import (
     solve_rms_norm,
 )
 from driftlens.models.chain import Parameters, Site
+from driftlens.utils.errors import SpecError
+from driftlens.utils.settings import Bounds, Label
 
 
 def solve_linear(

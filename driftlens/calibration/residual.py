@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import torch
 
-from driftlens.base.errors import SingularGramError, SpecError
-from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import relative_change
-from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem
-from driftlens.engine.steps import Stepwise
+from driftlens.engine.sequential import Stepwise
+from driftlens.engine.solver_types import SiteReport, SiteUpdate, StepProblem
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
+from driftlens.utils.errors import SingularGramError, SpecError
+from driftlens.utils.settings import Bounds, Label
 
 
 @calibrators.register("residual")

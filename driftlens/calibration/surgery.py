@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.devices import beside, moved
-from driftlens.base.settings import Bounds, Label
 from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, calibrators
+from driftlens.utils.devices import beside, moved
+from driftlens.utils.settings import Bounds, Label
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]

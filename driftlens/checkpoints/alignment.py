@@ -13,9 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.checkpoints.refusals import family_of_keys
-from driftlens.checkpoints.sources import (
+from driftlens.checkpoints.tensor_sources import (
     Composed,
     StateSource,
     TensorHeader,
@@ -23,6 +21,8 @@ from driftlens.checkpoints.sources import (
     renamed,
     require_key,
 )
+from driftlens.checkpoints.unsupported import family_of_keys
+from driftlens.utils.errors import IncompatibleModelsError
 
 
 class Layout(Protocol):

@@ -14,14 +14,14 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning
-from driftlens.base.files import expanded, from_json, plain_file
-from driftlens.checkpoints.refusals import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
+from driftlens.checkpoints.unsupported import conversion, require_unquantised, wrong_family
 from driftlens.checkpoints.weight_files import is_lora_folder, open_folder
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning
+from driftlens.utils.files import expanded, from_json, plain_file
 
 if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
-    from driftlens.checkpoints.sources import StateSource
+    from driftlens.checkpoints.tensor_sources import StateSource
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = (".pkl", ".pickle")

@@ -14,10 +14,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from driftlens.base.errors import CheckpointError
-from driftlens.base.files import from_json, plain_file
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, promoted, require_key
+from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, promoted, require_key
 from driftlens.checkpoints.weight_files import ADAPTER, open_file
+from driftlens.utils.errors import CheckpointError
+from driftlens.utils.files import from_json, plain_file
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError
-from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
+from driftlens.utils.files import from_json, plain_file
 
 MODULES = "modules.json"
 _WHOLE = "config_sentence_transformers.json"
@@ -203,7 +203,7 @@ def flat(modules: Any) -> Any:
 
 def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
     """Place, digest of the weights and settings of every module behind the transformer that has weights."""
-    from driftlens.checkpoints.sources import content_digest
+    from driftlens.checkpoints.tensor_sources import content_digest
     from driftlens.checkpoints.weight_files import open_folder
 
     places = [folder / module.place for module in modules_of(folder)[1:] if module.place]

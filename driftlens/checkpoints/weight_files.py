@@ -10,13 +10,13 @@ import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import CheckpointError
-from driftlens.base.files import from_json, plain_file
-from driftlens.base.words import some_of
-from driftlens.checkpoints.refusals import NESTS, conversion, refuse_pointer
+from driftlens.checkpoints.unsupported import NESTS, conversion, refuse_pointer
+from driftlens.utils.errors import CheckpointError
+from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.words import some_of
 
 if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
-    from driftlens.checkpoints.sources import StateSource
+    from driftlens.checkpoints.tensor_sources import StateSource
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -104,7 +104,7 @@ def shards_of(source: StateSource) -> Mapping[str, str]:
 
 def open_file(path: pathlib.Path) -> StateSource:
     """The weights in one file, `.safetensors` or PyTorch's."""
-    from driftlens.checkpoints.sources import SafetensorsSource
+    from driftlens.checkpoints.tensor_sources import SafetensorsSource
 
     refuse_pointer(path)
     return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
@@ -115,7 +115,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
     Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
     """
-    from driftlens.checkpoints.sources import Composed
+    from driftlens.checkpoints.tensor_sources import Composed
 
     listed = weight_map(index)
     sources = {shard: open_file(path) for shard, path in shards(index, listed).items()}
@@ -165,7 +165,7 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
     import torch
     from torch import Tensor
 
-    from driftlens.checkpoints.sources import TensorsSource
+    from driftlens.checkpoints.tensor_sources import TensorsSource
 
     content = _load(path)
     if isinstance(content, Mapping):

@@ -22,11 +22,11 @@ from typing import Any
 
 import typer
 
-from driftlens.base.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
-from driftlens.base.files import put_in_order
-from driftlens.base.team import joined, members
 from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
+from driftlens.utils.distributed import joined, members
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
+from driftlens.utils.files import put_in_order
 
 DISTRIBUTED = ("analyze", "calibrate", "sweep")
 """Commands that distribute tasks over processes."""
@@ -64,7 +64,7 @@ _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command line and exit with its code (see `driftlens.base.errors` for the codes)."""
+    """Run one command line and exit with its code (see `driftlens.utils.errors` for the codes)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         # Not after every 700 objects: libraries make half a million that stay.

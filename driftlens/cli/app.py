@@ -28,12 +28,12 @@ import typer
 from pydantic.fields import FieldInfo
 
 import driftlens
-from driftlens.base.access import Access, Context
-from driftlens.base.errors import Cancelled, harmless
-from driftlens.base.files import expanded
-from driftlens.base.progress import CancelToken
-from driftlens.base.team import ALONE, Team
-from driftlens.spec.requests import Option, Request
+from driftlens.config.requests import Option, Request
+from driftlens.utils.access import Access, Context
+from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.errors import Cancelled, harmless
+from driftlens.utils.files import expanded
+from driftlens.utils.progress import CancelToken
 
 app = typer.Typer(
     name="driftlens",
@@ -152,7 +152,7 @@ class Job:
     @contextmanager
     def context(self) -> Iterator[Context]:
         """Progress shown as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
-        from driftlens.base.progress import sink_for
+        from driftlens.utils.progress import sink_for
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
         if mode == "jsonl":  # whoever reads these lines can read no others
@@ -297,7 +297,7 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
     """A block in which torch computes as `--threads` says; torch isn't imported for nothing."""
     if number is None:
         return nullcontext()
-    from driftlens.base.devices import using_threads
+    from driftlens.utils.devices import using_threads
 
     return using_threads(number)
 

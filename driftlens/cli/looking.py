@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.base.errors import ChecksFailedError, DataError, RunError, SpecError
 from driftlens.cli.app import JsonFlag, RunFolder, app, flagged, manner, note, say, say_json
-from driftlens.spec.requests import ExportRequest, ViewRequest, parts
+from driftlens.config.requests import ExportRequest, ViewRequest, parts
+from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
 
 if TYPE_CHECKING:
     from driftlens.calibration.calibrator import Calibrator
@@ -31,9 +31,9 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
     """Print a run's summary, with all models side by side if `everyone` is wanted, or its final rows as JSON."""
-    from driftlens.findings.frame import frame_of
-    from driftlens.findings.measures import findings
-    from driftlens.findings.verdict import verdict
+    from driftlens.results.frame import frame_of
+    from driftlens.results.measures import findings
+    from driftlens.results.verdict import verdict
     from driftlens_reports.facts import advice
     from driftlens_reports.terminal import summary
 
@@ -72,7 +72,7 @@ def list_runs(
     root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(), as_json: JsonFlag = False
 ) -> None:
     """List the runs below a folder."""
-    from driftlens.findings.listing import find_runs
+    from driftlens.results.listing import find_runs
     from driftlens_reports.terminal import listing_text
 
     found = find_runs(root)
@@ -111,11 +111,11 @@ def _catalog() -> dict[str, dict[str, Any]]:
     samples of a task that the choice of the best method is made on; 0 where nothing is chosen. The dashboard, which
     never imports torch, asks for it by `driftlens doctor --methods --json`.
     """
-    from driftlens.base.settings import schemas_of, settings_of
     from driftlens.calibration.automatic import NUM_FOLDS
     from driftlens.calibration.calibrator import calibrators
     from driftlens.merging.method import READS, merge_methods
     from driftlens.models.architecture import loaders
+    from driftlens.utils.settings import schemas_of, settings_of
 
     return {
         "calibrators": {
@@ -155,7 +155,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
 
 def _varied(kind: type[Calibrator]) -> list[str]:
     """The settings that candidates differ in, in the order of the constructor."""
-    from driftlens.base.settings import settings_of
+    from driftlens.utils.settings import settings_of
 
     return [
         name
@@ -166,7 +166,7 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
     """What the choice of the best compares from each preset on; how many views depends on the samples."""
-    from driftlens.jobs.contest.automatic import titles
+    from driftlens.pipelines.automatic import titles
 
     presets = kind.presets if kind.candidates else {}
     return {
@@ -177,7 +177,7 @@ def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
 
 def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
     """The catalogue for a person: a paragraph per method, a line per setting."""
-    from driftlens.base.settings import expected
+    from driftlens.utils.settings import expected
 
     lines = []
     for kind, methods in found.items():
@@ -210,9 +210,9 @@ def environment() -> dict[str, str]:
     import psutil
 
     import driftlens
-    from driftlens.base.devices import accelerator, device_name
-    from driftlens.base.devices import memory as memory_of
     from driftlens.runs.manifest import version_of
+    from driftlens.utils.devices import accelerator, device_name
+    from driftlens.utils.devices import memory as memory_of
 
     memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
@@ -239,13 +239,13 @@ def environment() -> dict[str, str]:
 
 def _plugins() -> Iterator[str]:
     """What other installed distributions add, and what of it can't be had."""
-    from driftlens.base.diagnostic import diagnostics
-    from driftlens.base.registry import Registry, installed, origin
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
     from driftlens.merging.method import merge_methods
     from driftlens.models.architecture import loaders
     from driftlens.models.chain import adapters
+    from driftlens.utils.diagnostic import diagnostics
+    from driftlens.utils.registry import Registry, installed, origin
     from driftlens_reports.charts.chart import charts
 
     registries: tuple[Registry[Any], ...] = (
@@ -285,11 +285,11 @@ def check(
 
     What was not measured is skipped.
     """
-    from driftlens.base.files import write_text_atomic
-    from driftlens.findings.checks import check as judge
-    from driftlens.findings.checks import junit_xml
-    from driftlens.runs.standing import left_undone
+    from driftlens.results.checks import check as judge
+    from driftlens.results.checks import junit_xml
+    from driftlens.runs.run_state import left_undone
     from driftlens.runs.verify import verify
+    from driftlens.utils.files import write_text_atomic
     from driftlens_reports.terminal import checks_text, verification_text
 
     files, report = verify(run), judge(run, tests)
@@ -337,10 +337,10 @@ def compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
-    from driftlens.base.intervals import p_of
-    from driftlens.findings.compare import compare as compared
-    from driftlens.findings.compare import mean_score_change
+    from driftlens.results.compare import compare as compared
+    from driftlens.results.compare import mean_score_change
     from driftlens.runs.verify import TOLERANCE, equality
+    from driftlens.utils.intervals import p_of
     from driftlens_reports.terminal import comparison_text
 
     found = compared(first, second, before=before, after=after)

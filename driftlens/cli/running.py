@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from driftlens.base.access import Access
-from driftlens.base.errors import SpecError
-from driftlens.base.progress import ProgressEvent, all_of
 from driftlens.cli.app import (
     Job,
     JsonFlag,
@@ -26,7 +23,7 @@ from driftlens.cli.app import (
     say_saved,
 )
 from driftlens.cli.looking import show_run
-from driftlens.spec.requests import (
+from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
@@ -35,10 +32,13 @@ from driftlens.spec.requests import (
     SweepRequest,
     parts,
 )
+from driftlens.utils.access import Access
+from driftlens.utils.errors import SpecError
+from driftlens.utils.progress import ProgressEvent, all_of
 
 if TYPE_CHECKING:
+    from driftlens.config import RunSpec
     from driftlens.runs.run import DriftRun
-    from driftlens.spec import RunSpec
 
 SpecFile = Annotated[
     Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
@@ -60,8 +60,8 @@ def demo(
     merged model is repaired by FeatCal, with the published settings for its kind, and by residual calibration.
     """
     from driftlens.demo import spec_file
-    from driftlens.jobs.analyze.job import analyze
-    from driftlens.jobs.calibrate.job import calibrate
+    from driftlens.pipelines.analyze import analyze
+    from driftlens.pipelines.calibrate import calibrate
     from driftlens.runs.writer import refuse_occupied
     from driftlens_reports.build import Report
 
@@ -117,15 +117,15 @@ def init(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run spec to start from: a commented one, or one of models and their data."""
-    from driftlens.base.files import write_text_atomic
-    from driftlens.spec.templates import template_text
+    from driftlens.config.templates import template_text
+    from driftlens.utils.files import write_text_atomic
 
     is_shown = as_json or str(out) == "-"
     if out.exists() and not force and not is_shown:
         raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
     chosen: tuple[str, ...] = ()
     if models:
-        from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
+        from driftlens.pipelines.quickstart import asked_about, draft, recipe_in
 
         asked = asked_about(models, recipe_in(models), is_merged=False)
         drafted = draft(asked, data or (), overrides or (), Access(offline=manner.offline))
@@ -153,8 +153,8 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read, and sum up memory and disk."""
-    from driftlens.jobs.preflight.job import preflight
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
+    from driftlens.pipelines.validate import preflight
 
     with limited_threads(manner.threads):
         checks = preflight(load_spec(spec, request.overrides), request, job.access)
@@ -184,9 +184,9 @@ def analyze(
     Given a run directory, this adds missing scores and the attribution of drift to layers, and with --add optional
     diagnostics.
     """
-    from driftlens.jobs.analyze.job import add_to_run
-    from driftlens.jobs.analyze.job import analyze as run_analysis
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
+    from driftlens.pipelines.analyze import add_to_run
+    from driftlens.pipelines.analyze import analyze as run_analysis
 
     if source.is_dir():
         if request != AnalysisRequest():
@@ -218,8 +218,8 @@ def merge(
     Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
     spec's own merge is made.
     """
-    from driftlens.jobs.study.merging import save_one
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
+    from driftlens.experiment.merging import save_one
 
     method, out, merges = request.method, request.out, comparison.merges
     is_alone = out is not None and not request.parameters
@@ -244,8 +244,8 @@ def merge(
 
 
 def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, as_json: bool) -> None:
-    from driftlens.base.files import require_free
-    from driftlens.jobs.contest.merges import compare_merges, wanted_merges
+    from driftlens.pipelines.compare_merges import compare_merges, wanted_merges
+    from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
@@ -276,8 +276,8 @@ def attach(
     ],
 ) -> None:
     """Put results of lm-evaluation-harness, bigcode's or safety-eval beside a variant's own scores."""
-    from driftlens.jobs.study.card import renew_cards
-    from driftlens.runs.attaching import attach as attach_results
+    from driftlens.experiment.model_card import renew_cards
+    from driftlens.runs.external_scores import attach as attach_results
     from driftlens_reports.terminal import accuracy_text
 
     found = attach_results(run, variant, results)
@@ -308,7 +308,7 @@ def why(
 
     Without labels it tells how far the merge drifts from its experts and where from, not how accurate it is.
     """
-    from driftlens.jobs.analyze.why import asked_about, draft, merge_by_mergekit, recipe_in
+    from driftlens.pipelines.quickstart import asked_about, draft, merge_by_mergekit, recipe_in
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
@@ -324,7 +324,7 @@ def why(
         overrides or (),
         job.access,
     )
-    from driftlens.jobs.analyze.job import analyze as run_analysis
+    from driftlens.pipelines.analyze import analyze as run_analysis
 
     chosen = [*drafted.chosen]
 
@@ -346,10 +346,10 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     choose = None
     if request.auto:
-        from driftlens.jobs.contest.automatic import choice_of
+        from driftlens.pipelines.automatic import choice_of
 
         choose = choice_of(request)
-    from driftlens.jobs.calibrate.job import calibrate as run_calibration
+    from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
     name, is_watched = request.name, manner.progress == "jsonl"
@@ -378,7 +378,7 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
     if request.save_weights is not None:
         say_saved(request.save_weights)
     elif not finished.manifest.calibrations[name].kept:
-        from driftlens.runs.standing import how_to_save
+        from driftlens.runs.run_state import how_to_save
 
         note(
             f"The run keeps the calibrated model; {how_to_save(run, name, finished.manifest, *job.access.words)}."
@@ -386,9 +386,9 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from driftlens.base.variants import calibrated
-    from driftlens.findings.before_after import calibration_document
-    from driftlens.findings.verdict import verdict
+    from driftlens.results.calibration_summary import calibration_document
+    from driftlens.results.verdict import verdict
+    from driftlens.utils.variants import calibrated
 
     named = {"name": name, "variant": calibrated(name), **vars(run.manifest.calibrations[name])}
     return {**named, **calibration_document(run, name), "verdict": verdict(run, name)}
@@ -405,7 +405,7 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
     if request.compares:
         _compare_methods(run, request, job, as_json=as_json)
         return
-    from driftlens.jobs.contest.sweep import sweep as run_sweep
+    from driftlens.pipelines.sweep import sweep as run_sweep
     from driftlens_reports.terminal import sweep_text
 
     with job.context() as context:
@@ -425,8 +425,8 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
 
 
 def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: bool) -> None:
-    from driftlens.findings.before_after import arena_rows, arena_sheet
-    from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
+    from driftlens.pipelines.sweep import compare_methods, wanted_methods
+    from driftlens.results.calibration_summary import arena_rows, arena_sheet
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.base.errors import DataError, SpecError, did_you_mean
 from driftlens.data.samples import SampleSet, drawing
 from driftlens.data.sources import Picture
+from driftlens.utils.errors import DataError, SpecError, did_you_mean
 
 Pixels = NDArray[np.float64]
 """[h, w, 3], from 0 to 1."""

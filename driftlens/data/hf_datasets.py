@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError, did_you_mean
-from driftlens.base.files import plain_file
 from driftlens.data.images import read_image
 from driftlens.data.library import read_shards
 from driftlens.data.related import related_columns
@@ -26,9 +23,12 @@ from driftlens.data.sources import (
     named,
     require_column,
 )
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, did_you_mean
+from driftlens.utils.files import plain_file
 
 if TYPE_CHECKING:
-    from driftlens.spec.data import HfData, WebdatasetData
+    from driftlens.config.data import HfData, WebdatasetData
 
 log = logging.getLogger(__name__)
 

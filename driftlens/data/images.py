@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError
-from driftlens.base.files import plain_file
 from driftlens.data.sources import (
     Split,
     SplitView,
@@ -25,11 +22,14 @@ from driftlens.data.sources import (
     names_of,
     refused,
 )
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError
+from driftlens.utils.files import plain_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from driftlens.spec.data import ImageFolderData, NpzArrays, NpzData, PythonData
+    from driftlens.config.data import ImageFolderData, NpzArrays, NpzData, PythonData
 
 
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])

@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from driftlens.base.errors import DataError, SpecError
-from driftlens.base.files import entries, from_json, plain_file
 from driftlens.data.images import SUFFIXES
 from driftlens.data.sources import refused
+from driftlens.utils.errors import DataError, SpecError
+from driftlens.utils.files import entries, from_json, plain_file
 
 PARQUET = (".parquet", ".pq")
 UTF8 = "utf-8-sig"

@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import DataError, SpecError
 from driftlens.data.related import related_columns
 from driftlens.data.rows import as_texts, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of
 from driftlens.data.task_data import TaskData, require_same_classes, sample_set
 from driftlens.models.texts import TextReader
+from driftlens.utils.errors import DataError, SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import DataLoader
 
-    from driftlens.spec.data import TextEntry
+    from driftlens.config.data import TextEntry
 
 Inputs = dict[str, "Tensor"]
 _ONLY = ""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError
 from driftlens.data.sources import SplitView, open_split, require_column
 from driftlens.models.texts import TextReader
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
-    from driftlens.spec.data import TextEntry
+    from driftlens.config.data import TextEntry
 
 
 class Related(NamedTuple):
@@ -115,7 +115,7 @@ def related_in(
 
 def _as_asked(entry: TextEntry, text: str, values: Mapping[str, Any]) -> str:
     """The second text of a pair, in the prompt in the place of the first."""
-    from driftlens.spec.data import fields_of, filled
+    from driftlens.config.data import fields_of, filled
 
     assert entry.prompt is not None
     names = fields_of(entry.prompt)

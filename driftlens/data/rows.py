@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError, SpecError, did_you_mean
-from driftlens.base.files import from_json
 from driftlens.data.images import read_image
 from driftlens.data.library import UTF8, read_rows, read_table
 from driftlens.data.related import Comparison, related_columns, related_in
@@ -27,14 +24,17 @@ from driftlens.data.sources import (
     require_column,
 )
 from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, SpecError, did_you_mean
+from driftlens.utils.files import from_json
 
 if TYPE_CHECKING:
-    from driftlens.spec.data import JsonlData, TableData, TextEntry
+    from driftlens.config.data import JsonlData, TableData, TextEntry
 
 
 def columns_asked(entry: TextEntry) -> dict[str, str]:
     """The columns whose text a prompt holds, by the name that each has there."""
-    from driftlens.spec.data import fields_of
+    from driftlens.config.data import fields_of
 
     asked = fields_of(entry.prompt or "{input}")
     return {name: entry.input if name == "input" and entry.input is not None else name for name in asked}
@@ -59,7 +59,7 @@ def text_view(
     spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `beside` gives what reads the
     images that a row is about.
     """
-    from driftlens.spec.data import filled
+    from driftlens.config.data import filled
 
     asked = columns_asked(entry)
     for name, column in asked.items():

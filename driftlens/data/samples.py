@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from driftlens.base.errors import DataError
 from driftlens.data.sources import Split, SplitView
 from driftlens.models.texts import Pictured, Text, TextReader
+from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
+    from driftlens.config.data import Views
     from driftlens.data.related import Comparison
-    from driftlens.spec.data import Views
 
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
@@ -50,7 +50,7 @@ def halving_batches(
 
     import torch
 
-    from driftlens.base.devices import SumsTooLarge, free_cached, sums_moving
+    from driftlens.utils.devices import SumsTooLarge, free_cached, sums_moving
 
     def done(work: Callable[[], object]) -> None:
         while True:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError, DriftLensError, did_you_mean
-from driftlens.base.registry import Registry
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, DriftLensError, did_you_mean
+from driftlens.utils.registry import Registry
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError, concerning
-from driftlens.base.words import some_of
 from driftlens.data.related import comparison
 from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, open_split
 from driftlens.models.texts import TextReader
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, concerning
+from driftlens.utils.words import some_of
 
 if TYPE_CHECKING:
-    from driftlens.spec.data import DataDefaults
-    from driftlens.spec.data import TaskData as TaskEntry
+    from driftlens.config.data import DataDefaults
+    from driftlens.config.data import TaskData as TaskEntry
 
 Preprocess = Callable[[list[Any]], Any]
 """Pictures (or pairs of texts) of a batch -> the model's raw inputs, stacked."""
@@ -96,7 +96,7 @@ def open_task_data(
     its place, as tasks have rules of their own. `reads` is the name of the model's modality, where that is known,
     `head_classes` are the names of the head's rows (None takes the data's own).
     """
-    from driftlens.spec.data import TextEntry
+    from driftlens.config.data import TextEntry
 
     rules = (
         entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)

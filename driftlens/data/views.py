@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.errors import DataError
 from driftlens.data.samples import SampleSet, drawing
+from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
     from numpy.random import Generator

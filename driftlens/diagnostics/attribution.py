@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from driftlens.base.devices import moved
-from driftlens.base.diagnostic import diagnostic
-from driftlens.base.errors import ShapeError
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import GROUPS, parameter_groups
 from driftlens.engine.walk import LayerView, Split, smooth_layer, smooth_split
@@ -35,6 +32,9 @@ from driftlens.linalg.state import (
 from driftlens.models.chain import SideInputs
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
+from driftlens.utils.devices import moved
+from driftlens.utils.diagnostic import diagnostic
+from driftlens.utils.errors import ShapeError
 
 SCORE_PANELS = 8
 """Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from driftlens.base.diagnostic import Seen, diagnostic
-from driftlens.base.intervals import RESAMPLES
 from driftlens.engine.walk import drift_columns
 from driftlens.linalg.measures import linear_cka
 from driftlens.runs.schema import LAYERS, SAMPLES
+from driftlens.utils.diagnostic import Seen, diagnostic
+from driftlens.utils.intervals import RESAMPLES
 
 QUANTILES = (10, 25, 75, 90)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
-from driftlens.base.diagnostic import Seen, diagnostic
 from driftlens.linalg.state import (
     cross_entropy_change,
     forward_mode_attention,
@@ -27,6 +26,7 @@ from driftlens.models.heads import (
     is_of_vocabulary,
 )
 from driftlens.runs.schema import OUTPUTS
+from driftlens.utils.diagnostic import Seen, diagnostic
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30

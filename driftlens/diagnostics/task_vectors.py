@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.base.diagnostic import diagnostic
-from driftlens.base.variants import expert_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import GROUPS, parameter_groups
 from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.runs.schema import PARAMS
+from driftlens.utils.diagnostic import diagnostic
+from driftlens.utils.variants import expert_of
 
 _PIECE = 2**22
 """Entries that are widened to float64 at a time: the embeddings of a vocabulary are large."""

@@ -18,17 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import exact_products, summing, wide
-from driftlens.base.errors import NumericsError, ShapeError
-from driftlens.base.progress import LayerSteps
-from driftlens.base.rounding import Change
-from driftlens.base.team import ALONE, Team
-from driftlens.base.variants import expert_of
-from driftlens.checkpoints.sources import StateSource, written
+from driftlens.checkpoints.tensor_sources import StateSource, written
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
-from driftlens.engine.problems import (
+from driftlens.engine.sites import SiteRows, rows_and_output, site_path
+from driftlens.engine.solver_types import (
     CalibratedLayer,
     NormProblem,
     Problem,
@@ -36,10 +31,15 @@ from driftlens.engine.problems import (
     SiteUpdate,
     StepProblem,
 )
-from driftlens.engine.sites import SiteRows, rows_and_output, site_path
 from driftlens.engine.walk import FeatureStore, Parts, Passage, WaitingBatch
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, Site, State
+from driftlens.utils.devices import exact_products, summing, wide
+from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.errors import NumericsError, ShapeError
+from driftlens.utils.progress import LayerSteps
+from driftlens.utils.rounding import Change
+from driftlens.utils.variants import expert_of
 
 EXPERT, MERGED = "expert", "merged"
 IN_WORDS = {EXPERT: "the expert", MERGED: "the merged model"}

@@ -19,16 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
-from driftlens.base.errors import DataError, IncompatibleModelsError
-from driftlens.base.variants import task_of
-from driftlens.base.words import some_of
-from driftlens.checkpoints.sources import StateSource, Table, TensorHeader, check_finite
+from driftlens.checkpoints.tensor_sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.data.samples import SampleSet
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
-from driftlens.models.frames import features_of, known_on_host
 from driftlens.models.heads import LmHead, ScoreMap
-from driftlens.models.taking_apart.interception import buffers_on, plain_experts
+from driftlens.models.tracing.block_call import features_of, known_on_host
+from driftlens.models.tracing.hooks import buffers_on, plain_experts
+from driftlens.utils.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
+from driftlens.utils.errors import DataError, IncompatibleModelsError
+from driftlens.utils.variants import task_of
+from driftlens.utils.words import some_of
 
 
 class ReadAhead:

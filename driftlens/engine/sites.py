@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import on_host
-from driftlens.base.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.base.words import listed
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
-from driftlens.models.taking_apart.sites import BLOCK_ITSELF
+from driftlens.models.tracing.sites import BLOCK_ITSELF
+from driftlens.utils.devices import on_host
+from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
+from driftlens.utils.words import listed
 
 
 def site_path(layer: Layer, site: Site) -> str:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.devices import exact_products, place_of_sums, room_for_sums, summing
 from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
@@ -29,7 +28,8 @@ from driftlens.engine.calibrating import (
     Solved,
 )
 from driftlens.engine.pool import LayerMap
-from driftlens.engine.problems import (
+from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, stacked
+from driftlens.engine.solver_types import (
     CalibratedLayer,
     LinearProblem,
     NormProblem,
@@ -38,11 +38,11 @@ from driftlens.engine.problems import (
     SiteUpdate,
     Wanted,
 )
-from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, stacked
 from driftlens.engine.walk import WaitingBatch
 from driftlens.linalg.gram import GramPool, GramSum, OutputCross, OutputSums, add_scaled, single, solve_bytes
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing
 
 
 class Layerwise(ClosedForm):

@@ -22,14 +22,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import has_float64, memory, moved
-from driftlens.base.errors import DataError, NumericsError
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch, fitting_batch
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
+from driftlens.utils.devices import has_float64, memory, moved
+from driftlens.utils.errors import DataError, NumericsError
 
 OnStep = Callable[[int, str], None]
 """Called with layer index and task before every batch; it may raise, `Cancelled` for instance."""

@@ -1,7 +1,7 @@
 """The Python front door: the command line's verbs as functions, some for live modules too, and runs to add to.
 
-Keywords are the fields of requests in `driftlens.spec.requests`, and of `driftlens.front.keywords.Around`: progress,
-device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `driftlens.base.errors`.
+Keywords are the fields of requests in `driftlens.config.requests`, and of `driftlens.front.keywords.Around`: progress,
+device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `driftlens.utils.errors`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftlens.base.access import Context
-from driftlens.base.errors import SpecError
-from driftlens.base.files import PathLike
-from driftlens.front.keywords import Around, Quietly, keywords
-from driftlens.jobs.analyze.modules import REQUIRED, Modules
-from driftlens.runs.manifest import read_manifest
-from driftlens.runs.run import DriftRun
-from driftlens.runs.standing import is_live
-from driftlens.spec.requests import (
+from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
@@ -31,16 +23,24 @@ from driftlens.spec.requests import (
     SweepRequest,
     ViewRequest,
 )
+from driftlens.front.keywords import Around, Quietly, keywords
+from driftlens.pipelines.modules import REQUIRED, Modules
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun
+from driftlens.runs.run_state import is_live
+from driftlens.utils.access import Context
+from driftlens.utils.errors import SpecError
+from driftlens.utils.files import PathLike
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
     from driftlens.calibration.calibrator import Calibrator
-    from driftlens.findings.projection import Projection
-    from driftlens.findings.table import Table
-    from driftlens.jobs.preflight.job import Preflight
-    from driftlens.spec import RunSpec
+    from driftlens.config import RunSpec
+    from driftlens.pipelines.validate import Preflight
+    from driftlens.results.projection import Projection
+    from driftlens.results.table import Table
     from driftlens_reports.charts.chart import Plots
     from driftlens_reports.explorer import Explorer
 
@@ -94,7 +94,7 @@ class Run(DriftRun):
                 where they are those that the run was analyzed on, as they are if left out.
             on_measured: called with the run when drift and accuracy are there.
         """
-        from driftlens.jobs.calibrate.plan import method_called
+        from driftlens.pipelines.calibration_plan import method_called
 
         asked = request.changed(
             method=request.method or method_called(calibrator),
@@ -106,13 +106,13 @@ class Run(DriftRun):
 
     def summary(self) -> Table:
         """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
-        from driftlens.findings.verdict import summary_sheet
+        from driftlens.results.verdict import summary_sheet
 
         return summary_sheet(self)
 
     def repairs(self) -> Table:
         """Return a table of all calibrations: what each gains, with paired intervals, and what it costs."""
-        from driftlens.findings.before_after import arena_sheet
+        from driftlens.results.calibration_summary import arena_sheet
 
         return arena_sheet(self)
 
@@ -122,8 +122,8 @@ class Run(DriftRun):
         Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
         value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse.
         """
-        from driftlens.findings.frame import frame_of
-        from driftlens.findings.measures import findings
+        from driftlens.results.frame import frame_of
+        from driftlens.results.measures import findings
 
         return frame_of(findings(self))
 
@@ -142,7 +142,7 @@ class Run(DriftRun):
 
     def _repr_html_(self) -> str:
         """Headline and summary as wide as a notebook's cell, in which a wide table scrolls."""
-        from driftlens.findings.headline import headline
+        from driftlens.results.summary import headline
         from driftlens_reports.content import Headline
         from driftlens_reports.formats.page import shown_alone
 
@@ -155,7 +155,7 @@ class Run(DriftRun):
         The models are the merged one, the anchor alone where there is such a control, the calibrated one and, for its
         accuracy, the expert. `attrs["notices"]` has what a reader should know of the calibration.
         """
-        from driftlens.findings.before_after import before_after
+        from driftlens.results.calibration_summary import before_after
 
         return before_after(self, name)
 
@@ -171,7 +171,7 @@ class Run(DriftRun):
     @keywords()
     def measure(self, around: Around, *, add: Sequence[str] | str = ()) -> Run:
         """Measure what the run lacks: scores, the attribution of drift to layers, the diagnostics that `add` names."""
-        from driftlens.jobs.analyze.job import add_to_run
+        from driftlens.pipelines.analyze import add_to_run
 
         with around.context() as context:
             add_to_run(self.path, context, (add,) if isinstance(add, str) else add)
@@ -211,7 +211,7 @@ def _live_study(
         )
     if known is None and modules is None:
         return None  # refused with what to do, as a run of modules that nobody hands in
-    from driftlens.jobs.analyze.live import live_again
+    from driftlens.pipelines.in_memory import live_again
 
     given = {**(known or {}), **(modules or {})}
     given |= {} if device is None else {"device": device}
@@ -242,10 +242,10 @@ def analyze(
     with around.context() as context:
         if spec is not None:
             # Reading a spec needs libraries that a machine which only computes may lack.
-            from driftlens.jobs.analyze.job import analyze as analyze_spec
+            from driftlens.pipelines.analyze import analyze as analyze_spec
 
             return Run.at(analyze_spec(spec, request, context).path)
-        from driftlens.jobs.analyze.live import analyze_study, live_study
+        from driftlens.pipelines.in_memory import analyze_study, live_study
 
         run = Run.at(analyze_study(live_study(modules, settings), request, settings, context).path)
     run._live = {**vars(modules), **{name: getattr(settings, name) for name in settings.model_fields_set}}
@@ -289,8 +289,8 @@ def calibrated(
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
     """Return the run with the calibration that is asked for."""
-    from driftlens.jobs.calibrate.job import calibrate as run_calibration
-    from driftlens.jobs.contest.automatic import choice_of
+    from driftlens.pipelines.automatic import choice_of
+    from driftlens.pipelines.calibrate import calibrate as run_calibration
 
     folder, choose = _folder(run), choice_of(request)
     run_calibration(folder, request, context, choose=choose, on_measured=on_measured)
@@ -310,7 +310,7 @@ def project(
 
     Keywords are the fields of `ProjectionRequest` and of `Around`.
     """
-    from driftlens.findings.projection import project as lay_out
+    from driftlens.results.projection import project as lay_out
 
     with around.context() as context:
         watched = context.on_progress, context.cancel
@@ -327,7 +327,7 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
     lost, is logged as a warning.
     Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
     """
-    from driftlens.jobs.study.merging import save_one
+    from driftlens.experiment.merging import save_one
 
     for notice in save_one(spec, request, around.context)[1]:
         log.warning(notice)
@@ -344,10 +344,10 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, is a table;
     `frame()` has its numbers, `notes()` what to know of them.
     """
-    from driftlens.base.files import require_free
-    from driftlens.jobs.contest.merges import compare_merges as compared
-    from driftlens.jobs.contest.merges import wanted_merges
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
+    from driftlens.pipelines.compare_merges import compare_merges as compared
+    from driftlens.pipelines.compare_merges import wanted_merges
+    from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
 
     out = request.out
@@ -370,8 +370,8 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
     Keywords are the fields of `PreflightRequest` and of `Around`; returns findings, and memory and disk
     of each job.
     """
-    from driftlens.jobs.preflight.job import preflight
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
+    from driftlens.pipelines.validate import preflight
 
     return preflight(load_spec(spec, request.overrides), request, around.access)
 
@@ -395,8 +395,8 @@ def sweep(
 
     Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
-    from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
-    from driftlens.jobs.contest.sweep import sweep as run_sweep
+    from driftlens.pipelines.sweep import compare_methods, wanted_methods
+    from driftlens.pipelines.sweep import sweep as run_sweep
 
     with around.context(_live_study(run, modules, data, around.device)) as context:
         if request.compares:

@@ -10,19 +10,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from driftlens.base.devices import exact_products
-from driftlens.base.progress import Reporter
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
+from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
-from driftlens.jobs.analyze.diagnosis import check_closure
-from driftlens.jobs.analyze.live import live_study
-from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.calibrate.variants import Solution, history_rows
 from driftlens.models.chain import fused
-from driftlens.spec.requests import FitRequest, LiveInputs, LiveSettings
+from driftlens.pipelines.calibration_variants import Solution, history_rows
+from driftlens.pipelines.drift import check_closure
+from driftlens.pipelines.in_memory import live_study
+from driftlens.pipelines.modules import Modules
+from driftlens.utils.devices import exact_products
+from driftlens.utils.progress import Reporter
 
 
 class Fitting(Calibrator):
@@ -55,7 +55,7 @@ class Fitting(Calibrator):
             base: the common base; None without one, and then the anchor has to be the merged model (rho = 1).
             experts: one per task, of the same class and shape.
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
-            request: by keywords, the fields of `driftlens.spec.requests.FitRequest`: layers, sites, n, seed, ...
+            request: by keywords, the fields of `driftlens.config.requests.FitRequest`: layers, sites, n, seed, ...
             around: by keywords, the fields of `driftlens.front.keywords.Around`: device, on_progress, cancel, ...
 
         Raises:

@@ -16,9 +16,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from driftlens.base.access import Access, Context
-from driftlens.base.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
-from driftlens.spec.requests import Request, refuse_unknown
+from driftlens.config.requests import Request, refuse_unknown
+from driftlens.utils.access import Access, Context
+from driftlens.utils.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from driftlens.config.requests import ExhibitRequest
 from driftlens.front.keywords import keywords
-from driftlens.spec.requests import ExhibitRequest
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -25,7 +25,7 @@ __all__ = ["figure", "names", "table"]
 def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     """The figure called `name`, one of `names`, with `save`, `caption` and `data`.
 
-    Keywords are the fields of `driftlens.spec.requests.ExhibitRequest`, for example `style` or `task`.
+    Keywords are the fields of `driftlens.config.requests.ExhibitRequest`, for example `style` or `task`.
     """
     return _drawn(name, runs, request)
 

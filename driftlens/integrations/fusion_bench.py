@@ -23,7 +23,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import DataError
+from driftlens.utils.errors import DataError
 
 DIAGNOSIS = 64
 """Samples per task on which drift is measured before and after, of those behind the calibration samples."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
-from driftlens.base.files import write_text_atomic
-from driftlens.base.variants import calibration_of, expert_of
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.weight_files import is_lora_folder
-from driftlens.runs.attaching import attach
-from driftlens.spec import load_spec
+from driftlens.config import load_spec
+from driftlens.runs.external_scores import attach
+from driftlens.utils.errors import SpecError
+from driftlens.utils.files import write_text_atomic
+from driftlens.utils.variants import calibration_of, expert_of
 
 
 def model_arguments(run: str | Path, variant: str, folder: Path) -> str:

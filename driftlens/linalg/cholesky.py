@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import beside, near_factors, wide
-from driftlens.base.errors import NumericsError, SingularGramError
+from driftlens.utils.devices import beside, near_factors, wide
+from driftlens.utils.errors import NumericsError, SingularGramError
 
 _PANEL = 384
 _NARROW = 192  # for a processor, whose matrix library solves slower than it multiplies

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import near_float64, place_of_sums, summing
+from driftlens.utils.devices import near_float64, place_of_sums, summing
 
 _LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
 _ENTRIES = 2**18  # converted at a time: about what a core's own cache holds

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.devices import HOST, place_of_sums
-from driftlens.base.errors import NumericsError
 from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
 from driftlens.linalg.gram import JointMoments
+from driftlens.utils.devices import HOST, place_of_sums
+from driftlens.utils.errors import NumericsError
 
 BIAS_INPUT = math.sqrt(1000.0)
 GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import SingularGramError
 from driftlens.linalg.cholesky import Factor, factorize
+from driftlens.utils.errors import SingularGramError
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.linalg.fixed_weights import FixedWeights
+from driftlens.utils.errors import IncompatibleModelsError
 
 State = dict[str, Tensor]
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import SpecError
-from driftlens.base.settings import Bounds
 from driftlens.merging.method import StateDict, merge_methods
+from driftlens.utils.errors import SpecError
+from driftlens.utils.settings import Bounds
 
 StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
 SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]

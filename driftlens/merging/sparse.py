@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from driftlens.base.settings import Bounds
 from driftlens.merging.averages import StepScaling, SumScaling
 from driftlens.merging.method import StateDict, merge_methods
+from driftlens.utils.settings import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]

@@ -11,28 +11,28 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.base.access import Access
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
-from driftlens.base.registry import Registry
 from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.refusals import LIVE, running
 from driftlens.checkpoints.sentences import (
     embedding_folder,
     prompts_of,
     reading_notices,
     require_followed,
 )
-from driftlens.checkpoints.sources import Composed, StateSource, renamed
+from driftlens.checkpoints.tensor_sources import Composed, StateSource, renamed
+from driftlens.checkpoints.unsupported import LIVE, running
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, LayerChain, adapters
-from driftlens.models.families.sequential import sequential_chain
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.saving import FolderFormat
 from driftlens.models.sentences import readout_of, with_embedding
 from driftlens.models.vocabularies import vocabulary_keys
+from driftlens.utils.access import Access
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.utils.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class ArchitectureRequest:
 
 
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
-    "loader", "driftlens.models.families", "driftlens.loaders"
+    "loader", "driftlens.models.architectures", "driftlens.loaders"
 )
 """A request -> the architecture that its source describes."""
 

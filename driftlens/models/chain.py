@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import SpecError
-from driftlens.base.registry import Registry
-from driftlens.checkpoints.sources import OnDemand, StateSource
+from driftlens.checkpoints.tensor_sources import OnDemand, StateSource
 from driftlens.models.heads import ScoreMap, scores_own_class
+from driftlens.utils.errors import SpecError
+from driftlens.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from driftlens.models.frames import Frame, Inputs
+    from driftlens.models.tracing.block_call import Frame, Inputs
 
 State = dict[str, Tensor]
 """What waits at a boundary: tensors whose first axis is the sample."""
@@ -389,7 +389,7 @@ class Adapter(Protocol):
         ...
 
 
-adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.families", "driftlens.adapters")
+adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architectures", "driftlens.adapters")
 """One file of this package each; modules of no family are left to `sequential_chain`."""
 
 

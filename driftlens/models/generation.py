@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.devices import moved
-from driftlens.models.taking_apart.dissection import fitted
 from driftlens.models.texts import TextReader
+from driftlens.models.tracing.block_runner import fitted
+from driftlens.utils.devices import moved
 
 
 def generate(

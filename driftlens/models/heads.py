@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.base.devices import beside, moved
-from driftlens.base.errors import CheckpointError, DataError, SpecError
-from driftlens.base.files import from_json, plain_file
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
-from driftlens.checkpoints.sources import StateSource, check_finite, require_key
+from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
 from driftlens.models.vocabularies import HEAD
+from driftlens.utils.devices import beside, moved
+from driftlens.utils.errors import CheckpointError, DataError, SpecError
+from driftlens.utils.files import from_json, plain_file
 
 ClassNames = Sequence[str] | str | os.PathLike[str]
 """Class names in the order of the rows, or the path of a JSON file that holds such a list."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.base.devices import beside
-from driftlens.base.errors import DataError
-from driftlens.checkpoints.sources import StateSource, check_finite
+from driftlens.checkpoints.tensor_sources import StateSource, check_finite
 from driftlens.models.chain import Pool, pooled
-from driftlens.models.frames import find_features, result
 from driftlens.models.heads import class_names
-from driftlens.models.taking_apart.interception import call
+from driftlens.models.tracing.block_call import find_features, result
+from driftlens.models.tracing.hooks import call
+from driftlens.utils.devices import beside
+from driftlens.utils.errors import DataError
 
 _SLOPES = {
     **dict.fromkeys(("__getitem__", "contiguous", "dropout", "float", "relu", "tanh", "to"), 1.0),

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import (
     files_beside_weights,
     image_processor_config,
@@ -20,6 +19,7 @@ from driftlens.checkpoints.loading import (
     tokenizer_in,
 )
 from driftlens.models.texts import UNLIMITED, Form, Pictured, PictureReader, TextReader
+from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,19 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
-from driftlens.base.files import (
-    atomic_folder,
-    atomic_path,
-    from_json,
-    require_free,
-    write_json_atomic,
-    write_text_atomic,
-)
 from driftlens.checkpoints.alignment import Stored
 from driftlens.checkpoints.loading import NEVER_WRITTEN, companion_files, library_folder, read_json
 from driftlens.checkpoints.sentences import MODULES, flat
-from driftlens.checkpoints.sources import (
+from driftlens.checkpoints.tensor_sources import (
     DTYPES,
     Composed,
     OnDemand,
@@ -41,6 +32,15 @@ from driftlens.checkpoints.sources import (
     require_key,
 )
 from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
+from driftlens.utils.files import (
+    atomic_folder,
+    atomic_path,
+    from_json,
+    require_free,
+    write_json_atomic,
+    write_text_atomic,
+)
 
 if TYPE_CHECKING:
     from driftlens.models.architecture import Architecture

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.sentences import Pooling, modules_of, pooling_of, settings_in
-from driftlens.checkpoints.sources import check_finite
+from driftlens.checkpoints.tensor_sources import check_finite
 from driftlens.checkpoints.weight_files import open_folder
 from driftlens.models.chain import LayerChain, Pool, SideInputs, State
+from driftlens.utils.errors import IncompatibleModelsError
 
 Step = Callable[[Tensor], Tensor]
 

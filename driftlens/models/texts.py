@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, SpecError
 from driftlens.checkpoints.sentences import Prompts
+from driftlens.utils.errors import DataError, SpecError
 
 Form = Literal["encoder", "decoder", "encoder-decoder"]
 """What a language model is made of, which decides where an answer stands."""

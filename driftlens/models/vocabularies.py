@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.base.files import from_json, plain_file
-from driftlens.base.words import some_of
 from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.sources import Composed, StateSource, TensorHeader, renamed
+from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, renamed
 from driftlens.models.texts import MEANING, plain_part
+from driftlens.utils.errors import IncompatibleModelsError
+from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.words import some_of
 
 if TYPE_CHECKING:
     from driftlens.models.heads import LmScores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from driftlens.base.files import escape as escape
+from driftlens.utils.files import escape as escape
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"

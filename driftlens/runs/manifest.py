@@ -18,12 +18,12 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 import driftlens
-from driftlens.base.errors import RunError
-from driftlens.base.files import from_json, plain_file, write_text_atomic
-from driftlens.base.registry import installed, origin
 from driftlens.runs.layout import MANIFEST
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
 from driftlens.runs.status import as_declared, as_plain, utc_now
+from driftlens.utils.errors import RunError
+from driftlens.utils.files import from_json, plain_file, write_text_atomic
+from driftlens.utils.registry import installed, origin
 
 PhaseState = Literal["running", "done", "failed", "cancelled"]
 
@@ -114,7 +114,7 @@ class CalibrationInfo(Chosen):
             known. 0 where weights themselves are calibrated.
         out_dtype: the number type that was asked for to save in; empty where it is the base's own.
         change: of the entries that were solved for, how many differ from the merged model's, and what the number type
-            left of that (see `driftlens.base.rounding.Change`); empty where none was, and in older runs.
+            left of that (see `driftlens.utils.rounding.Change`); empty where none was, and in older runs.
         shrink: which share of the way from the base is kept, as it was `asked` for, and with `auto` the `curve` of
             held-out scores and drift by share, from which it was chosen; empty where nobody asked.
         found_out: by task the share of test samples whose task was found out, where nobody tells it and scores are so;
@@ -166,7 +166,7 @@ class Manifest:
             language models the tokenizer's digest and how rows are cut.
         preprocessing: which code made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
-        changes: by expert, what it changes of the base, counted in entries (see `driftlens.base.rounding.Change`);
+        changes: by expert, what it changes of the base, counted in entries (see `driftlens.utils.rounding.Change`);
             empty without a base, of live models and in older runs.
         merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
             given, and in older runs.

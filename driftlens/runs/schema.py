@@ -10,10 +10,10 @@ import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from driftlens.base.diagnostic import ANY, Range, Worse
-from driftlens.base.diagnostic import Column as Column
-from driftlens.base.errors import RunError, SchemaTooNewError
-from driftlens.base.metrics import METRICS
+from driftlens.utils.diagnostic import ANY, Range, Worse
+from driftlens.utils.diagnostic import Column as Column
+from driftlens.utils.errors import RunError, SchemaTooNewError
+from driftlens.utils.metrics import METRICS
 
 SCHEMA_VERSION = "1.9"
 

@@ -19,8 +19,9 @@ import psutil
 import pydantic_core
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from driftlens.base.errors import Cancelled, RunError, RunLockedError, from_library
-from driftlens.base.files import (
+from driftlens.runs.layout import ENTRIES, EVENTS, GUARD, LOCK, STATUS
+from driftlens.utils.errors import Cancelled, RunError, RunLockedError, from_library
+from driftlens.utils.files import (
     PARTIAL,
     Guard,
     forget_undo,
@@ -31,8 +32,7 @@ from driftlens.base.files import (
     undo_if_stopped,
     write_json_atomic,
 )
-from driftlens.base.progress import ProgressEvent
-from driftlens.runs.layout import ENTRIES, EVENTS, GUARD, LOCK, STATUS
+from driftlens.utils.progress import ProgressEvent
 
 _FRESH_SECONDS = 60.0
 _STATUS_SECONDS = 0.5

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pandas.api.extensions import ExtensionDtype
 
-from driftlens.base.diagnostic import Column, Kind
-from driftlens.base.errors import RunError
-from driftlens.base.files import atomic_path, plain_file
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, Table, refuse_newer
+from driftlens.utils.diagnostic import Column, Kind
+from driftlens.utils.errors import RunError
+from driftlens.utils.files import atomic_path, plain_file
 
 _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
     "str": pd.StringDtype(),

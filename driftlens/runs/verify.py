@@ -13,14 +13,14 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from driftlens.base.errors import RunError
-from driftlens.base.files import sha256_of
-from driftlens.base.words import counted
 from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE, table_file
 from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
 from driftlens.runs.tables import stored_columns
+from driftlens.utils.errors import RunError
+from driftlens.utils.files import sha256_of
+from driftlens.utils.words import counted
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,6 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from driftlens.base.diagnostic import Column
-from driftlens.base.errors import Cancelled, RunError, SpecError
-from driftlens.base.files import (
-    PathLike,
-    atomic_path,
-    forget_undo,
-    undo_if_stopped,
-    write_json_atomic,
-    write_text_atomic,
-)
-from driftlens.base.variants import calibrated, control_of
 from driftlens.runs import layout
 from driftlens.runs.manifest import (
     Manifest,
@@ -42,6 +31,17 @@ from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
 from driftlens.runs.status import Failure, Owner, RunLock, StatusBoard, append_event, final_state, utc_now
 from driftlens.runs.tables import appended, filled, plain, without, write_rows
 from driftlens.runs.verify import describe_file, run_files, settled
+from driftlens.utils.diagnostic import Column
+from driftlens.utils.errors import Cancelled, RunError, SpecError
+from driftlens.utils.files import (
+    PathLike,
+    atomic_path,
+    forget_undo,
+    undo_if_stopped,
+    write_json_atomic,
+    write_text_atomic,
+)
+from driftlens.utils.variants import calibrated, control_of
 
 
 class RunWriter:

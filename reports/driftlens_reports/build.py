@@ -22,11 +22,11 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import driftlens
-from driftlens.base.files import PathLike, atomic_path
-from driftlens.findings.checks import CheckReport, check
+from driftlens.results.checks import CheckReport, check
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import current_state
+from driftlens.runs.run_state import current_state
 from driftlens.runs.writer import attach
+from driftlens.utils.files import PathLike, atomic_path
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes

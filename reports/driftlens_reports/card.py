@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from driftlens.base.errors import DataError
-from driftlens.base.files import PathLike, atomic_path, write_text_atomic
-from driftlens.base.variants import part_of
-from driftlens.base.words import counted
-from driftlens.findings.headline import Headline, headline
-from driftlens.findings.projection import looked_at
-from driftlens.findings.reading import estimate, is_measured, printable, signs, unbroken, written
-from driftlens.findings.verdict import verdict
+from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, written
+from driftlens.results.projection import looked_at
+from driftlens.results.summary import Headline, headline
+from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
+from driftlens.utils.errors import DataError
+from driftlens.utils.files import PathLike, atomic_path, write_text_atomic
+from driftlens.utils.variants import part_of
+from driftlens.utils.words import counted
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.formats.page import called, reach

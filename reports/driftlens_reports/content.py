@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import BeforeValidator, Field
 
-from driftlens.base.intervals import Interval
-from driftlens.findings.reading import Kind
-from driftlens.findings.table import Part, Table
+from driftlens.results.formatting import Kind
+from driftlens.results.table import Part, Table
 from driftlens.runs.tables import plain
+from driftlens.utils.intervals import Interval
 
 VERSION = "3.0"
 """Of the JSON format. Within a major version fields are only ever added."""

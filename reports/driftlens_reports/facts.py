@@ -8,11 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.intervals import Interval, share_of_samples
-from driftlens.base.variants import title
-from driftlens.base.words import counted
-from driftlens.findings.checks import CheckResult
-from driftlens.findings.reading import (
+from driftlens.results.checks import CheckResult
+from driftlens.results.formatting import (
     NOT_MEASURED,
     error,
     estimate,
@@ -21,10 +18,13 @@ from driftlens.findings.reading import (
     percent,
     printable,
 )
-from driftlens.findings.verdict import share_of
-from driftlens.findings.verdict import shares as shares_of
+from driftlens.results.verdict import share_of
+from driftlens.results.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.standing import last_work
+from driftlens.runs.run_state import last_work
+from driftlens.utils.intervals import Interval, share_of_samples
+from driftlens.utils.variants import title
+from driftlens.utils.words import counted
 
 _SYNTHETIC = (
     "Synthetic demo: samples and models were made by DriftLens itself. "

@@ -10,12 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.errors import RunError
-from driftlens.base.files import from_json, write_json_atomic, write_text_atomic
-from driftlens.base.words import counted
-from driftlens.findings.reading import Kind, printable
-from driftlens.findings.table import Table, with_ends
+from driftlens.results.formatting import Kind, printable
+from driftlens.results.table import Table, with_ends
 from driftlens.runs.layout import COMPARISON
+from driftlens.utils.errors import RunError
+from driftlens.utils.files import from_json, write_json_atomic, write_text_atomic
+from driftlens.utils.words import counted
 from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 

@@ -7,23 +7,23 @@ from types import MappingProxyType
 
 import numpy as np
 
-from driftlens.base.errors import SpecError, did_you_mean
-from driftlens.base.intervals import mean_over_tasks
-from driftlens.base.metrics import ACCURACY, metric_called, says_of
-from driftlens.base.variants import control_of, part_of, title
-from driftlens.base.words import counted
-from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
-from driftlens.findings.checks import CheckReport, Status, self_checks
-from driftlens.findings.frame import change_in_words
-from driftlens.findings.headline import headline
-from driftlens.findings.measures import COSINE, RELATIVE, common, level, mean, mean_change
-from driftlens.findings.reading import Kind, brief, estimate, percent, setting_text
-from driftlens.findings.swept import ABLATION, ablation_sheets
-from driftlens.findings.table import Table
-from driftlens.findings.verdict import final_sheet, routing_sheet, shareable, task_sheet, verdict
+from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
+from driftlens.results.checks import CheckReport, Status, self_checks
+from driftlens.results.formatting import Kind, brief, estimate, percent, setting_text
+from driftlens.results.frame import change_in_words
+from driftlens.results.measures import COSINE, RELATIVE, common, level, mean, mean_change
+from driftlens.results.summary import headline
+from driftlens.results.sweep_results import ABLATION, ablation_sheets
+from driftlens.results.table import Table
+from driftlens.results.verdict import final_sheet, routing_sheet, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
+from driftlens.utils.errors import SpecError, did_you_mean
+from driftlens.utils.intervals import mean_over_tasks
+from driftlens.utils.metrics import ACCURACY, metric_called, says_of
+from driftlens.utils.variants import control_of, part_of, title
+from driftlens.utils.words import counted
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict

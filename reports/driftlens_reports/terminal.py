@@ -11,24 +11,31 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base.intervals import Interval, mean_over_tasks, p_of
-from driftlens.base.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
-from driftlens.base.variants import calibrated, title
-from driftlens.base.words import counted, listed, some_of
-from driftlens.findings import reading
-from driftlens.findings.before_after import calibration_sheets, selection_sentences
-from driftlens.findings.checks import CheckReport, self_checks
-from driftlens.findings.compare import Comparison, comparison_table, mean_score_change
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.listing import RunSummary
-from driftlens.findings.measures import DRIFT, SCORE, level, main_metrics
-from driftlens.findings.reading import NOT_MEASURED, Kind, estimate, is_measured, number, printable
-from driftlens.findings.swept import ABLATION, CONTROL, FACTORS, ablation_sheets, over_seeds, settings_of
-from driftlens.findings.table import Table
-from driftlens.findings.verdict import final_sheet, others_sheet, routing_sheet, task_sheet, verdict
-from driftlens.runs.attaching import ungrouped
+from driftlens.results import formatting as reading
+from driftlens.results.calibration_summary import calibration_sheets, selection_sentences
+from driftlens.results.checks import CheckReport, self_checks
+from driftlens.results.compare import Comparison, comparison_table, mean_score_change
+from driftlens.results.formatting import NOT_MEASURED, Kind, estimate, is_measured, number, printable
+from driftlens.results.listing import RunSummary
+from driftlens.results.measures import DRIFT, SCORE, level, main_metrics
+from driftlens.results.summary import headline, sentence
+from driftlens.results.sweep_results import (
+    ABLATION,
+    CONTROL,
+    FACTORS,
+    ablation_sheets,
+    over_seeds,
+    settings_of,
+)
+from driftlens.results.table import Table
+from driftlens.results.verdict import final_sheet, others_sheet, routing_sheet, task_sheet, verdict
+from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
+from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
+from driftlens.utils.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
+from driftlens.utils.variants import calibrated, title
+from driftlens.utils.words import counted, listed, some_of
 from driftlens_reports import facts
 
 _SHOWN = 5

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from driftlens.base.devices import has_float64, lacking
+from driftlens.utils.devices import has_float64, lacking
 
 NAME = "sim"
 

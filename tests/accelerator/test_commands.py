@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
-from driftlens.base.errors import RunError
 from driftlens.cli import main
 from driftlens.cli.app import app
 from driftlens.engine.walk import Crossing
+from driftlens.utils.errors import RunError
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
 from tests.quick import few

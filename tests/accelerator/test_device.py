@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base import devices
-from driftlens.base.devices import moved
-from driftlens.base.errors import RunError, SpecError
 from driftlens.engine.pool import ReadAhead
+from driftlens.utils import devices
+from driftlens.utils.devices import moved
+from driftlens.utils.errors import RunError, SpecError
 from tests.accelerator import NAME, turn
 from tests.accelerator.subjects import models, pool_on
 

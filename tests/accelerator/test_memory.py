@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base import devices
-from driftlens.base.errors import RunError
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import halving_batches
 from driftlens.engine import walk
 from driftlens.runs.run import open_run
+from driftlens.utils import devices
+from driftlens.utils.errors import RunError
 from tests.accelerator import turn
 from tests.accelerator.subjects import models, pool_on
 from tests.calibration.helpers import batched, given, ground, updates_of

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
-from driftlens.base.diagnostic import diagnostics
 from driftlens.calibration.calibrator import calibrators
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.walk import forward
 from driftlens.merging.method import merge_methods
+from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.taking_apart.interception import settle
+from driftlens.models.tracing.hooks import settle
+from driftlens.utils.diagnostic import diagnostics
 from tests.accelerator import LACKED, turn
 from tests.accelerator.subjects import models, pool_on, same, small, tables
 from tests.calibration.helpers import ground

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
-from driftlens.base import devices
 from driftlens.cli import main
 from driftlens.runs import layout
+from driftlens.utils import devices
 from tests.accelerator import NAME
 from tests.team.processes import ended, said, torchrun
 from tests.zoo.world import CLASSES, build, write_images

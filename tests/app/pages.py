@@ -7,8 +7,8 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
+from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
-from driftlens.spec.requests import CalibrationRequest
 from driftlens_app.processes import Job, Kind, job_of, log_text, start, watch, write_job
 from driftlens_app.requests import calibrate_request
 from driftlens_app.show import pages

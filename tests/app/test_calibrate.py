@@ -10,13 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import RunError
-from driftlens.findings.before_after import calibration_sheets
-from driftlens.findings.reading import signs
-from driftlens.findings.verdict import verdict
+from driftlens.results.calibration_summary import calibration_sheets
+from driftlens.results.formatting import signs
+from driftlens.results.verdict import verdict
 from driftlens.runs.layout import CANDIDATE
 from driftlens.runs.run import open_run
 from driftlens.runs.status import append_event
+from driftlens.utils.errors import RunError
 from driftlens_app.processes import log_text, watch
 from driftlens_app.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until

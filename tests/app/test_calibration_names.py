@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.base.errors import SpecError
+from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import open_run
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.errors import SpecError
 from driftlens_app import processes
 from driftlens_app.calibration import free_name
 from driftlens_app.processes import job_of, start

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import RunError
+from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.errors import RunError
 from driftlens_app import processes, runs, samples, settings
 from driftlens_app.processes import job_of, jobs_beside, log_text, start, watch
 from driftlens_app.requests import analyze_request, calibrate_request

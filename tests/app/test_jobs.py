@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import RunError, RunLockedError, SpecError
 from driftlens.runs.run import open_run
 from driftlens.runs.status import RunLock
+from driftlens.utils.errors import RunError, RunLockedError, SpecError
 from driftlens_app import processes
 from driftlens_app.processes import cancel, job_of, log_text, running_drift, start, watch
 from driftlens_app.requests import analyze_request, demo_request, explain_request

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.base.errors import RunError
+from driftlens.config.yaml_text import from_yaml
 from driftlens.runs.status import Status, write_status
-from driftlens.spec.yaml_text import from_yaml
+from driftlens.utils.errors import RunError
 from driftlens_app import processes
 from driftlens_app.processes import Job, ask, dismiss, job_of, start
 from driftlens_app.requests import MOST_BYTES, analyze_request, spec_files

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run_state import command_to_resume
 from driftlens.runs.schema import ANALYZE
-from driftlens.runs.standing import command_to_resume
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
 from driftlens_app.show import of_folder

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import streamlit as st
 
-from driftlens.findings.headline import headline
-from driftlens.findings.reading import signs
-from driftlens.findings.verdict import shareable, verdict
+from driftlens.results.formatting import signs
+from driftlens.results.summary import headline
+from driftlens.results.verdict import shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app import selection

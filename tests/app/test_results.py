@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.base.errors import DataError, RunError
-from driftlens.findings.compare import compare
+from driftlens.results.compare import compare
 from driftlens.runs.run import open_run
+from driftlens.utils.errors import DataError, RunError
 from driftlens_app.views.compare import of_task
 from driftlens_app.views.export import zipped
 from driftlens_reports import build

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.base.errors import Cancelled
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.status import Status, write_status
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import Cancelled
 from driftlens_app import processes
 from driftlens_app.processes import watch
 from tests.app.conftest import Open, until

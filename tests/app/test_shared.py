@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import RunLockedError
 from driftlens.runs.run import open_run
+from driftlens.utils.errors import RunLockedError
 from driftlens_app import processes
 from driftlens_app.processes import watch
 from driftlens_app.runs import listed_runs

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from driftlens.base.errors import RunError
+from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.errors import RunError
 from driftlens_app import processes
 from driftlens_app.processes import Request, job_of, start
 from driftlens_app.requests import calibrate_request, demo_request

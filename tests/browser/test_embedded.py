@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.findings.measures import outcomes
+from driftlens.results.measures import outcomes
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import choose, drawn, eventually, settled
 from tests.records.full_run import Size, write_full_run

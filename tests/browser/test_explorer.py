@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.findings.measures import outcomes
+from driftlens.results.measures import outcomes
 from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.explorer import Explorer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.findings.verdict import verdict
+from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, settled
 from tests.browser.server import serving

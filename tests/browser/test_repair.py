@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import TimeoutError, expect
 
 import driftlens as dl
-from driftlens.findings.reading import signs
-from driftlens.findings.verdict import verdict
+from driftlens.results.formatting import signs
+from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, choose, drawn, open_drawer, settled
 from tests.pipeline.calibrating import roomy_run

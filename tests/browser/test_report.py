@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.base.variants import is_control
+from driftlens.utils.variants import is_control
 from driftlens_reports.build import Report
 from driftlens_reports.charts.theme import look
 from tests.browser.reading import Opened, eventually

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.findings.frame import frame_of
-from driftlens.findings.measures import findings
-from driftlens.findings.reading import signs
-from driftlens.findings.verdict import verdict
+from driftlens.results.formatting import signs
+from driftlens.results.frame import frame_of
+from driftlens.results.measures import findings
+from driftlens.results.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.show import pages

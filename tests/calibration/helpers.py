@@ -13,8 +13,8 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
+from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given
 from tests.zoo.cases import family
 from tests.zoo.solvable import WORLDS, World

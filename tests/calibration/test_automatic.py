@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from driftlens.base.errors import DataError
 from driftlens.calibration.automatic import (
     Scores,
     decide,
     folds_of,
 )
 from driftlens.calibration.featcal import FeatCal
+from driftlens.utils.errors import DataError
 
 START = FeatCal(0.05, 2.0, 0.3)
 NOISE = {

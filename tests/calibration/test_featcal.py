@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from driftlens.base.errors import SpecError
 from driftlens.calibration.calibrator import calibrators, over_preset
 from driftlens.calibration.featcal import PRESETS, FeatCal, Norms
+from driftlens.utils.errors import SpecError
 from tests.calibration.helpers import calibrated, subject
 from tests.refusing import refusing
 

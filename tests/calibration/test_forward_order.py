@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Step
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import GramSum
+from driftlens.utils.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from tests.calibration.helpers import (
     Subject,
     batched,

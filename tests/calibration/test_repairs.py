@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.calibrator import Course, FinalFeatures
 from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss
 from driftlens.models.chain import Layer
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.calibration.helpers import quiet
 
 LAYER = Layer(3, "head", "head", {}, lambda parameters, state, side, tap=None: state)

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.base.errors import DataError
 from driftlens.calibration.residual import ResidualCal
-from driftlens.checkpoints.sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.config.data import Views
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
-from driftlens.engine import steps
+from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import Step
 from driftlens.engine.sites import select_sites
-from driftlens.engine.step_weights import ExpertGradients
+from driftlens.engine.token_weights import ExpertGradients
 from driftlens.engine.walk import Given
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
-from driftlens.spec.data import Views
+from driftlens.utils.errors import DataError
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.quick import few
 from tests.reference import residual as reference

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driftlens.base.settings import schemas_of, settings_of
 from driftlens.merging.method import merge_methods
+from driftlens.utils.settings import schemas_of, settings_of
 from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
 from tests.models.writing import train

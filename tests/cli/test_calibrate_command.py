@@ -13,9 +13,9 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from driftlens.findings.before_after import selection_sentences
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.card import calibration_command, escaped, model_card
+from driftlens.experiment.model_card import calibration_command, escaped, model_card
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.results.calibration_summary import selection_sentences
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from driftlens.findings.listing import find_runs
-from driftlens.jobs.calibrate import variants
-from driftlens.jobs.contest.contest import Fitting
 from driftlens.models.saving import Patched
+from driftlens.pipelines import calibration_variants as variants
+from driftlens.pipelines.model_selection import Fitting
+from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli

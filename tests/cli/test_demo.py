@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.findings.verdict import verdict
+from driftlens.results.verdict import verdict
 from driftlens.runs.run import open_run
 from tests.cli.conftest import Cli
 from tests.pipeline.calibrating import CONTROL, VARIANT

@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import Cancelled, RunError
 from driftlens.cli.app import cancelling, hearing
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import owner_of
+from driftlens.utils.errors import Cancelled, RunError
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND, analyzing
 from tests.zoo.world import TASKS, World, write_spec

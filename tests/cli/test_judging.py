@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.findings.compare import compare
+from driftlens.results.compare import compare
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli

@@ -23,12 +23,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from driftlens.base.errors import Cancelled, concerning
 from driftlens.cli.app import interrupt, say_saved
+from driftlens.config import load_spec
+from driftlens.config.templates import template_names
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.standing import command_to_resume
-from driftlens.spec import load_spec
-from driftlens.spec.templates import template_names
+from driftlens.runs.run_state import command_to_resume
+from driftlens.utils.errors import Cancelled, concerning
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
@@ -386,17 +386,17 @@ def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
 
 
 JOBS = {
-    "analyze": ("driftlens.jobs.analyze.job.analyze", ("{spec}",)),
-    "calibrate": ("driftlens.jobs.calibrate.job.calibrate", ("run", "--name", "x")),
-    "sweep": ("driftlens.jobs.contest.sweep.sweep", ("run", "--param", "lam=0.1")),
-    "validate": ("driftlens.jobs.preflight.job.preflight", ("{spec}",)),
-    "demo": ("driftlens.jobs.analyze.job.analyze", ("--out", "demo")),
+    "analyze": ("driftlens.pipelines.analyze.analyze", ("{spec}",)),
+    "calibrate": ("driftlens.pipelines.calibrate.calibrate", ("run", "--name", "x")),
+    "sweep": ("driftlens.pipelines.sweep.sweep", ("run", "--param", "lam=0.1")),
+    "validate": ("driftlens.pipelines.validate.preflight", ("{spec}",)),
+    "demo": ("driftlens.pipelines.analyze.analyze", ("--out", "demo")),
 }
 
 
 @pytest.fixture
 def spec(world: Any, spec_file: Path) -> Path:
-    from driftlens.spec import load_spec
+    from driftlens.config import load_spec
 
     spec_file.write_text(load_spec(world.spec()).dump())
     return spec_file

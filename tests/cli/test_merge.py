@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.errors import Cancelled, NumericsError, RunError
-from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.findings.next_step import next_command
 from driftlens.merging.method import merge_methods
+from driftlens.results.recommendations import next_command
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
+from driftlens.utils.errors import Cancelled, NumericsError, RunError
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.cli.conftest import Cli
 from tests.forked import Forked
 from tests.zoo.towers import under_transformers_names

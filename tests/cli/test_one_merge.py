@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.errors import NumericsError, RunError, SpecError
+from driftlens.config import load_spec
 from driftlens.merging.method import merge_methods
-from driftlens.spec import load_spec
+from driftlens.utils.errors import NumericsError, RunError, SpecError
 from tests.cli.conftest import Cli
 from tests.refusing import refusing
 from tests.zoo.world import World, write_spec

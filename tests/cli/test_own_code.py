@@ -53,8 +53,8 @@ from typing import Literal
 
 from driftlens.data.sources import SplitView, data_sources
 from driftlens.models.architecture import Architecture, load_architecture, loaders
-from driftlens.spec.data import Entry, data_kinds
-from driftlens.spec.types import Count
+from driftlens.config.data import Entry, data_kinds
+from driftlens.config.types import Count
 
 import own_net
 
@@ -62,7 +62,7 @@ import own_net
 @loaders.register("toy-net")
 def load_toy(request):
     from dataclasses import replace
-    from driftlens.base.access import Access
+    from driftlens.utils.access import Access
     found = load_architecture("python:own_net:load", request.source, access=Access(trust=True))
     return replace(found, loader="toy-net")
 

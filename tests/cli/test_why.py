@@ -11,13 +11,13 @@ import pytest
 import transformers
 import yaml
 
-from driftlens.base.errors import SpecError
+from driftlens.config import load_spec
+from driftlens.config.mergekit import recipe_of
 from driftlens.data.library import data_entry
 from driftlens.demo import PROBES
-from driftlens.jobs.analyze.why import asked_about, draft, recipe_in
+from driftlens.pipelines.quickstart import asked_about, draft, recipe_in
 from driftlens.runs.run import open_run
-from driftlens.spec import load_spec
-from driftlens.spec.mergekit import recipe_of
+from driftlens.utils.errors import SpecError
 from tests.cli.conftest import Cli
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.world import World, merged_weights, save_transformers

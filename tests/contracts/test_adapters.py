@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from driftlens.models.architectures.module_list import NAME, sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.sequential import NAME, sequential_chain
 from tests.zoo.cases import samples
 from tests.zoo.hand_made import tiny_stack, two_texts
 from tests.zoo.small import TINY

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.base.diagnostic import diagnostics
+from driftlens.config.sections import Metrics
 from driftlens.runs.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
-from driftlens.spec.sections import Metrics
+from driftlens.utils.diagnostic import diagnostics
 
 declared = {(table.name, column.name): column.option for table in TABLES.values() for column in table.columns}
 

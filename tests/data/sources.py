@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from driftlens.base.access import Access
+from driftlens.config import load_spec
+from driftlens.config.data import TaskData as TaskEntry
 from driftlens.data.sources import Split, SplitView, open_split
-from driftlens.spec import load_spec
-from driftlens.spec.data import TaskData as TaskEntry
+from driftlens.utils.access import Access
 
 
 def entry_of(**values: Any) -> TaskEntry:

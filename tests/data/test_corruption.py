@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.base.errors import DataError, SpecError
 from driftlens.data.corruption import CORRUPTIONS, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet
+from driftlens.utils.errors import DataError, SpecError
 
 DRAWN = (42, "dtd/7")
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from driftlens.base.errors import DataError
+from driftlens.config.data import DataDefaults
 from driftlens.data.live import live_samples
 from driftlens.data.samples import data_digest, draw, unequal_counts
 from driftlens.data.sources import SplitView
 from driftlens.data.task_data import open_task_data
-from driftlens.spec.data import DataDefaults
+from driftlens.utils.errors import DataError
 from tests.data.sources import colour, entry_of, write_images
 from tests.refusing import refusing
 

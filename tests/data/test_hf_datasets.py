@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
-from driftlens.base.errors import DataError
+from driftlens.utils.errors import DataError
 from tests.data.sources import colour, images, labels_of, opened
 from tests.refusing import refusing
 

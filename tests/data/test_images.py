@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from driftlens.base.errors import DataError
+from driftlens.config.data import DataDefaults
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.spec.data import DataDefaults
+from driftlens.utils.errors import DataError
 from tests.data.sources import (
     DEEP,
     colour,

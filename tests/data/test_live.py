@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.base.errors import DataError
 from driftlens.data.live import live_samples
+from driftlens.utils.errors import DataError
 from tests.refusing import refusing
 
 X = torch.arange(21.0).reshape(7, 3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torchvision
 
-from driftlens.base.errors import DataError, SpecError
+from driftlens.utils.errors import DataError, SpecError
 from tests.data.sources import images, labels_of, opened, shades
 from tests.refusing import refusing
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError
+from driftlens.config import load_spec
+from driftlens.config.data import DataDefaults
 from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
 from driftlens.models.texts import Text
-from driftlens.spec import load_spec
-from driftlens.spec.data import DataDefaults
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images
 from tests.refusing import refusing
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError
+from driftlens.config.data import DataDefaults
 from driftlens.data.task_data import TaskData, open_task_data, require_same_classes
-from driftlens.spec.data import DataDefaults
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, write_images
 from tests.refusing import refusing
 

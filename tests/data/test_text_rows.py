@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from driftlens.base.errors import DataError, DriftLensError, SpecError
+from driftlens.config import load_spec
+from driftlens.config.data import DataDefaults, fields_of, filled
+from driftlens.config.yaml_text import to_yaml
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.models.texts import TextReader
-from driftlens.spec import load_spec
-from driftlens.spec.data import DataDefaults, fields_of, filled
-from driftlens.spec.yaml_text import to_yaml
+from driftlens.utils.errors import DataError, DriftLensError, SpecError
 from tests.data.sources import entry_of, opened
 from tests.refusing import refusing
 from tests.zoo.tokenizers import word_tokenizer

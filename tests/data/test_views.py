@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import DataError, SpecError
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.config import load_spec
+from driftlens.config.data import Views
+from driftlens.config.requests import CalibrationRequest
 from driftlens.data import views as views_of
 from driftlens.data.samples import SampleSet, Texts, part_of
 from driftlens.data.views import viewed
 from driftlens.models.texts import Text, TextReader
-from driftlens.spec import load_spec
-from driftlens.spec.data import Views
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.errors import DataError, SpecError
 from tests.calibration.helpers import TASKS, calibrated, subject
 from tests.specs import minimal, refused
 from tests.zoo.tokenizers import word_tokenizer

@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from driftlens.base.errors import DataError
 from driftlens.data.sources import SplitView
+from driftlens.utils.errors import DataError
 from tests.data.sources import encoded, images, labels_of, opened, shades, shard
 from tests.refusing import refusing
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.jobs.analyze.job import analyze
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.config.requests import AnalysisRequest
+from driftlens.pipelines.analyze import analyze
 from tools.build_demo.__main__ import SUITES, write_spec
 from tools.build_demo.recipe import Recipe, Schedule, TextRecipe
 

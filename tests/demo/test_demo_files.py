@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens.demo
+from driftlens.config import load_spec
 from driftlens.data.samples import shuffled
 from driftlens.demo import PROBES, spec_file
-from driftlens.spec import load_spec
 from tests.quick import few
 from tools.build_demo import image, text
 from tools.build_demo.__main__ import SUITES, write_spec

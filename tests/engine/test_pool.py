@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.base.errors import IncompatibleModelsError, NumericsError
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.checkpoints.sources import TensorsSource, module_source
+from driftlens.checkpoints.tensor_sources import TensorsSource, module_source
 from driftlens.engine.pool import (
     ModelPool,
     ReadAhead,
@@ -30,7 +29,8 @@ from driftlens.engine.pool import (
 )
 from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.models.chain import Layer
-from driftlens.models.taking_apart.mixtures import assembled
+from driftlens.models.tracing.mixtures import assembled
+from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.refusing import refusing
 from tests.zoo import mixtures

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import added_to, select_sites
-from driftlens.engine.step_weights import groups_of
+from driftlens.engine.token_weights import groups_of
+from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.cases import CASES, perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
 from tests.zoo.hand_made import two_texts

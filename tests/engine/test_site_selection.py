@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from driftlens.base.errors import LayerNotFoundError
 from driftlens.engine.sites import select_sites, site_groups, site_path
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
+from driftlens.utils.errors import LayerNotFoundError
 from tests.refusing import refusing
 from tests.zoo.cases import with_seed
 from tests.zoo.decoders import CONFIGS

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 import driftlens.runs.status as lock
-from driftlens.base.progress import Reporter
+from driftlens.utils.progress import Reporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})
 """Events of `sys.addaudithook` that change files; `open` only for writing."""

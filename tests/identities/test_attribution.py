@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from driftlens.base.errors import ShapeError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
+from driftlens.utils.errors import ShapeError
 from tests.quick import few
 from tests.zoo.cases import CASES, Family, family
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import LayerView, decompose, drift_columns, smooth_split, walk
 from driftlens.linalg.state import inner, norm, relative_error, subtract
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.cases import Family, family
 from tests.zoo.decoders import UNDIFFERENTIABLE
 from tests.zoo.mixtures import case, mixtures

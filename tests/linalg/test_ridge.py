@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.base.errors import NumericsError, SingularGramError
 from driftlens.linalg.cholesky import factorize, probe, stationarity_error
 from driftlens.linalg.ridge import (
     Moments,
@@ -22,6 +21,7 @@ from driftlens.linalg.ridge import (
     solve_ridge,
     solve_rms_norm,
 )
+from driftlens.utils.errors import NumericsError, SingularGramError
 from tests.linalg.rows import moments_of
 
 

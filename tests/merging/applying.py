@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.base.variants import expert_of
-from driftlens.checkpoints.sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.jobs.study.merging import merged_source
-from driftlens.jobs.study.opening import OpenModels
-from driftlens.jobs.study.study import Settings, Study, TaskSamples
+from driftlens.experiment.loading import OpenModels
+from driftlens.experiment.merging import merged_source
+from driftlens.experiment.study import Settings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.heads import LinearHead
+from driftlens.utils.variants import expert_of
 from tests.zoo import hand_made as tiny
 from tests.zoo.hand_made import TinyStack
 from tests.zoo.small import scrambled

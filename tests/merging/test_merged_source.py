@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.base.errors import (
+from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.engine.sites import rows_and_output
+from driftlens.experiment import merging
+from driftlens.experiment.merging import StreamedMerge, merged_source, save_merge, site_moments
+from driftlens.merging.method import Reads, merge_called, merge_methods
+from driftlens.utils.errors import (
     Cancelled,
     CheckpointError,
     DriftLensError,
@@ -23,13 +28,8 @@ from driftlens.base.errors import (
     ShapeError,
     SpecError,
 )
-from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.base.variants import expert_of
-from driftlens.checkpoints.sources import TensorsSource
-from driftlens.engine.sites import rows_and_output
-from driftlens.jobs.study import merging
-from driftlens.jobs.study.merging import StreamedMerge, merged_source, save_merge, site_moments
-from driftlens.merging.method import Reads, merge_called, merge_methods
+from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.utils.variants import expert_of
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 from tests.quick import few
 from tests.zoo import hand_made as tiny

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import Cancelled, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.jobs.study.merging import merged_source
+from driftlens.experiment.merging import merged_source
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.models.heads import LinearHead
+from driftlens.utils.errors import Cancelled, SpecError
+from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter
 from tests.merging.applying import (
     apply,
     calibration_images,

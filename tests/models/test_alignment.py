@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.checkpoints.sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
 from driftlens.engine.pool import require_same_parameters
 from driftlens.models.architecture import Architecture, architecture_of
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole
 
 Weights = dict[str, Tensor]

@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError, NumericsError
 from driftlens.models.architecture import load_architecture
-from driftlens.models.families.causal import causal_chain
-from driftlens.models.taking_apart import carried, dissection
+from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.tracing import block_inputs as carried
+from driftlens.models.tracing import block_runner as dissection
+from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import CONFIGS, MORE, TINY, of

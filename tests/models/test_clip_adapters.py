@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.models.families.hf_clip_vit import HfClipViT
-from driftlens.models.families.open_clip_vit import OpenClipViT
-from driftlens.models.families.vit import activation_name
+from driftlens.models.architectures.hf_clip_vit import HfClipViT
+from driftlens.models.architectures.open_clip_vit import OpenClipViT
+from driftlens.models.architectures.vit import activation_name
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.refusing import refusing
 from tests.zoo.towers import (
     HF_VISION,

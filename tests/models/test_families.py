@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.sites import coverage, select_sites
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import pooled
-from driftlens.models.families.sequential import sequential_chain
-from driftlens.models.frames import result
+from driftlens.models.tracing.block_call import result
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.live_families import FAMILIES, Family, batch
 from tests.zoo.walking import assert_close, plain_forward, walk

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.base.errors import (
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.models.architecture import load_architecture
+from driftlens.models.heads import Head, TextTower, class_names, file_head, linear_head, text_head
+from driftlens.utils.errors import (
     CheckpointError,
     DataError,
     DriftLensError,
     NumericsError,
     SpecError,
 )
-from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource, TensorsSource
-from driftlens.models.architecture import load_architecture
-from driftlens.models.heads import Head, TextTower, class_names, file_head, linear_head, text_head
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.refusing import refusing
 from tests.zoo.towers import hf_folder, open_clip_folder

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.base.access import Access
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.utils.access import Access
+from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.zoo.towers import (
     HF_VISION,

@@ -19,21 +19,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, NumericsError
-from driftlens.checkpoints import sources
+from driftlens.checkpoints import tensor_sources as sources
 from driftlens.checkpoints.loading import (
     companion_files,
     library_folder,
     open_checkpoint,
     read_config,
 )
-from driftlens.checkpoints.sources import (
+from driftlens.checkpoints.tensor_sources import (
     SafetensorsSource,
     check_finite,
     content_digest,
     module_source,
     renamed,
 )
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, NumericsError
 from tests.models.writing import Weights, write_mergekit
 from tests.refusing import refusing
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.base.errors import CheckpointError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.sources import StateSource, TensorsSource, module_source, renamed
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, module_source, renamed
+from driftlens.utils.errors import CheckpointError
 from tests.models.writing import train
 from tests.refusing import refusing
 from tests.zoo.cases import with_seed

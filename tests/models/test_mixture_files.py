@@ -15,16 +15,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from driftlens.base.access import Context
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.alignment import Spellings, Stored, joint_name, names_of
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource
-from driftlens.jobs.study.merging import merge_experts
-from driftlens.jobs.study.opening import open_models
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.config import RunSpec, load_spec
+from driftlens.experiment.loading import open_models
+from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import weightless
-from driftlens.models.families.hf_auto import built, file_names, spellings
-from driftlens.spec import RunSpec, load_spec
+from driftlens.models.architectures.hf_auto import built, file_names, spellings
+from driftlens.utils.access import Context
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import of, saved

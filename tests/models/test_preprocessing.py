@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from driftlens.base.errors import DataError, IncompatibleModelsError
 from driftlens.models.preprocessing import Preprocess, hf_preprocess, open_clip_preprocess
+from driftlens.utils.errors import DataError, IncompatibleModelsError
 from tests.refusing import refusing
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])

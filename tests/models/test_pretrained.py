@@ -11,12 +11,12 @@ import open_clip
 import pytest
 from safetensors.torch import save_file
 
-from driftlens.base.access import Access
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError, SpecError
-from driftlens.jobs.study.opening import open_models
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_models
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.families.open_clip_vit import resolve_pretrained
-from driftlens.spec import load_spec
+from driftlens.models.architectures.open_clip_vit import resolve_pretrained
+from driftlens.utils.access import Access
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from tests.refusing import refusing
 from tests.specs import minimal
 from tests.zoo.small import scrambled

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource
+from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head
 from tests.quick import few

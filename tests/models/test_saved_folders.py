@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource, TensorsSource, content_digest
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import text_head
 from driftlens.models.saving import Patched, save_model
+from driftlens.utils.errors import NumericsError
 from tests.zoo import encoders
 from tests.zoo.decoders import CONFIGS, saved
 from tests.zoo.saved_families import FAMILIES, Family, bert, save, spelling_tokenizer, trained

@@ -14,16 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from driftlens.base.errors import (
-    CheckpointError,
-    IncompatibleModelsError,
-    NumericsError,
-    RunError,
-    ShapeError,
-    SpecError,
-)
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import (
+from driftlens.checkpoints.tensor_sources import (
     OnDemand,
     StateSource,
     TensorHeader,
@@ -34,6 +26,14 @@ from driftlens.checkpoints.sources import (
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import fused
 from driftlens.models.saving import Patched, save_model, save_state_dict
+from driftlens.utils.errors import (
+    CheckpointError,
+    IncompatibleModelsError,
+    NumericsError,
+    RunError,
+    ShapeError,
+    SpecError,
+)
 from tests.refusing import refusing
 from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 from tests.zoo.walking import chain_states, parameters

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.sentences import modules_of, pooling_of
+from driftlens.config import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
-from driftlens.jobs.study.merging import merge_experts
-from driftlens.jobs.study.opening import open_models, settings_of
+from driftlens.experiment.loading import open_models, settings_of
+from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import load_architecture
-from driftlens.spec import load_spec
+from driftlens.utils.access import Context
+from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.quick import few, paced
 from tests.refusing import refusing
 from tests.zoo.encoders import TEXTS

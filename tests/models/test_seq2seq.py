@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
@@ -17,6 +16,7 @@ from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import LmHead
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.cases import perturbed
 from tests.zoo.seq2seq import families, model, save, small_config
 from tests.zoo.walking import chain_states, largest_difference

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.base.errors import (
+from driftlens.models.architectures.module_list import check_deterministic, sequential_chain
+from driftlens.models.chain import LayerChain
+from driftlens.utils.errors import (
     IncompatibleModelsError,
     NumericsError,
     SpecError,
 )
-from driftlens.models.chain import LayerChain
-from driftlens.models.families.sequential import check_deterministic, sequential_chain
 from tests.zoo.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
 from tests.zoo.walking import assert_close, plain_forward, walk, weights
 

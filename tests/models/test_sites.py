@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
 from driftlens.engine.snapshot import normalised
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import Layer, LayerChain, pooled
-from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.walking import chain_states, parameters
 
 CHANNELS = 6

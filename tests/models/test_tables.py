@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlens.checkpoints.sources import Table
+from driftlens.checkpoints.tensor_sources import Table
 
 
 class _Largest(TorchDispatchMode):

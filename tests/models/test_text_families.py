@@ -13,9 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from driftlens.base.errors import DataError, NumericsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
 from driftlens.data.samples import Batch
 from driftlens.diagnostics.output import score_gains
 from driftlens.engine.pool import ModelPool
@@ -27,6 +26,7 @@ from driftlens.models.heads import LmHead
 from driftlens.models.own_heads import OwnHead, behind_core
 from driftlens.models.saving import save_model
 from driftlens.models.texts import Text
+from driftlens.utils.errors import DataError, NumericsError
 from tests.zoo.cases import perturbed, samples
 from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved
 from tests.zoo.encoders import PARAMS, TEXTS, encoder, logits, save

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from driftlens.base.errors import DriftLensError, SpecError
 from driftlens.checkpoints.loading import tokenizer_in
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.models.texts import Text, TextReader
+from driftlens.utils.errors import DriftLensError, SpecError
 from tests.zoo.tokenizers import word_tokenizer
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.models.architecture import weightless
+from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.hf_auto import PADDED, built
+from driftlens.models.architectures.module_list import block_list
+from driftlens.models.architectures.vlm import decoder_path, sighted_chain, tower_list
 from driftlens.models.chain import LayerChain
-from driftlens.models.families.causal import causal_chain
-from driftlens.models.families.hf_auto import PADDED, built
-from driftlens.models.families.sequential import block_list
-from driftlens.models.families.vlm import decoder_path, sighted_chain, tower_list
 from driftlens.models.texts import as_the_library
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import driftlens as dl
-from driftlens.base.access import Access
-from driftlens.base.errors import DriftLensError, IncompatibleModelsError
-from driftlens.checkpoints.sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.models.architecture import architecture_of, load_architecture
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DriftLensError, IncompatibleModelsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small

@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled
-from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.contest import HeldOut
+from driftlens.config.requests import CalibrationRequest
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.model_selection import HeldOut
 from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.zoo.world import CLASSES, World, write_images
 
 TABLES = ("layers", "samples", "outputs", "params", "accuracy")
@@ -102,7 +102,7 @@ def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scored_again(folder: Path) -> DriftRun:
     """The run in the folder, whose scores are forgotten and measured anew from its files."""
-    from driftlens.jobs.analyze.job import add_to_run
+    from driftlens.pipelines.analyze import add_to_run
 
     file = folder / "manifest.json"
     manifest = json.loads(file.read_text())

@@ -9,10 +9,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.jobs.preflight.job import Preflight, preflight
-from driftlens.jobs.study.suspicion import Finding
-from driftlens.spec import load_spec
-from driftlens.spec.requests import PreflightRequest
+from driftlens.config import load_spec
+from driftlens.config.requests import PreflightRequest
+from driftlens.experiment.sanity_checks import Finding
+from driftlens.pipelines.validate import Preflight, preflight
 from tests.zoo.world import Weights, World
 
 

@@ -15,15 +15,15 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.base.errors import NumericsError
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.jobs.analyze.diagnosis import require_as_peft, unmerged
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.opening import open_models, study_of
-from driftlens.jobs.study.study import Study
-from driftlens.spec import RunSpec, load_spec
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.config import RunSpec, load_spec
+from driftlens.config.requests import AnalysisRequest
+from driftlens.experiment.loading import open_models, study_of
+from driftlens.experiment.study import Study
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.drift import require_as_peft, unmerged
+from driftlens.pipelines.validate import preflight
+from driftlens.utils.errors import NumericsError
 from tests.models.writing import train
 from tests.quick import few
 from tests.zoo.decoders import CONFIGS, saved

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled
-from driftlens.base.progress import CancelToken, ProgressEvent
+from driftlens.config.requests import AnalysisRequest
 from driftlens.diagnostics.drift import share_intervals
-from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import analyze
+from driftlens.pipelines.analyze import analyze
+from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun
-from driftlens.runs.standing import command_to_resume
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.runs.run_state import command_to_resume
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.quick import few
 from tests.reference.drift import Row, drift_rows, open_clip_steps
 from tests.zoo.world import (

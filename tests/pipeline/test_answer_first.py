@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.diagnostic import diagnostics
-from driftlens.base.errors import Cancelled, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent
-from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import add_to_run, thumb
-from driftlens.jobs.calibrate.job import calibrate
+from driftlens.pipelines.analyze import add_to_run, thumb
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.results.listing import find_runs
 from driftlens.runs.layout import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.utils.access import Context
+from driftlens.utils.diagnostic import diagnostics
+from driftlens.utils.errors import Cancelled, SpecError
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.world import TASKS, World
@@ -161,8 +161,8 @@ def test_an_attribution_that_was_cancelled_goes_on(
 
 KILLED = """
 import os, sys
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.config.requests import CalibrationRequest
 calibrate(sys.argv[1], CalibrationRequest(name=sys.argv[2]), on_measured=lambda run: os._exit(9))
 """
 

@@ -13,18 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from driftlens.base.access import Access
-from driftlens.base.errors import DataError, SpecError
-from driftlens.findings.before_after import arena_rows
-from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.opening import open_study
+from driftlens.config import load_spec
+from driftlens.config.requests import AnalysisRequest, CalibrationRequest
+from driftlens.experiment.loading import open_study
 from driftlens.models.generation import generate, log_likelihoods
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.evaluation import SPARE_TOKENS
+from driftlens.results.calibration_summary import arena_rows
 from driftlens.runs.layout import LONGEST_TEXT
 from driftlens.runs.run import DriftRun
-from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipeline.calibrating import scored_again
 from tests.zoo.cases import perturbed
@@ -188,7 +188,7 @@ QUESTIONS = ["is it red", "no", "is green it blue yes no red", "it is blue"]
 def test_calibration_shows_each_experts_own_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, form: str, loader: str, asked: Any
 ) -> None:
-    monkeypatch.setattr("driftlens.jobs.study.opening.NEW_TOKENS", NEW)
+    monkeypatch.setattr("driftlens.experiment.loading.NEW_TOKENS", NEW)
     tokenizer = word_tokenizer(form)
     models = {}
     for seed, name in enumerate(("base", "cars", "dtd")):

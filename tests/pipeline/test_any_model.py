@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.access import Access
-from driftlens.base.errors import IncompatibleModelsError, SpecError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.jobs.study.opening import open_study
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, stated_classes
-from driftlens.spec import load_spec
+from driftlens.utils.access import Access
+from driftlens.utils.errors import IncompatibleModelsError, SpecError
 from tests.quick import paced
 from tests.zoo import saved_families
 from tests.zoo.suite import spec_of_folders

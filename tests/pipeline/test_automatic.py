@@ -16,25 +16,26 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, SingularGramError
-from driftlens.base.files import temporary_folder
-from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.calibration.automatic import Scores, decide
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.sources import Between
+from driftlens.checkpoints.tensor_sources import Between
+from driftlens.config.yaml_text import from_yaml
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
-from driftlens.findings.before_after import selection_sentences
-from driftlens.findings.verdict import verdict
-from driftlens.jobs.analyze.evaluation import final_drift
-from driftlens.jobs.calibrate import plan
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.calibrate.variants import with_parameters
-from driftlens.jobs.contest import automatic, contest
-from driftlens.jobs.contest.automatic import choice_of, choose_settings
-from driftlens.jobs.contest.contest import (
+from driftlens.experiment.merging import merged_within
+from driftlens.experiment.resume import Kept, reopened
+from driftlens.experiment.study import Study, TaskSamples
+from driftlens.merging.method import merge_called
+from driftlens.models.heads import Head
+from driftlens.pipelines import automatic
+from driftlens.pipelines import calibration_plan as plan
+from driftlens.pipelines import model_selection as contest
+from driftlens.pipelines.automatic import choice_of, choose_settings
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.calibration_variants import with_parameters
+from driftlens.pipelines.evaluation import final_drift
+from driftlens.pipelines.model_selection import (
     LANE,
     Fitting,
     HeldOut,
@@ -43,14 +44,14 @@ from driftlens.jobs.contest.contest import (
     divergences,
     drift_scores,
 )
-from driftlens.jobs.study.merging import merged_within
-from driftlens.jobs.study.reopening import Kept, reopened
-from driftlens.jobs.study.study import Study, TaskSamples
-from driftlens.merging.method import merge_called
-from driftlens.models.heads import Head
+from driftlens.results.calibration_summary import selection_sentences
+from driftlens.results.verdict import verdict
 from driftlens.runs.layout import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
-from driftlens.spec.yaml_text import from_yaml
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled, DataError, SingularGramError
+from driftlens.utils.files import temporary_folder
+from driftlens.utils.progress import ProgressEvent, Reporter
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import TASKS
 

@@ -20,15 +20,15 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import RunError, SpecError
-from driftlens.base.progress import ProgressEvent
-from driftlens.jobs.calibrate import job
-from driftlens.jobs.calibrate.job import calibrate, solve
+from driftlens.config.requests import CalibrationRequest
+from driftlens.pipelines import calibrate as job
+from driftlens.pipelines.calibrate import calibrate, solve
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.access import Context
+from driftlens.utils.errors import RunError, SpecError
+from driftlens.utils.progress import ProgressEvent
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
 from tests.quick import few
@@ -325,9 +325,9 @@ def test_a_run_that_goes_away_ends_its_calibration(
 
 KILLED = """
 import os, signal, sys
-from driftlens.base.access import Context
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.access import Context
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.config.requests import CalibrationRequest
 
 folder, method, steps, at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 seen = 0

@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.base import errors
-from driftlens.base.access import Context
-from driftlens.base.progress import ProgressEvent
 from driftlens.calibration.featcal import FeatCal
-from driftlens.findings.listing import find_runs
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.automatic import choice_of
-from driftlens.jobs.study import reopening
+from driftlens.config.requests import AnalysisRequest, CalibrationRequest
+from driftlens.experiment import resume as reopening
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.automatic import choice_of
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
+from driftlens.utils import errors
+from driftlens.utils.access import Context
+from driftlens.utils.progress import ProgressEvent
 from tests.pipeline.calibrating import (
     CONTROL,
     NAME,

@@ -11,14 +11,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.base.errors import NumericsError, SpecError
-from driftlens.jobs.calibrate.job import calibrate, open_calibration
-from driftlens.jobs.calibrate.plan import calibrator_of
+from driftlens.config.requests import CalibrationRequest
+from driftlens.config.sections import Calibration
+from driftlens.pipelines.calibrate import calibrate, open_calibration
+from driftlens.pipelines.calibration_plan import calibrator_of
 from driftlens.runs.manifest import ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import CalibrationRequest
-from driftlens.spec.sections import Calibration
+from driftlens.utils.errors import NumericsError, SpecError
 from tests.pipeline.calibrating import NAME, VARIANT, files_of, request
 from tests.zoo.world import TASKS, World
 

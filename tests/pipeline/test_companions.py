@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.sources import StateSource
-from driftlens.jobs.preflight.job import Preflight
-from driftlens.jobs.study.opening import open_models
-from driftlens.jobs.study.suspicion import Finding, companions, suspicions
-from driftlens.spec import load_spec
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_models
+from driftlens.experiment.sanity_checks import Finding, companions, suspicions
+from driftlens.pipelines.validate import Preflight
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.towers import hf_folder
 from tests.zoo.world import Weights, World, merged_weights, moved
@@ -240,8 +240,8 @@ def test_of_large_models_a_bounded_part_is_read(
             return tensor
 
     counted = {name: Counted(source) for name, source in models.sources.items()}
-    monkeypatch.setattr("driftlens.jobs.study.suspicion.MOST_READ", 4000)
-    monkeypatch.setattr("driftlens.jobs.study.suspicion.HELD", 64)
+    monkeypatch.setattr("driftlens.experiment.sanity_checks.MOST_READ", 4000)
+    monkeypatch.setattr("driftlens.experiment.sanity_checks.HELD", 64)
     (finding,) = suspicions(models.architecture.chain, counted)
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
     assert "are 0.25 away from the base" in finding.text

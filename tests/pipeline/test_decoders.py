@@ -13,11 +13,11 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LmHead
 from driftlens.models.texts import Text
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import EACH_KIND, EACH_LAYOUT, families, in_float64
 from tests.zoo.suite import TASKS, spec_of

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from scipy.stats import spearmanr
 
 import driftlens as dl
-from driftlens.findings.verdict import verdict
+from driftlens.results.verdict import verdict
 from tests.zoo.related import SENTENCES, by_hand, rows_of, table
 from tests.zoo.sentences import embedder, sentences, tokenizer_of
 from tests.zoo.suite import spec_of_folders

@@ -16,13 +16,13 @@ import torch
 import transformers
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.opening import open_study
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import load_architecture
 from driftlens.models.own_heads import OwnHead
-from driftlens.spec import load_spec
+from driftlens.pipelines.validate import preflight
+from driftlens.utils.errors import SpecError
 from tests.quick import few
 from tests.zoo.encoders import PARAMS, encoder, logits, save
 from tests.zoo.suite import files_of, spec_of_folders

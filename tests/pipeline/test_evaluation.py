@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlens.base.intervals import wilson
-from driftlens.base.progress import ProgressEvent, Reporter
 from driftlens.data.samples import SampleSet
-from driftlens.jobs.analyze import evaluation
-from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.study.study import Settings, Study, TaskSamples
+from driftlens.experiment.study import Settings, Study, TaskSamples
 from driftlens.models.heads import Head
+from driftlens.pipelines import evaluation
+from driftlens.pipelines.evaluation import scores_of
+from driftlens.utils.intervals import wilson
+from driftlens.utils.progress import ProgressEvent, Reporter
 from tests.zoo.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]

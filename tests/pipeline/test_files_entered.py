@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import driftlens
-from driftlens.base.access import Access, Context
-from driftlens.base.progress import Reporter
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
 from driftlens.cli import main
 from driftlens.engine.walk import walk
-from driftlens.jobs.analyze.diagnosis import _Recorder, diagnose
-from driftlens.jobs.study.reopening import reopened
+from driftlens.experiment.resume import reopened
+from driftlens.pipelines.drift import _Recorder, diagnose
 from driftlens.runs.run import DriftRun
+from driftlens.utils.access import Access, Context
+from driftlens.utils.progress import Reporter
 from tests.pipeline.calibrating import copied
 
 ROOM = Path(driftlens.__file__).parent

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.jobs.calibrate.job import calibrate
+from driftlens.pipelines.calibrate import calibrate
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.families import STACK
 from tests.pipeline.calibrating import copied, request
 from tests.zoo.cases import Stack, perturbed, with_seed

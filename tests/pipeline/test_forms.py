@@ -13,14 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.opening import open_study
-from driftlens.jobs.study.reopening import reopened
+from driftlens.config import load_spec
+from driftlens.config.requests import AnalysisRequest, CalibrationRequest
+from driftlens.experiment.loading import open_study
+from driftlens.experiment.resume import reopened
 from driftlens.merging.method import merge_methods
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.calibrate import calibrate
 from driftlens.runs.run import DriftRun
-from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest, CalibrationRequest
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.merging.applying import FEW
 from tests.quick import paced

@@ -15,7 +15,7 @@ from PIL import Image
 import driftlens as dl
 from driftlens.models.architecture import load_architecture
 from driftlens.models.chain import pooled
-from driftlens.models.frames import mapped
+from driftlens.models.tracing.block_call import mapped
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
 from tests.zoo.suite import spec_of_folders

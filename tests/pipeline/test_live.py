@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import driftlens as dl
-from driftlens.base.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import (
+    DataError,
+    DriftLensError,
+    IncompatibleModelsError,
+    NumericsError,
+    SpecError,
+)
 from tests.families import OPEN_CLIP, STACK
 from tests.pipeline.processes import python
 from tests.quick import few

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import driftlens as dl
-from driftlens.base.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
 from driftlens_reports.terminal import before_after_text
 from tests.families import STACK
 from tests.pipeline.calibrating import CONTROL, VARIANT, files_of, same_rows

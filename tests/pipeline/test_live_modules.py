@@ -16,11 +16,11 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError, NumericsError, SpecError
 from driftlens.engine.walk import require_closed
-from driftlens.jobs.analyze.diagnosis import LibraryDrift
-from driftlens.jobs.study import reopening
+from driftlens.experiment import resume as reopening
+from driftlens.pipelines.drift import LibraryDrift
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import IncompatibleModelsError, NumericsError, SpecError
 from tests.quick import few
 from tests.zoo.cases import Stack, perturbed, with_seed
 from tests.zoo.small import small

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
-from driftlens.jobs.analyze.job import analyze
+from driftlens.config.requests import AnalysisRequest
 from driftlens.models.chain import pooled
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.pipelines.analyze import analyze
+from driftlens.utils.errors import SpecError
 from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import CLASSES, PAIRS, Suite

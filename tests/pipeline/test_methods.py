@@ -9,19 +9,19 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.cli import app
-from driftlens.findings.before_after import arena_rows, arena_sheet
-from driftlens.jobs.calibrate.job import open_calibration
-from driftlens.jobs.contest.contest import Candidate
-from driftlens.jobs.contest.sweep import compare_methods, wanted_methods
-from driftlens.jobs.preflight.job import preflight
+from driftlens.config import load_spec
+from driftlens.config.requests import CalibrationRequest
+from driftlens.pipelines.calibrate import open_calibration
+from driftlens.pipelines.model_selection import Candidate
+from driftlens.pipelines.sweep import compare_methods, wanted_methods
+from driftlens.pipelines.validate import preflight
+from driftlens.results.calibration_summary import arena_rows, arena_sheet
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.spec import load_spec
-from driftlens.spec.requests import CalibrationRequest
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled, DataError, SpecError
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.pipeline.calibrating import copied
 from tests.zoo.world import TASKS, World
 

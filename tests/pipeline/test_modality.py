@@ -15,14 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.base.access import Access, Context
-from driftlens.base.progress import Reporter
+from driftlens.config import load_spec
+from driftlens.config.requests import AnalysisRequest
 from driftlens.engine.walk import capture
-from driftlens.jobs.analyze.evaluation import scores_of
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.analyze.live import live_study
-from driftlens.jobs.analyze.modules import Modules
-from driftlens.jobs.study.opening import open_study
+from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.chain import (
     Layer,
@@ -39,9 +35,13 @@ from driftlens.models.chain import (
 )
 from driftlens.models.heads import ScoreMap
 from driftlens.models.preprocessing import Preprocess
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.evaluation import scores_of
+from driftlens.pipelines.in_memory import live_study
+from driftlens.pipelines.modules import Modules
 from driftlens.runs.run import DriftRun
-from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.utils.access import Access, Context
+from driftlens.utils.progress import Reporter
 from tests.zoo.hand_made import TinyStack
 
 LENGTH = 6

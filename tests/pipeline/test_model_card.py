@@ -13,13 +13,13 @@ from huggingface_hub import EvalResult, ModelCard
 from scipy import stats
 
 import driftlens as dl
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.reading import signs
-from driftlens.findings.verdict import shareable, verdict
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.card import escaped, merge_card, model_card, renew_cards
+from driftlens.experiment.model_card import escaped, merge_card, model_card, renew_cards
 from driftlens.merging.method import merge_called
-from driftlens.runs.attaching import attach
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.results.formatting import signs
+from driftlens.results.summary import headline, sentence
+from driftlens.results.verdict import shareable, verdict
+from driftlens.runs.external_scores import attach
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify

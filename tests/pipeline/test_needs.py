@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from driftlens.config import load_spec
 from driftlens.demo import spec_file
-from driftlens.jobs.preflight.job import preflight
-from driftlens.spec import load_spec
+from driftlens.pipelines.validate import preflight
 from tests.quick import few
 from tests.zoo.decoders import MORE
 from tests.zoo.suite import spec_of

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
-from driftlens.findings.before_after import arena_rows
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.reopening import reopened
+from driftlens.config.requests import AnalysisRequest
+from driftlens.config.yaml_text import from_yaml, to_yaml
+from driftlens.experiment.resume import reopened
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.results.calibration_summary import arena_rows
 from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import AnalysisRequest
-from driftlens.spec.yaml_text import from_yaml, to_yaml
+from driftlens.utils.errors import SpecError
 from tests.pipeline.calibrating import copied, files_of, request
 from tests.pipeline.older import listed, printed, told
 from tests.quick import few

@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.checkpoints.sources import StateSource, TensorsSource
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.study.opening import OpenModels
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.experiment.loading import OpenModels
 from driftlens.models.architecture import Architecture
 from driftlens.models.heads import TextTower
+from driftlens.pipelines.calibrate import calibrate
 from driftlens.runs.run import DriftRun
 from tests.pipeline.calibrating import request, scored_again
 from tests.zoo.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World

@@ -15,15 +15,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driftlens.base.access import Context
-from driftlens.base.errors import CheckpointError, IncompatibleModelsError
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.jobs.study.merging import merge_experts
-from driftlens.jobs.study.opening import open_models
-from driftlens.jobs.study.suspicion import companions
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_models
+from driftlens.experiment.merging import merge_experts
+from driftlens.experiment.sanity_checks import companions
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
-from driftlens.spec import load_spec
+from driftlens.utils.access import Context
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import with_seed
 from tests.zoo.decoders import CONFIGS, MORE, saved

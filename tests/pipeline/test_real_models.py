@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import main
-from driftlens.findings.measures import SCORE, change
-from driftlens.findings.verdict import verdict
+from driftlens.results.measures import SCORE, change
+from driftlens.results.verdict import verdict
 from tests.zoo.suite import real_files_of, spec_of_folders
 
 Inputs = dict[str, Tensor]

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.sources import change_of
-from driftlens.jobs.study.merging import merge_experts
-from driftlens.jobs.study.opening import open_models
-from driftlens.jobs.study.suspicion import companions
-from driftlens.spec import load_spec
+from driftlens.checkpoints.tensor_sources import change_of
+from driftlens.config import load_spec
+from driftlens.experiment.loading import open_models
+from driftlens.experiment.merging import merge_experts
+from driftlens.experiment.sanity_checks import companions
 from tests.pipeline.checking import saved, visual
 from tests.zoo.world import Weights, World
 

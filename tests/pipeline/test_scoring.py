@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.jobs.preflight.job import Preflight, check_ties
-from driftlens.jobs.study.suspicion import Finding
+from driftlens.experiment.sanity_checks import Finding
+from driftlens.pipelines.validate import Preflight, check_ties
 from tests.pipeline.checking import check, saved, visual
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import CLASSES, World, build, clip, labels, pixels

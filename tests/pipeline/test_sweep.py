@@ -12,23 +12,23 @@ import pytest
 import torch
 
 import driftlens as dl
-from driftlens.base.access import Context
-from driftlens.base.errors import Cancelled, DataError, SingularGramError, SpecError
-from driftlens.base.progress import CancelToken, ProgressEvent
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
+from driftlens.config.requests import SweepRequest
 from driftlens.data.corruption import corrupt
 from driftlens.engine import calibrating
 from driftlens.engine.calibrating import ExpertFeatures, Ground
 from driftlens.engine.sites import rows_and_output, select_sites
-from driftlens.findings.swept import ablation_sheets
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.contest.sweep import sweep
-from driftlens.jobs.study.reopening import reopened
-from driftlens.jobs.study.study import Study
+from driftlens.experiment.resume import reopened
+from driftlens.experiment.study import Study
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.sweep import sweep
+from driftlens.results.sweep_results import ablation_sheets
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.spec.requests import SweepRequest
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
 from tests.zoo.world import TASKS, World

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.errors import DataError, SpecError
-from driftlens.checkpoints.sources import Between, TensorsSource
-from driftlens.findings.before_after import selection_sentences
-from driftlens.jobs.calibrate.job import calibrate, open_calibration
-from driftlens.jobs.contest.automatic import choice_of
-from driftlens.jobs.study.card import calibration_command
+from driftlens.checkpoints.tensor_sources import Between, TensorsSource
+from driftlens.experiment.model_card import calibration_command
+from driftlens.pipelines.automatic import choice_of
+from driftlens.pipelines.calibrate import calibrate, open_calibration
+from driftlens.results.calibration_summary import selection_sentences
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import DataError, SpecError
 from tests.pipeline.calibrating import copied, request
 from tests.zoo.world import World
 

@@ -13,10 +13,10 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.base.errors import IncompatibleModelsError
 from driftlens.calibration.residual import ResidualCal
-from driftlens.jobs.analyze.evaluation import SPARE_TOKENS
 from driftlens.models.architecture import load_architecture
+from driftlens.pipelines.evaluation import SPARE_TOKENS
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few
 from tests.reference import calibration as reference
 from tests.zoo.cases import perturbed

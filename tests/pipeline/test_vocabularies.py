@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftlens.base.access import Access
-from driftlens.base.errors import IncompatibleModelsError
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.opening import OpenModels, open_models, open_pool
-from driftlens.spec import load_spec
+from driftlens.config import load_spec
+from driftlens.experiment.loading import OpenModels, open_models, open_pool
+from driftlens.pipelines.validate import preflight
+from driftlens.utils.access import Access
+from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.decoders import llama, t5
 from tests.zoo.suite import spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer

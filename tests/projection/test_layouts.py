@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
-from driftlens.base.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
-from driftlens.findings.projection import Projection, stored_projection
+from driftlens.config.requests import ProjectionRequest
+from driftlens.results.projection import Projection, stored_projection
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import ProjectionRequest
+from driftlens.utils.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
 from tests.records.full_run import Size, layer_list, write_full_run
 
 Array = NDArray[np.float64]
@@ -244,7 +244,7 @@ def test_asking_again_reads_what_is_stored(
     def refuse(*_: object) -> None:
         pytest.fail("computed again")
 
-    monkeypatch.setattr("driftlens.findings.projection.lay_out", refuse)
+    monkeypatch.setattr("driftlens.results.projection.lay_out", refuse)
     again = dl.project(open_run(run.path), "cars", method=method)
     stored = stored_projection(run.path, "cars", ProjectionRequest(method=method))
     assert stored is not None
@@ -283,7 +283,7 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
 ) -> None:
     """Viewers show the stored coordinates; computing anew makes a layout of its own."""
     first = dl.project(run, "cars")
-    monkeypatch.setattr("driftlens.findings.projection.version_of", lambda package: "99")
+    monkeypatch.setattr("driftlens.results.projection.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
     assert stored_projection(run, "cars", ProjectionRequest(seed=5)) is None
@@ -335,7 +335,7 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
     stored = dl.project(run, "cars")
     code = (
-        "from driftlens.findings.projection import stored_projection\n"
+        "from driftlens.results.projection import stored_projection\n"
         "found = stored_projection(sys.argv[1], 'cars')\n"
         "print(found.digest, found.frame['x'].sum())"
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens.base.errors import from_library
+from driftlens.utils.errors import from_library
 
 SECONDS = 5.0
 """Of the processor, that reading one input may take."""

@@ -13,20 +13,20 @@ import torch
 from PIL import Image
 
 import driftlens.cli as cli
-from driftlens.base.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.base.files import LONGEST_FILE_NAME
 from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
+from driftlens.config import run as spec_run
+from driftlens.config import types, yaml_text
+from driftlens.config.requests import MOST_DRAWS
+from driftlens.config.run import load_spec
 from driftlens.data.images import read_image
-from driftlens.findings.projection.layouts import MOST_POINTS
-from driftlens.jobs.analyze.modules import Modules
 from driftlens.merging import averages
 from driftlens.models import architecture
+from driftlens.pipelines.modules import Modules
+from driftlens.results.projection.layouts import MOST_POINTS
 from driftlens.runs.layout import escape
-from driftlens.spec import run as spec_run
-from driftlens.spec import types, yaml_text
-from driftlens.spec.requests import MOST_DRAWS
-from driftlens.spec.run import load_spec
+from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.utils.files import LONGEST_FILE_NAME
 from driftlens_app import requests
 from tests.pipeline.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS

@@ -16,9 +16,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from driftlens.base.errors import harmless
 from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import harmless
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
 from tests.quick import few

@@ -26,17 +26,17 @@ from safetensors.torch import save_file
 from transformers import GPT2Config
 from typer.main import get_command
 
-from driftlens.base.access import Access
-from driftlens.base.errors import SpecError, harmless
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.cli import run as run_command
 from driftlens.cli.app import app
+from driftlens.config.mergekit import is_recipe, recipe_of
+from driftlens.config.run import load_spec
 from driftlens.data.sources import open_split
-from driftlens.jobs.study.opening import open_architecture
+from driftlens.experiment.loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
-from driftlens.spec.mergekit import is_recipe, recipe_of
-from driftlens.spec.run import load_spec
+from driftlens.utils.access import Access
+from driftlens.utils.errors import SpecError, harmless
 from tests.pipeline.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
 from tests.reads.spoiling import NASTY, byte_spoils, places, spoiled_bytes, spoiled_tree, tree_spoils

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 import driftlens.cli as cli
-from driftlens.base.errors import CheckpointError, DataError, SpecError, harmless
-from driftlens.base.files import from_json
-from driftlens.base.settings import model_of, read
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.spec.mergekit import recipe_of
-from driftlens.spec.run import load_spec
-from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
+from driftlens.config.mergekit import recipe_of
+from driftlens.config.run import load_spec
+from driftlens.config.yaml_text import MOST_CHARACTERS, from_yaml
+from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
+from driftlens.utils.files import from_json
+from driftlens.utils.settings import model_of, read
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
 from tests.quick import few
@@ -227,8 +227,8 @@ DATA = (
 def test_devices_and_pipes_are_no_data(
     world: World, tmp_path: Path, pipe: Path, kind: str, device: str
 ) -> None:
-    from driftlens.base.access import Access
     from driftlens.data.sources import open_split
+    from driftlens.utils.access import Access
 
     name, source, *key = kind.split()
     place = tmp_path / name

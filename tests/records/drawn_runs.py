@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
-from driftlens.base.intervals import mcnemar, unpaired_difference, wilson
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform, empty
+from driftlens.utils.intervals import mcnemar, unpaired_difference, wilson
 
 CAL, OTHER, CONTROL = "calibrated:cal", "calibrated:other", "baseline:cal-anchor"
 PAIRS = (("merged", "expert"), ("merged", "base"), (CAL, "merged"), (CAL, "base"))

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from driftlens.base.variants import control_of
 from driftlens.runs.manifest import (
     CalibrationInfo,
     LayerInfo,
@@ -32,6 +31,7 @@ from driftlens.runs.manifest import (
 from driftlens.runs.schema import TABLES
 from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.variants import control_of
 from tests.records import full_rows
 from tests.records.full_rows import REMAINDER, SITES, Array, Boundary, Samples
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import driftlens as dl
-from driftlens.findings.checks import CheckResult
+from driftlens.results.checks import CheckResult
 from driftlens.runs.run import DriftRun
 from tests.records.drawn_runs import CAL, CONTROL, OTHER
 from tests.records.full_run import Size

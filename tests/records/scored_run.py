@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from driftlens.base.metrics import METRICS
-from driftlens.findings.measures import interval_of
+from driftlens.results.measures import interval_of
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.metrics import METRICS
 from tests.records.full_run import Size, write_full_run
 
 NAME, VARIANT = "featcal", "calibrated:featcal"

@@ -12,14 +12,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import DataError
-from driftlens.base.intervals import wilson
-from driftlens.base.metrics import metric_called
-from driftlens.findings.measures import findings
-from driftlens.runs.attaching import attach, tool_of, ungrouped
+from driftlens.results.measures import findings
+from driftlens.runs.external_scores import attach, tool_of, ungrouped
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import wilson
+from driftlens.utils.metrics import metric_called
 from driftlens_reports.terminal import accuracy_text, summary
 from tests.records.full_run import Size, write_full_run
 

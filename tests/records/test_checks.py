@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import ChecksFailedError, RunError
-from driftlens.base.metrics import ACCURACY
-from driftlens.findings.checks import CheckReport, junit_xml, self_checks
-from driftlens.findings.checks_file import CHECKED_TABLES
-from driftlens.findings.measures import changed_score, drift_changes, score_of
-from driftlens.findings.reading import number
+from driftlens.results.checks import CheckReport, junit_xml, self_checks
+from driftlens.results.checks_file import CHECKED_TABLES
+from driftlens.results.formatting import number
+from driftlens.results.measures import changed_score, drift_changes, score_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
+from driftlens.utils.errors import ChecksFailedError, RunError
+from driftlens.utils.metrics import ACCURACY
 from tests.quick import few
 from tests.records.full_run import REMAINDER, write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only

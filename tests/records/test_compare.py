@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-from driftlens.base.errors import DataError
-from driftlens.base.intervals import unpaired_difference
-from driftlens.findings.compare import compare
-from driftlens.findings.measures import paired_answers
+from driftlens.results.compare import compare
+from driftlens.results.measures import paired_answers
 from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.runs.verify import equality
+from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import unpaired_difference
 from driftlens_reports.terminal import equality_text
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run

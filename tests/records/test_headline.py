@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 
-from driftlens.base.intervals import Interval, ratio
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.reading import signs, unbroken
+from driftlens.results.formatting import signs, unbroken
+from driftlens.results.summary import headline, sentence
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
+from driftlens.utils.intervals import Interval, ratio
 from driftlens_reports.content import Headline
 from driftlens_reports.formats.page import bar, block
 from tests.records.drawn_runs import CAL, Right, interval, run_of, tables

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import binom, binomtest, multinomial, norm
 
-from driftlens.base.intervals import (
+from driftlens.diagnostics.drift import share_intervals
+from driftlens.utils.intervals import (
     Interval,
     Paired,
     mcnemar,
@@ -25,7 +26,6 @@ from driftlens.base.intervals import (
     unpaired_difference,
     wilson,
 )
-from driftlens.diagnostics.drift import share_intervals
 
 
 def paired(gained: int, lost: int, both: int, neither: int) -> Paired:

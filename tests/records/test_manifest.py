@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from driftlens.base.errors import RunError
-from driftlens.findings.before_after import selection_sentences
+from driftlens.results.calibration_summary import selection_sentences
 from driftlens.runs.manifest import (
     CalibrationInfo,
     Manifest,
@@ -21,6 +20,7 @@ from driftlens.runs.manifest import (
 )
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import RunError
 from tests.reads.spoiling import spoiled_tree, tree_spoils
 from tests.records.full_run import Size, write_full_run
 

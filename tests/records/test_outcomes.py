@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.findings.measures import OUTCOMES, outcomes
+from driftlens.results.measures import OUTCOMES, outcomes
 from driftlens.runs.run import open_run
 from tests.records.full_run import write_run
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from driftlens.base.errors import RunLockedError
-from driftlens.findings.listing import find_runs
+from driftlens.results.listing import find_runs
 from driftlens.runs.layout import LOCK
 from driftlens.runs.run import open_run
-from driftlens.runs.standing import current_state
+from driftlens.runs.run_state import current_state
 from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import RunLockedError
 from tests.records.stopping import process
 from tests.refusing import refusing
 

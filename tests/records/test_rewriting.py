@@ -11,14 +11,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import Cancelled, RunError
-from driftlens.base.progress import ProgressEvent
 from driftlens.runs import writer as writing
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.status import RunLock
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter, attach
+from driftlens.utils.errors import Cancelled, RunError
+from driftlens.utils.progress import ProgressEvent
 from tests.quick import few
 from tests.records.full_run import write_run
 from tests.records.stopping import accuracy_of, contents, process, stopping

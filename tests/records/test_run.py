@@ -13,11 +13,11 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
-from driftlens.findings.listing import find_runs
-from driftlens.findings.reading import percent
+from driftlens.results.formatting import percent
+from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATION, SAMPLES
+from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
 from tests.records.full_run import write_run
 
 

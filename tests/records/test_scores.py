@@ -11,17 +11,17 @@ import pytest
 from scipy import stats
 
 import driftlens as dl
-from driftlens.base.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
-from driftlens.base.metrics import METRICS, metric_called
-from driftlens.findings.before_after import (
+from driftlens.results.calibration_summary import (
     before_after,
     calibration_sheets,
     score_changes,
 )
-from driftlens.findings.compare import compare, comparison_table
-from driftlens.findings.frame import pairing
-from driftlens.findings.measures import change_of, common, interval_of, main_metrics, mean, mean_change
+from driftlens.results.compare import compare, comparison_table
+from driftlens.results.frame import pairing
+from driftlens.results.measures import change_of, common, interval_of, main_metrics, mean, mean_change
 from driftlens.runs.run import DriftRun
+from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
+from driftlens.utils.metrics import METRICS, metric_called
 from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from driftlens.base.errors import Cancelled, RunError
-from driftlens.base.files import Guard
-from driftlens.findings.listing import find_runs
+from driftlens.results.listing import find_runs
 from driftlens.runs.run import open_run
-from driftlens.runs.standing import current_state, last_work, left_undone, require_analyzed
+from driftlens.runs.run_state import current_state, last_work, left_undone, require_analyzed
 from driftlens.runs.status import RunLock, Status, read_status, write_status
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import Cancelled, RunError
+from driftlens.utils.files import Guard
 from tests.records.stopping import process
 from tests.refusing import refusing
 

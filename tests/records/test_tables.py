@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftlens.base.errors import RunError, SchemaTooNewError
 from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, Column, Table
 from driftlens.runs.tables import append_rows, conform, csv_text, empty, read_table
+from driftlens.utils.errors import RunError, SchemaTooNewError
 from tests.quick import few
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

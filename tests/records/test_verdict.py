@@ -13,10 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.base.intervals import Interval
-from driftlens.base.variants import title
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.verdict import (
+from driftlens.results.summary import headline, sentence
+from driftlens.results.verdict import (
     Gap,
     Verdict,
     change_of_gap,
@@ -27,6 +25,8 @@ from driftlens.findings.verdict import (
 )
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.intervals import Interval
+from driftlens.utils.variants import title
 from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import sheet_text, summary
 from tests.records.drawn_runs import (

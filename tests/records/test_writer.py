@@ -9,15 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import (
-    Cancelled,
-    DataError,
-    NumericsError,
-    RunError,
-    SchemaTooNewError,
-    SpecError,
-)
-from driftlens.base.progress import ProgressEvent
 from driftlens.runs import tables
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
@@ -26,6 +17,15 @@ from driftlens.runs.status import read_status
 from driftlens.runs.tables import read_table
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter, energy_wh
+from driftlens.utils.errors import (
+    Cancelled,
+    DataError,
+    NumericsError,
+    RunError,
+    SchemaTooNewError,
+    SpecError,
+)
+from driftlens.utils.progress import ProgressEvent
 from tests.records.stopping import accuracy_of, contents
 
 

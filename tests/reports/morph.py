@@ -12,9 +12,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from driftlens.findings.projection import project
+from driftlens.config.requests import ProjectionRequest
+from driftlens.results.projection import project
 from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.words import title
 
 INK, FAINT, EMPTY, BAR = "#1F2933", "#C9D1D9", "#EDF0F3", "#2F6DB5"

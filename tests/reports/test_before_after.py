@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from driftlens.base.errors import DataError
-from driftlens.base.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
-from driftlens.findings import measures
-from driftlens.findings.before_after import (
+from driftlens.results import measures
+from driftlens.results.calibration_summary import (
     before_after,
     calibration_document,
     calibration_sheets,
@@ -21,14 +19,16 @@ from driftlens.findings.before_after import (
     score_change_note,
     score_changes,
 )
-from driftlens.findings.compare import compare, mean_score_change
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.measures import DRIFT, SCORE, change, mean
-from driftlens.findings.reading import p_value, points, points_interval
-from driftlens.findings.verdict import verdict
+from driftlens.results.compare import compare, mean_score_change
+from driftlens.results.formatting import p_value, points, points_interval
+from driftlens.results.measures import DRIFT, SCORE, change, mean
+from driftlens.results.summary import headline, sentence
+from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text, comparison_text
 from tests.records.full_run import Size, write_full_run

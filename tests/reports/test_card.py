@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from driftlens.base.errors import DataError
 from driftlens.cli import app
-from driftlens.findings.headline import headline
+from driftlens.results.summary import headline
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.errors import DataError
 from driftlens_reports.card import badge, put_beside, save_card, share_card
 from driftlens_reports.charts.theme import LIGHT
 from tests.records.full_run import write_run

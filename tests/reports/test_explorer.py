@@ -15,14 +15,14 @@ import pytest
 from threadpoolctl import threadpool_info
 
 import driftlens as dl
-from driftlens.base.errors import DataError
-from driftlens.base.variants import is_control
 from driftlens.cli import main
-from driftlens.findings.measures import OUTCOMES, outcomes
-from driftlens.findings.projection import project, stored_projection
-from driftlens.findings.verdict import verdict
+from driftlens.config.requests import ProjectionRequest, ViewRequest
+from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.projection import project, stored_projection
+from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.spec.requests import ProjectionRequest, ViewRequest
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import is_control
 from driftlens_reports.explorer import Explorer, gathering
 from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
 from tests.quick import few

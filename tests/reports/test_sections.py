@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
-from driftlens.base.intervals import mean_over_tasks
-from driftlens.findings.measures import drift_changes
-from driftlens.findings.table import Table
+from driftlens.results.measures import drift_changes
+from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import SpecError
+from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, Drawn, Plots, charts

@@ -13,13 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import driftlens as dl
-from driftlens.base.intervals import wilson
-from driftlens.base.variants import title
-from driftlens.findings.compare import compare
-from driftlens.findings.verdict import summary_sheet
+from driftlens.results.compare import compare
+from driftlens.results.verdict import summary_sheet
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform
+from driftlens.utils.intervals import wilson
+from driftlens.utils.variants import title
 from driftlens_reports.facts import advice, advice_text
 from driftlens_reports.terminal import checks_text, comparison_text
 from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables

@@ -11,17 +11,17 @@ import pytest
 from rich.cells import cell_len
 from scipy import stats
 
-from driftlens.base.errors import Cancelled
-from driftlens.base.intervals import Interval, mean_over_tasks, wilson
-from driftlens.findings.checks import CheckResult
-from driftlens.findings.headline import headline, sentence
-from driftlens.findings.listing import RunSummary, find_runs
-from driftlens.findings.reading import estimate
-from driftlens.findings.verdict import verdict
+from driftlens.results.checks import CheckResult
+from driftlens.results.formatting import estimate
+from driftlens.results.listing import RunSummary, find_runs
+from driftlens.results.summary import headline, sentence
+from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import VerifyResult
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import Cancelled
+from driftlens.utils.intervals import Interval, mean_over_tasks, wilson
 from driftlens_reports.build import Report
 from driftlens_reports.facts import check_sentence, decisions, stamps
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from driftlens.base.devices import exact_products
-from driftlens.base.team import ALONE, Team, joined
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Ground
-from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.sites import select_sites
+from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given
+from driftlens.utils.devices import exact_products
+from driftlens.utils.distributed import ALONE, Team, joined
 from tests.zoo import mixtures
 from tests.zoo.cases import Case, perturbed, pool_of
 from tests.zoo.solvable import WORLDS

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.cli import DISTRIBUTED, run
+from driftlens.config import load_spec
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
-from driftlens.spec import load_spec
 from tests.pipeline.calibrating import TABLES, copied
 from tests.team.processes import SECONDS, ended, exit_codes, said, started, torchrun
 from tests.zoo.world import World, build

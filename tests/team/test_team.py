@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.base.errors import DataError
-from driftlens.base.team import ALONE, Team, members
+from driftlens.utils.distributed import ALONE, Team, members
+from driftlens.utils.errors import DataError
 
 TASKS = ("a", "b", "c", "d", "e")
 

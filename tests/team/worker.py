@@ -6,10 +6,10 @@ import os
 import signal
 from typing import Any
 
-import driftlens.jobs.analyze.evaluation as evaluation
-from driftlens.base.errors import DataError
+import driftlens.pipelines.evaluation as evaluation
 from driftlens.cli import main
 from driftlens.engine.snapshot import SnapshotWalk
+from driftlens.utils.errors import DataError
 
 LAYER = 3
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.sources import module_source
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
+from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.families.sequential import sequential_chain
 from tests.zoo.hand_made import (
     Decoder,
     EncoderDecoder,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.models.chain import Layer, LayerChain, State
-from driftlens.models.frames import result
+from driftlens.models.tracing.block_call import result
 
 
 def parameters(layer: Layer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

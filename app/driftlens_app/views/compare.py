@@ -7,10 +7,10 @@ from typing import Any
 
 import streamlit as st
 
-from driftlens.base.errors import DataError
-from driftlens.base.variants import part_of, title
-from driftlens.findings.compare import Comparison, compare, comparison_table
+from driftlens.results.compare import Comparison, compare, comparison_table
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import part_of, title
 from driftlens_app.live import link_to_repair
 from driftlens_app.requests import comparisons
 from driftlens_app.runs import folder_of, key_of, opened, run_ids

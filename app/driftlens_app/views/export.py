@@ -10,7 +10,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.findings.reading import size
+from driftlens.results.formatting import size
 from driftlens.runs.run import DriftRun
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection

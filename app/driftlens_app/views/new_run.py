@@ -10,8 +10,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.base.errors import SpecError
-from driftlens.base.files import entries, write_text_atomic
+from driftlens.utils.errors import SpecError
+from driftlens.utils.files import entries, write_text_atomic
 from driftlens_app import requests
 from driftlens_app.calibration import methods
 from driftlens_app.live import show_new_runs

@@ -10,13 +10,13 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import AreaChartColumn, NumberColumn
 
-from driftlens.base.variants import title
-from driftlens.base.words import counted
-from driftlens.findings.checks import CheckReport, self_checks
-from driftlens.findings.reading import NOT_MEASURED, is_measured, size
-from driftlens.findings.table import Table
-from driftlens.findings.verdict import Verdict, task_sheet, verdict
+from driftlens.results.checks import CheckReport, self_checks
+from driftlens.results.formatting import NOT_MEASURED, is_measured, size
+from driftlens.results.table import Table
+from driftlens.results.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
+from driftlens.utils.variants import title
+from driftlens.utils.words import counted
 from driftlens_app.live import offer_attribution, show_steps, steps_of
 from driftlens_app.samples import explore, show_explorer
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection

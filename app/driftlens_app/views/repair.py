@@ -10,18 +10,18 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
-from driftlens.base.errors import RunLockedError
-from driftlens.base.variants import calibrated, title
-from driftlens.base.words import counted, listed, some_of
-from driftlens.findings.before_after import arena_sheet, calibration_sheets, selection_sentences
-from driftlens.findings.frame import change_in_words
-from driftlens.findings.reading import estimate, size, unbroken, written
-from driftlens.findings.verdict import Verdict, task_sheet, verdict
+from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
+from driftlens.results.formatting import estimate, size, unbroken, written
+from driftlens.results.frame import change_in_words
+from driftlens.results.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
-from driftlens.runs.standing import is_live, unanalyzed
+from driftlens.runs.run_state import is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
-from driftlens.spec.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens.utils.errors import RunLockedError
+from driftlens.utils.variants import calibrated, title
+from driftlens.utils.words import counted, listed, some_of
 from driftlens_app import calibration
 from driftlens_app.live import begin, show_bad_end, show_live, show_steps, steps_of
 from driftlens_app.processes import Job, View, is_at_work, running_drift, running_scores, watch

@@ -11,9 +11,9 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn
 
-from driftlens.base.variants import part_of
-from driftlens.findings.listing import RunSummary
-from driftlens.findings.reading import size
+from driftlens.results.formatting import size
+from driftlens.results.listing import RunSummary
+from driftlens.utils.variants import part_of
 from driftlens_app.live import SECONDS, show_new_runs, state_of, welcome
 from driftlens_app.processes import is_at_work
 from driftlens_app.runs import listed_runs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import streamlit as st
 
-from driftlens.base.variants import calibration_of, title
+from driftlens.utils.variants import calibration_of, title
 from driftlens_app.live import link_to_repair, offer_attribution
 from driftlens_app.samples import offer_page, outcomes_of, show_explorer
 from driftlens_app.selection import TASK, VARIANTS, Selection, selection

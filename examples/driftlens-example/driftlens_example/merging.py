@@ -4,8 +4,8 @@ from typing import Annotated
 
 import torch
 
-from driftlens.base.settings import Bounds
 from driftlens.merging.method import merge_methods
+from driftlens.utils.settings import Bounds
 
 
 @merge_methods.method("median", title="Median of Task Vectors", source="", laws={"expert_order_free"})

@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.errors import DataError
-from driftlens.base.registry import Registry
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import DataError
+from driftlens.utils.registry import Registry
 from driftlens_reports.charts.picking import ChartOptions, lacking
 
 

@@ -6,10 +6,10 @@ import math
 
 import pandas as pd
 
-from driftlens.base import variants
-from driftlens.findings.before_after import arena_rows
+from driftlens.results.calibration_summary import arena_rows
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
+from driftlens.utils import variants
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.errors import DataError
-from driftlens.base.variants import calibrated
-from driftlens.findings.before_after import compared_variants
-from driftlens.findings.compare import Comparison
-from driftlens.findings.reading import number, percent
+from driftlens.results.calibration_summary import compared_variants
+from driftlens.results.compare import Comparison
+from driftlens.results.formatting import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import calibrated
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves

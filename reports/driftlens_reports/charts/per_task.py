@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.intervals import Interval, mean_over_tasks
-from driftlens.base.metrics import ACCURACY, metric_called, says_of, title_of
-from driftlens.findings.measures import main_metrics
-from driftlens.findings.reading import estimate, number, percent
+from driftlens.results.formatting import estimate, number, percent
+from driftlens.results.measures import main_metrics
 from driftlens.runs.run import DriftRun
+from driftlens.utils.intervals import Interval, mean_over_tasks
+from driftlens.utils.metrics import ACCURACY, metric_called, says_of, title_of
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

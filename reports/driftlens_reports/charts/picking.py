@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from driftlens.base.errors import DataError, did_you_mean
-from driftlens.base.variants import is_control, is_explained
-from driftlens.findings.projection.layouts import thinned
+from driftlens.results.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
+from driftlens.runs.run_state import is_live
 from driftlens.runs.schema import EXPLAIN, TABLES
-from driftlens.runs.standing import is_live
+from driftlens.utils.errors import DataError, did_you_mean
+from driftlens.utils.variants import is_control, is_explained
 from driftlens_reports.charts.words import counted, spaced
 
 

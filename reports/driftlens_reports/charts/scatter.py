@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base import variants
-from driftlens.base.errors import DataError
-from driftlens.findings.projection import Projection, looked_at
-from driftlens.findings.reading import number, percent
+from driftlens.config.requests import ProjectionRequest
+from driftlens.results.formatting import number, percent
+from driftlens.results.projection import Projection, looked_at
 from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import ProjectionRequest
+from driftlens.utils import variants
+from driftlens.utils.errors import DataError
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

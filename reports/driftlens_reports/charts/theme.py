@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.base.variants import Part, part_of
-from driftlens.findings.reading import percent
+from driftlens.results.formatting import percent
+from driftlens.utils.variants import Part, part_of
 from driftlens_reports.charts.words import labels, literal, shown
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"

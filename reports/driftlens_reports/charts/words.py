@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.base import variants
-from driftlens.findings.reading import number, printable
+from driftlens.results.formatting import number, printable
 from driftlens.runs.run import DriftRun
+from driftlens.utils import variants
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""

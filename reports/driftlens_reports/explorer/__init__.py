@@ -9,12 +9,12 @@ import pathlib
 import re
 from typing import Any
 
-from driftlens.base.files import PathLike, atomic_path
-from driftlens.findings.headline import headline
-from driftlens.findings.reading import printable
+from driftlens.config.requests import ViewRequest
+from driftlens.results.formatting import printable
+from driftlens.results.summary import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
-from driftlens.spec.requests import ViewRequest
+from driftlens.utils.files import PathLike, atomic_path
 from driftlens_reports.charts.theme import CLASSES, Palette, palette
 from driftlens_reports.content import Headline
 from driftlens_reports.explorer.gathering import gathered

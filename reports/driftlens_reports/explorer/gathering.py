@@ -18,18 +18,18 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from threadpoolctl import threadpool_limits
 
-from driftlens.base.errors import DataError
-from driftlens.base.variants import is_control, part_of, title
-from driftlens.findings.measures import OUTCOMES, outcomes
-from driftlens.findings.projection import project
-from driftlens.findings.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
-from driftlens.findings.reading import printable, signs, unbroken
-from driftlens.findings.verdict import verdict
+from driftlens.config.requests import ProjectionRequest, ViewRequest
+from driftlens.results.formatting import printable, signs, unbroken
+from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.projection import project
+from driftlens.results.projection.layouts import MOST_POINTS, Settings, lay_out, load_points, thinned
+from driftlens.results.verdict import verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun
+from driftlens.runs.run_state import current_state
 from driftlens.runs.schema import CALIBRATE
-from driftlens.runs.standing import current_state
-from driftlens.spec.requests import ProjectionRequest, ViewRequest
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import is_control, part_of, title
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import overlap_notes
 

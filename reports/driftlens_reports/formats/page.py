@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from driftlens.base.intervals import Interval
-from driftlens.base.variants import part_of, title
-from driftlens.findings.reading import estimate, is_measured, printable, signs, unbroken, with_code, written
-from driftlens.findings.table import Table
+from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, with_code, written
+from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun
+from driftlens.utils.intervals import Interval
+from driftlens.utils.variants import part_of, title
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import Palette, palette
 from driftlens_reports.content import Estimate, Headline, ReportContent

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from driftlens.base.words import counted
-from driftlens.findings.headline import sentence
-from driftlens.findings.reading import printable, signs, unbroken, with_code
-from driftlens.findings.table import Table
+from driftlens.results.formatting import printable, signs, unbroken, with_code
+from driftlens.results.summary import sentence
+from driftlens.results.table import Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
+from driftlens.utils.words import counted
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape as tex
 from driftlens_reports.paper.tables import latex_table

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from driftlens.base.errors import DataError
-from driftlens.base.registry import Registry
-from driftlens.base.variants import calibrated, part_of
-from driftlens.base.variants import title as plain_title
-from driftlens.findings.measures import RELATIVE, SCORE, change
-from driftlens.findings.reading import printable
+from driftlens.config.requests import ExhibitRequest
+from driftlens.results.formatting import printable
+from driftlens.results.measures import RELATIVE, SCORE, change
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun
-from driftlens.spec.requests import ExhibitRequest
+from driftlens.utils.errors import DataError
+from driftlens.utils.registry import Registry
+from driftlens.utils.variants import calibrated, part_of
+from driftlens.utils.variants import title as plain_title
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.words import between, named, overlap_notes
 from driftlens_reports.facts import stamps

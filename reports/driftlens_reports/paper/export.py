@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from driftlens.base.errors import DataError, SpecError
-from driftlens.base.files import PathLike, atomic_path
 from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
+from driftlens.utils.errors import DataError, SpecError
+from driftlens.utils.files import PathLike, atomic_path
 from driftlens_reports.paper.exhibit import (
     PICTURES,
     Exhibit,

@@ -14,13 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
-from driftlens.base.errors import DataError, NumericsError
-from driftlens.findings.measures import main_metrics, score_of
-from driftlens.findings.projection.layouts import thinned
-from driftlens.findings.reading import number
+from driftlens.config.requests import ProjectionRequest
+from driftlens.results.formatting import number
+from driftlens.results.measures import main_metrics, score_of
+from driftlens.results.projection.layouts import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
-from driftlens.spec.requests import ProjectionRequest
+from driftlens.utils.errors import DataError, NumericsError
 from driftlens_reports.charts.words import between, called, spaced, title
 from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.layers import draw_norms, missing_columns
@@ -214,7 +214,7 @@ def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
     """Return the run's joint layout, or a computed one that is not stored; or the reason why there is none."""
-    from driftlens.findings.projection import looked_at
+    from driftlens.results.projection import looked_at
 
     try:
         projection = looked_at(run, task, ProjectionRequest(layer=layer, method=method))

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from driftlens.findings.reading import printable
+from driftlens.results.formatting import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.theme import look
 from driftlens_reports.paper.exhibit import Exhibited, Gap, settle, together

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from driftlens.base.intervals import Interval, mean_over_tasks
-from driftlens.base.metrics import ACCURACY, Metric
-from driftlens.base.variants import calibrated, control_of, is_control, part_of
-from driftlens.findings.checks import CheckResult, measured_by, self_checks
-from driftlens.findings.measures import changed_score, main_metrics, score_of
-from driftlens.findings.reading import printable, with_code
+from driftlens.results.checks import CheckResult, measured_by, self_checks
+from driftlens.results.formatting import printable, with_code
+from driftlens.results.measures import changed_score, main_metrics, score_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
+from driftlens.utils.intervals import Interval, mean_over_tasks
+from driftlens.utils.metrics import ACCURACY, Metric
+from driftlens.utils.variants import calibrated, control_of, is_control, part_of
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper.exhibit import (
     Exhibited,

@@ -15,21 +15,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from driftlens.base.errors import ShapeError, SpecError
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
+from driftlens.config import load_spec
+from driftlens.config.requests import AnalysisRequest
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
-from driftlens.jobs.analyze.job import analyze
-from driftlens.jobs.calibrate.job import calibrate
-from driftlens.jobs.preflight.job import preflight
-from driftlens.jobs.study.reopening import reopened
+from driftlens.experiment.resume import reopened
 from driftlens.linalg.state import norm, subtract
+from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.spec import load_spec
-from driftlens.spec.requests import AnalysisRequest
+from driftlens.utils.errors import ShapeError, SpecError
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipeline.calibrating import copied, request, scored_again
 from tests.pipeline.fixtures import finished, light, world

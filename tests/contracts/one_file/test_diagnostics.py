@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.diagnostic import Column, diagnostics
-from driftlens.base.errors import SpecError
-from driftlens.jobs.preflight.job import preflight
+from driftlens.config import load_spec
+from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
 from driftlens.runs.tables import append_rows, read_table, stored_table
-from driftlens.spec import load_spec
+from driftlens.utils.diagnostic import Column, diagnostics
+from driftlens.utils.errors import SpecError
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 from tests.pipeline.fixtures import finished, light, world
 from tests.refusing import refusing
@@ -30,7 +30,7 @@ __all__ = ["finished", "light", "world"]
 MODULE = "toy_gap_diagnostic"
 FILE = """
 import numpy as np
-from driftlens.base.diagnostic import Column, diagnostic
+from driftlens.utils.diagnostic import Column, diagnostic
 
 GAP = Column("toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None))
 PEAK = Column("toy_peak", "float", "feature", "Largest entry of the drift.", "higher", (0.0, None))

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.base.errors import SpecError
 from driftlens.merging.method import READS, merge_methods
 from driftlens.runs.manifest import read_manifest
+from driftlens.utils.errors import SpecError
 from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipeline.checking import check, found
@@ -39,7 +39,7 @@ from typing import Annotated
 import torch
 
 from driftlens.merging.method import merge_methods
-from driftlens.base.settings import Bounds
+from driftlens.utils.settings import Bounds
 
 Share = Annotated[float, Bounds(0, 1, low_open=True), "how far from the base"]
 

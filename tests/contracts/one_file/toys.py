@@ -12,8 +12,8 @@ import torch
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.featcal import relative_change
-from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
-from driftlens.base.settings import Bounds
+from driftlens.engine.solver_types import LinearProblem, Problem, SiteReport, SiteUpdate
+from driftlens.utils.settings import Bounds
 
 
 @calibrators.register("toy-scale")
@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.base.settings import Bounds
+from driftlens.utils.settings import Bounds
 
 
 @dataclass(frozen=True)

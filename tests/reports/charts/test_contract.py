@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from driftlens.base.errors import DataError, DriftLensError
-from driftlens.base.variants import Part
-from driftlens.findings.reading import error, number, percent
+from driftlens.results.formatting import error, number, percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
+from driftlens.utils.errors import DataError, DriftLensError
+from driftlens.utils.variants import Part
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows

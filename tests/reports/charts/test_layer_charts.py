@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.findings.reading import number, percent
+from driftlens.results.formatting import number, percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts

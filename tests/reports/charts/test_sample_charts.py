@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens.findings.projection import project
-from driftlens.findings.projection.layouts import thinned
+from driftlens.config.requests import ProjectionRequest
+from driftlens.results.projection import project
+from driftlens.results.projection.layouts import thinned
 from driftlens.runs.manifest import ModelInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens.spec.requests import ProjectionRequest
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.picking import thinned_samples
 from tests.records.full_run import layer_list

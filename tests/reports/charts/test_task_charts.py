@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.base.intervals import Interval, mean_over_tasks
 from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATE
+from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
 from tests.records.full_run import SITES, write_full_run

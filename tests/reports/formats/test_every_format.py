@@ -19,14 +19,14 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.base.errors import RunError, SpecError
-from driftlens.base.variants import title
-from driftlens.findings.reading import signs, written
-from driftlens.findings.table import INTERVAL
-from driftlens.findings.verdict import task_sheet, verdict
+from driftlens.results.formatting import signs, written
+from driftlens.results.table import INTERVAL
+from driftlens.results.verdict import task_sheet, verdict
 from driftlens.runs import layout, schema, tables
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
+from driftlens.utils.errors import RunError, SpecError
+from driftlens.utils.variants import title
 from driftlens_reports.build import Report, formats
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import DARK, LIGHT

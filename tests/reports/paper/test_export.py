@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.base.errors import DataError, SpecError
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
 from driftlens_reports.paper.export import FORMATS, draw, export
 from tests.records.full_run import Size, write_full_run, write_run

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.base.errors import RunError
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.errors import RunError
 from driftlens_reports.paper.exhibit import PICTURES, encode, exhibits
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure, SubFigure
 
-from driftlens.base.errors import DataError
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import Exhibited
 from driftlens_reports.paper.features import MOST
 from tests.records.full_run import VARIANTS, Size, write_full_run

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from driftlens.base.errors import DataError
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.paper.export import draw
 from driftlens_reports.paper.tables import latex_table

@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.base.intervals import mean_over_tasks
-from driftlens.findings.checks import self_checks
-from driftlens.findings.measures import main_metrics, score_of
+from driftlens.results.checks import self_checks
+from driftlens.results.measures import main_metrics, score_of
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.tables import AVERAGE, GAIN
 from tests.records.full_run import VARIANTS, write_full_run

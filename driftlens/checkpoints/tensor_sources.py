@@ -1,0 +1,446 @@
+"""Named tensors that are read one at a time, wherever they come from, and what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import json
+import math
+import pathlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from driftlens.utils.errors import CheckpointError, NumericsError
+from driftlens.utils.rounding import Change
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names of number types in the file format."""
+
+K = TypeVar("K", bound=Hashable)
+
+KEPT_OPEN = 16 << 20
+"""Bytes up to which a file stays open: opening a small one takes longer than reading a tensor of it."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a checkpoint says of a tensor before it is read; `parts`, names and shapes, are what it is joined of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tensor takes, unpacked and without padding."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class OnDemand(Mapping[K, Tensor], Generic[K]):
+    """Tensors by name, each read by `read` whenever it is asked for and not kept."""
+
+    def __init__(self, keys: Collection[K], read: Callable[[K], Tensor]) -> None:
+        self._keys = keys
+        self._read = read
+
+    def __getitem__(self, key: K) -> Tensor:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # the inherited one would read the tensor
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class StateSource(Protocol):
+    """Named tensors that are read one at a time: a file, several shards, a live module, a renaming view."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it: the path, or the variable's role for live modules."""
+        ...
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """Every key with shape and dtype, from headers alone."""
+        ...
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, on the CPU, in the dtype it is stored in.
+
+        `rows` reads [start, stop) of its first axis only. What is returned may share memory with the source:
+        don't write to it.
+
+        Raises:
+            CheckpointError: there is no such key, or the file can't be read any more.
+        """
+        ...
+
+
+class TensorsSource:
+    """Tensors that are in memory already, or mapped into it, as a source; none is copied."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self.headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+        self._tensors = tensors
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it; on the CPU it is not a copy."""
+        require_key(self, key)
+        tensor = self._tensors[key].detach()
+        return (tensor if rows is None else tensor[slice(*rows)]).cpu()
+
+
+class InDtypes:
+    """Another source, whose tensors come in these dtypes; others as they are stored."""
+
+    def __init__(self, source: StateSource, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.name = source.name
+        self.headers: Mapping[str, TensorHeader] = {
+            key: replace(header, dtype=dtypes.get(key, header.dtype))
+            for key, header in source.headers.items()
+        }
+        self._source = source
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, cast; errors as for the source."""
+        return self._source.read(key, rows).to(self.headers[key].dtype)
+
+
+class Between:
+    """base + share * (end - base) of floating tensors, in the dtypes of `end`, whose other tensors are its own."""
+
+    def __init__(self, base: StateSource, end: StateSource, share: float) -> None:
+        self.name, self.headers = end.name, end.headers
+        self._base, self._end, self._share = base, end, share
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, from float64; errors as for the sources."""
+        end = self._end.read(key, rows)
+        if not end.is_floating_point() or self._share == 1 or key not in self._base.headers:
+            return end
+        start = self._base.read(key, rows).double()
+        return ((1 - self._share) * start + self._share * end.double()).to(end.dtype)
+
+
+def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """This dtype for every tensor of numbers with a point."""
+    return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
+
+
+class SafetensorsSource:
+    """One `.safetensors` file. The header is read at once, a tensor when it is asked for."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        from safetensors import safe_open
+
+        self.name = str(path)
+        self._path = path
+        with _opened(path) as file:
+            keys: list[str] = file.keys()
+            self.headers = {key: _header(self.name, key, file.get_slice(key)) for key in keys}
+        if not self.headers:
+            raise CheckpointError(
+                f"{path} holds no tensors", hint="Save the model again; this file is empty."
+            )
+        self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
+        self._mapped: dict[str, Tensor] = {}
+        self._stamp = _stamp(path)
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it; only its own bytes are read."""
+        require_key(self, key)
+        # Reading on from a file that was cut short meanwhile would kill the process.
+        if self._kept is not None and _stamp(self._path) == self._stamp:
+            if key not in self._mapped:
+                self._mapped[key] = _piece(self._kept, key, None)
+            mapped = self._mapped[key]
+            return (mapped if rows is None else mapped[slice(*rows)]).clone()
+        # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
+        # memory is what is in use, and a tensor somebody wrote to does not come back changed.
+        with _opened(self._path) as file:
+            return _piece(file, key, rows)
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[Any]:
+    """Open a file of tensors; damage that shows meanwhile is named."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {error}",
+            hint="Copy or download it again; it was cut short or changed on the way.",
+        ) from error
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
+    """What changes with a file; None where it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _piece(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:
+    tensor: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
+    return tensor
+
+
+def _header(name: str, key: str, piece: Any) -> TensorHeader:
+    dtype = DTYPES.get(piece.get_dtype())
+    if dtype is None:
+        raise CheckpointError(
+            f"{name}: tensor {key!r} has the unsupported number type {piece.get_dtype()}",
+            hint="Quantised weights can't be compared; save the model in float16 or wider.",
+            key=key,
+        )
+    return TensorHeader(tuple(piece.get_shape()), dtype)
+
+
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """The narrowest type that holds all of these; one-byte floats, above which torch has none, count as float16."""
+    if len({*dtypes}) == 1:
+        return dtypes[0]
+    halves = (torch.float16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes)
+    return functools.reduce(torch.promote_types, halves)
+
+
+class Table(Tensor):
+    """A matrix as it is stored, which to whoever uses it has the dtype of the computation: embeddings of a vocabulary.
+
+    In float32 those of 128 000 tokens take more memory than the rest of a small language model, and a batch looks up
+    some thousands.
+    Rows that `embedding` looks up are converted, nothing else of it; any other operation converts all of it. Converting
+    before or after the look-up gives the same numbers, as every wider dtype holds what a narrower one does.
+    """
+
+    _wide: torch.dtype
+
+    @classmethod
+    def of(cls, stored: Tensor, dtype: torch.dtype) -> Table:
+        """The table of a stored matrix [rows, width]; no copy."""
+        table = stored.detach().as_subclass(cls)
+        table._wide = dtype
+        return table
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What `func` returns for the matrix in the dtype of the computation."""
+        named = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.embedding and isinstance(args[1], cls) and named.get("max_norm") is None:
+                return func(args[0], args[1].as_subclass(Tensor), *args[2:], **named).to(args[1]._wide)
+            if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                return args[0]._wide
+            if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
+                return cls.of(_plain(args[0]), args[0]._wide)  # as `state_dict` hands it out
+            if (
+                getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
+                or func in _ASKS
+            ):
+                return func(*(_plain(value) for value in args), **named)  # of the matrix, not of its entries
+            return func(*map(_converted, args), **{name: _converted(value) for name, value in named.items()})
+
+
+_ASKS = [
+    getattr(Tensor, name).__get__
+    for name in ("shape", "device", "is_meta", "requires_grad", "ndim", "layout")
+]
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Table) else value
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, Table):
+        return value.as_subclass(Tensor).to(value._wide)
+    return type(value)(map(_converted, value)) if type(value) in (tuple, list) else value
+
+
+def module_source(module: nn.Module, name: str) -> StateSource:
+    """The weights of a live module, by the names of its `state_dict()`; later changes of them in place are seen."""
+    state = module.state_dict()
+    # A module's extra state may be anything; only tensors are weights.
+    return TensorsSource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
+
+
+class Composed:
+    """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in."""
+
+    def __init__(self, name: str, places: Mapping[str, tuple[StateSource, str]]) -> None:
+        self.name = name
+        self.headers = {key: source.headers[stored] for key, (source, stored) in places.items()}
+        self._places = places
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, from the source that has it."""
+        require_key(self, key)
+        source, stored = self._places[key]
+        return source.read(stored, rows)
+
+
+def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
+    """The same tensors under other names, new -> old, in that order; keys that `mapping` leaves out are hidden."""
+    for stored in mapping.values():
+        require_key(source, stored)
+    return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
+
+
+def require_key(source: StateSource, key: str) -> None:
+    """Refuse a key that `source` lacks, naming the nearest one it has."""
+    if key in source.headers:
+        return
+    near = difflib.get_close_matches(key, source.headers, n=1)
+    hint = f"The nearest key is {near[0]!r}." if near else f"It holds {len(source.headers)} tensors."
+    raise CheckpointError(f"{source.name} holds no tensor {key!r}", hint=hint, key=key)
+
+
+def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> str:
+    """SHA-256, in hexadecimal, of key, dtype, shape and bytes, in sorted key order, wherever the tensors lie."""
+    digest = hashlib.sha256()
+    for key in sorted(source.headers if keys is None else keys):
+        tensor = source.read(key)
+        digest.update(json.dumps([key, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's numbers in row-major order, as they lie in memory; not a copy where that can be avoided."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+BROKEN = "The checkpoint is broken, or overflowed when it was cast; save it again from the original."
+"""What to do about numbers of a file that are none."""
+
+
+def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
+    """Refuse NaN and infinity; tensors of other than floating-point numbers pass."""
+    if not tensor.is_floating_point():
+        return
+    # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
+    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    if torch.isfinite(wide.sum()):
+        return  # a sum is finite only if every entry is, and takes a fifth of the time of looking at each
+    finite = torch.isfinite(wide)
+    bad = finite.numel() - int(finite.sum())
+    if bad:
+        raise NumericsError(
+            f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {finite.numel()}",
+            hint=hint,
+            key=key,
+        )
+
+
+LOOKED_AT = 1 << 12
+"""Entries of each tensor by which a model is judged that nobody reads as a whole: thousands suffice for a share."""
+_ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
+    """Of two tensors of one shape: what differs, and what of that `dtype` keeps."""
+    name = str(dtype).removeprefix("torch.")
+    wide = promoted(start.dtype, end.dtype, torch.float32)
+    start, end = start.to(wide), end.to(wide)
+    differs = start != end
+    norm = float(start.double().square().sum())
+    if not (changed := int(differs.sum())):
+        return Change(name, start=norm)
+    apart = (_ordinal(start.to(dtype)) - _ordinal(end.to(dtype)))[differs]
+    steps = {count: int((apart.abs() == count).sum()) for count in (0, 1)}
+    energy = float((end - start).double().square().sum())
+    return Change(name, start.numel(), changed, steps[0], steps[1], energy, norm)
+
+
+def _ordinal(tensor: Tensor) -> Tensor:
+    """Integers in the order of a tensor's numbers, whose neighbours are one apart; both zeros are 0."""
+    bits = tensor.contiguous().view(_ORDERED[tensor.dtype.itemsize]).long()
+    most = (1 << (8 * tensor.dtype.itemsize - 1)) - 1
+    return torch.where(bits < 0, -(bits & most), bits)
+
+
+Rows = tuple[int, int] | None
+
+
+def sampled(
+    source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
+) -> Change:
+    """What `other` has in place of these rows of a tensor, by the first of them alone; norms are scaled up to all."""
+    shape, few = source.headers[key].shape, None
+    if shape:
+        first, last = rows or (0, shape[0])
+        shape = (last - first, *shape[1:])
+        few = (first, min(last, first + max(1, LOOKED_AT // max(1, math.prod(shape[1:])))))
+    start = source.read(key, few)
+    change, scale = change_of(start, other(few), dtype), math.prod(shape) / max(1, start.numel())
+    return replace(change, energy=scale * change.energy, start=scale * change.start)
+
+
+def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> Change:
+    """The same of what was computed in place of these rows, and is about to be stored in `dtype`."""
+    first = 0 if rows is None else rows[0]
+    return sampled(
+        source,
+        key,
+        lambda few: value if few is None else value[few[0] - first : few[1] - first].cpu(),
+        dtype,
+        rows,
+    )
+
+
+def task_vector(base: StateSource, expert: StateSource) -> Change:
+    """What an expert changes of its base, by the first entries of every tensor.
+
+    The number type is the coarser of both, that of the expert where they are as coarse.
+    """
+    total = Change("")
+    for key, header in base.headers.items():
+        own = expert.headers.get(key)
+        if own is not None and own.shape == header.shape and header.dtype.is_floating_point:
+            narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
+            total += sampled(base, key, functools.partial(expert.read, key), narrow)
+    return total

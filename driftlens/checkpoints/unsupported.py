@@ -1,0 +1,298 @@
+"""What people bring that can't be taken, told from files, configurations or key names, with the way that does work."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError
+from driftlens.utils.files import plain_file
+
+LIVE = (
+    "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
+    "`dl.analyze`, which take any module that runs a list of blocks one after the other."
+)
+_ROUTES = {
+    "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
+    "": LIVE,
+}
+MODEL_TYPES = {
+    "hf-clip": ("clip", "clip_vision_model"),
+    "hf-vit": ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit"),
+    "hf-t5": ("t5",),
+    "hf-encoder": (
+        *("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2"),
+        *("nomic_bert", "gte", "jina_embeddings_v3"),
+    ),
+}
+"""By loader, the model types of transformers that it reads.
+
+hf-decoder reads causal ones, hf-vlm those with a vision tower, hf-auto the others.
+"""
+_WITH_LM_HEAD = ("CausalLM", "LMHead")
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_FAMILIES = (
+    ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
+    ("attn_pool.", "a tower that pools by attention (CoCa)", ""),
+    ("attnpool.", "a ResNet of CLIP", ""),
+    ("head.probe", "a SigLIP tower", "hf-vit"),
+    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", ""),
+    ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
+    ("transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
+    ("lora_A.", "LoRA adapters", "adapters"),
+    ("block_sparse_moe.", "a mixture of experts", "hf-decoder"),
+    (".experts.", "a mixture of experts", "hf-decoder"),
+    ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
+    ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
+    ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
+    (
+        "encoder.layers.0.self_attn.",
+        "an encoder of transformers (a text tower, or another family's)",
+        "hf-auto",
+    ),
+    ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
+    ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-encoder"),
+    ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),
+    ("stages.0.", "a convolutional network in stages", "timm"),
+)
+"""Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
+
+
+NESTS = ("state_dict", "model", "model_state_dict")
+"""Where training checkpoints keep the weights."""
+
+
+def route(loader: str) -> str:
+    """What to do with a model that another loader serves; with one that none does, for the empty name."""
+    if loader == "adapters":
+        return "Give the folder that peft saved, beside the base that it was trained on."
+    return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
+
+
+class Family(NamedTuple):
+    """What a checkpoint's keys give away of it: what it is, one such key, and the loader that takes it, if one does."""
+
+    what: str
+    key: str
+    loader: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do with it, where it stands beside models of another family or under another's loader."""
+        way = route(self.loader)
+        alike = "Base, experts and merge have to be of one architecture. "
+        return f"{alike}{way[:-1]} if the others are of it, too." if way.startswith("Its loader") else way
+
+
+def family_of_keys(keys: Collection[str]) -> Family | None:
+    """What a checkpoint's keys give away of it; None where nothing does."""
+    for fragment, what, loader in _FAMILIES:
+        key = next((key for key in keys if fragment in key), None)
+        if key is not None:
+            return Family(what, key, loader)
+    return None
+
+
+def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
+    """The error for a configuration of another family than the loader's; names the family and who takes it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
+    loader = loader_of(config)
+    what = f"a {kind} model ({named or 'no architecture named'})"
+    if kind is None and loader:
+        what = {"timm": f"a timm model ({config.get('architecture')})"}.get(loader, "a model of open_clip")
+    mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
+    unknown = "The transformers that is installed knows no such model type. "
+    hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
+    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+
+
+def loader_of(config: Mapping[str, Any]) -> str:
+    """The loader that takes the model that a configuration describes; empty where none does."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind is None:
+        if "model_cfg" in config or "vision_cfg" in config:
+            return "open-clip"
+        return "timm" if isinstance(config.get("architecture"), str) else ""
+    if kind not in CONFIG_MAPPING or not (is_causal(config) or not num_experts(config)):
+        return ""
+    other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
+    other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
+    other = "hf-seq2seq" if is_seq2seq(config) else other
+    if answers(config) and not other:  # a head that none of them takes
+        return ""
+    return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has an image processor for models of the type that a `config.json` names."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    return config.get("model_type") in IMAGE_PROCESSOR_MAPPING_NAMES
+
+
+def answers(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` names an architecture that answers by text, with a head of its own."""
+    named = (config.get("architectures") or [""])[0]
+    return any(part in named for part in (*_WITH_LM_HEAD, "ConditionalGeneration"))
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a causal language model of transformers with its head, and of nothing else."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+        return False
+    stated = CONFIG_MAPPING[kind]
+    # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
+    beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
+    is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
+    return not beside and not is_other and may_have_lm_head(config)
+
+
+def may_have_lm_head(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` names an architecture with the head of a causal language model, or none."""
+    named = (config.get("architectures") or [""])[0]
+    return not named or any(part in named for part in _WITH_LM_HEAD)
+
+
+def is_vision_language(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a model of transformers whose decoder reads the features of a vision tower."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    model = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    if kind not in CONFIG_MAPPING or named not in ("", model):
+        return False
+    parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
+    # No decoder alone: an encoder between tower and texts, or an encoder-decoder (Florence 2).
+    text = config.get("text_config")
+    named_text = text.get("model_type") if isinstance(text, Mapping) else None
+    has_encoder = named_text in CONFIG_MAPPING and getattr(
+        CONFIG_MAPPING[named_text], "is_encoder_decoder", False
+    )
+    is_pair = "qformer_config" in parts or has_encoder
+    return model is not None and {"text_config", "vision_config"} <= parts and not is_pair
+
+
+def is_seq2seq(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of an encoder-decoder of transformers that answers texts by texts."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    model = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if kind not in CONFIG_MAPPING or named not in ("", model) or num_experts(config):
+        return False
+    parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
+    is_pair = config.get("is_encoder_decoder", getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
+    return model is not None and bool(is_pair) and parts <= {"encoder", "decoder"}
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """How many experts a `config.json` says that each block mixes; 0 where it mixes none."""
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    counts = [part[key] for part in sections for key in _NUM_EXPERTS if isinstance(part.get(key), int)]
+    return max((count for count in counts if count > 1), default=0)
+
+
+def require_plain(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run."""
+    require_unquantised(config, source)
+    if foreign := foreign_code(config):
+        raise IncompatibleModelsError(
+            f"{source} needs code of its own, which is never run (auto_map: {foreign})", hint=LIVE
+        )
+
+
+_LOADED_WIDE = {
+    "mxfp4": "Mxfp4Config",
+    "fp8": "FineGrainedFP8Config",
+    "mxfp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+}
+"""By the method of quantised weights, the class of transformers that has them widened as they are loaded."""
+
+
+def require_unquantised(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, whose tensors are packed integers."""
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        loaded = "from_pretrained(SOURCE).dequantize()"
+        if isinstance(method, str) and method in _LOADED_WIDE:  # which have no way back once they are loaded
+            loaded = f"from_pretrained(SOURCE, quantization_config={_LOADED_WIDE[method]}(dequantize=True))"
+        raise IncompatibleModelsError(
+            f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
+            hint=f"Give the weights it was made from, or save them anew: {loaded}.save_pretrained(OUT).",
+        )
+
+
+def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
+    """The code beside a configuration, as `file.Class`; empty where there is none.
+
+    With `needed`, none counts where transformers itself has the model type and the architectures that are named.
+    """
+    beside = config.get("auto_map")
+    if not isinstance(beside, Mapping) or not beside:
+        return ""
+    named = config.get("architectures") or []
+    is_known = needed and bool(named) and _has_classes(str(config.get("model_type")), named)
+    return "" if is_known else ", ".join(sorted({str(value) for value in beside.values()}))
+
+
+def _has_classes(kind: str, named: Collection[str]) -> bool:
+    """Return True if the transformers that is installed has a model type and these classes."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return kind in CONFIG_MAPPING_NAMES and {*named} <= {*dir(transformers)}
+
+
+@contextlib.contextmanager
+def running(source: str) -> Iterator[None]:
+    """What a library raises inside, over a configuration or on a small batch, becomes a refusal."""
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
+        kind, lines = type(error).__name__, [line.strip() for line in str(error).splitlines()] or [""]
+        cause = " ".join(lines[: 1 + lines[0].endswith(":")])
+        # As transformers calls it where a configuration has a value of another kind than it should.
+        hint = "Restore its configuration from the original." if kind.startswith("StrictDataclass") else LIVE
+        raise IncompatibleModelsError(
+            f"{source} can't be used as it is ({kind}: {cause})", hint=hint
+        ) from error
+
+
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Refuse what Git LFS leaves in the place of a file that was not fetched."""
+    with plain_file(path).open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder."
+        )
+
+
+def conversion(path: pathlib.Path) -> str:
+    """Return how to save a pickled model as safetensors, with the warning that this runs code of the file."""
+    target = str(path.with_suffix(".safetensors"))
+    return (
+        "If you trust its author, convert it where its classes can be imported. This runs code from the file:\n"
+        f"model = torch.load({str(path)!r}, weights_only=False)\n"
+        "state = model.state_dict()\n"
+        f"safetensors.torch.save_file({{k: v.contiguous().clone() for k, v in state.items()}}, {target!r})"
+    )

@@ -1,0 +1,448 @@
+"""The `data` section: where each task's images or texts come from, and how many are drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from driftlens.config.sections import ClassNames
+from driftlens.config.types import (
+    Count,
+    CountOrAll,
+    Flag,
+    LocalPath,
+    Part,
+    PythonTarget,
+    Seed,
+    Source,
+    Text,
+    plain_text,
+    problem,
+    resolved,
+)
+from driftlens.utils.metrics import METRICS
+from driftlens.utils.registry import Registry
+
+
+class Views(Part):
+    """Copies of every calibration sample, made by `seed` whenever they are read; calibrations read them beside it.
+
+    Attributes:
+        copies: of each sample.
+        kind: `crop` moves an image and changes its light, `mix` adds another sample of the task, `words` puts words of
+            the task's other prompts into a prompt; `auto` takes what suits the samples, `none` makes no copies.
+    """
+
+    kind: Literal["auto", "crop", "mix", "words", "none"] = "auto"
+    copies: Annotated[int, Field(strict=True, ge=1, le=31)] = 3
+    seed: Seed = 0
+
+    @property
+    def count(self) -> int:
+        """Copies of each sample; 0 where none are made."""
+        return 0 if self.kind == "none" else self.copies
+
+    def __str__(self) -> str:
+        return (
+            "none"
+            if self.kind == "none"
+            else ":".join(map(str, (self.kind, self.copies, *filter(None, [self.seed]))))
+        )
+
+
+_VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9}))?")
+
+
+def _views_spelled_out(views: Any) -> Any:
+    """`3`, `crop`, `crop:3` and `crop:3:1` by the names of their parts."""
+    if isinstance(views, int) and not isinstance(views, bool):
+        return {"copies": views}
+    if not isinstance(views, str):
+        return views
+    match = _VIEWS.fullmatch(views)
+    if match is None or not views:
+        return views  # which pydantic refuses
+    return {
+        name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
+    }
+
+
+ViewsAsked = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
+"""Views by the names of their parts, or as words say them: `crop:3`."""
+
+
+class DataDefaults(Part):
+    """Counts per task that a task's own entry may override; `n` are drawn for calibration, by `seed`."""
+
+    n: Count = 256
+    n_diagnosis: Count = 256
+    n_test: CountOrAll = "all"
+    seed: Seed = 0
+    batch_size: Count = 32
+    views: ViewsAsked = None
+
+
+def _metric(name: str) -> str:
+    if name not in METRICS:
+        raise problem(f"there is no metric {name!r}", f"There are {', '.join(METRICS)}.")
+    return name
+
+
+def _one_or_several(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
+
+
+MetricName = Annotated[Text, AfterValidator(_metric)]
+
+
+class Entry(Part):
+    """What an entry of any kind may set; `metric` is accuracy or exact match if left out."""
+
+    kind: str
+    n: Count | None = None
+    n_diagnosis: Count | None = None
+    n_test: CountOrAll | None = None
+    views: ViewsAsked = None
+    metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_one_or_several)] = None
+
+
+_ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
+"""What stands between two braces each, or else a field."""
+
+
+def fields_of(template: str) -> tuple[str, ...]:
+    """The names that stand in braces in a template; between two braces each they are plain text."""
+    return tuple(match[2] for match in _ASKED.finditer(template) if match[2])
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """A template with its fields replaced; other braces, and those of the values, stay as they are."""
+    return _ASKED.sub(lambda match: match[1] or values[match[2]], template)
+
+
+def _word_by_label(given: Any) -> Any:
+    """Return the labels as text; YAML makes numbers, true and false of some."""
+    if not isinstance(given, Mapping):
+        return given
+    return {
+        str(label).lower() if isinstance(label, bool) else str(label): word for label, word in given.items()
+    }
+
+
+def _with_field(template: str) -> str:
+    if not fields_of(template):
+        raise problem(
+            f"the prompt {template!r} asks the same of every row", "Write {COLUMN} where its text goes."
+        )
+    return template
+
+
+def _with_target(template: str) -> str:
+    if set(fields_of(template)) != {"target"}:
+        raise problem(
+            f"the answer {template!r} has other fields than {{target}}, or none", 'For example " {target}".'
+        )
+    return template
+
+
+class Corpus(Part):
+    """The passages among which queries look: a file, or a split of the entry's own data.
+
+    Attributes:
+        text: column of the passages.
+        key: column of what queries call them by, which several may share; if left out, their text.
+        prompt: what is read of a passage; `{text}` or other columns stand in braces.
+    """
+
+    file: LocalPath | None = None
+    split: Text | None = None
+    text: Text = "text"
+    key: Text | None = None
+    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.file is None) == (self.split is None):
+            raise problem(
+                "a corpus is a file or a split", "Give `file: FILE`, or `split: NAME` of the entry's data."
+            )
+        return self
+
+
+def _file_alone(given: Any) -> Any:
+    return {"file": given} if isinstance(given, str) else given
+
+
+Classes = Flag | ClassNames
+"""Whether labels are classes that others name, or the names of all classes, or a JSON file of them."""
+
+
+class TextEntry(Entry):
+    """How the rows of a source become questions and answers.
+
+    Attributes:
+        input: column of the text that `{input}` stands for.
+        target: column of the answers, which calibration may lack; if left out, `target` where there is one.
+        prompt: what the model is asked; the names of columns stand in braces.
+        answer: what it should say; with a space before it if left out, for decoders that are asked without `chat`.
+        classes: whether targets are the names of classes, which a head's rows meet; or the names, or a JSON file.
+        words: what the model is to say for each label; targets are classes then.
+        chat: whether questions go through the tokenizer's chat template, as a user's message.
+        max_length: tokens of a row at most; the model's own limit if left out.
+        too_long: whether longer questions are cut, or refused.
+        decoder_inputs: the answers that calibration shows the model: the data's, the expert's own greedy ones, or none.
+        pair: column of the text that the first is compared with; `target` is how alike they are, a number.
+        positive: column of what answers a query: texts, or keys of the corpus; a list of them, or one.
+        negative: column of the texts among which a query's positives are looked for, where that is no corpus.
+        corpus: among what queries look; if left out, all positives.
+    """
+
+    input: Text | None = None
+    target: Text | None = None
+    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
+    answer: Annotated[Text, AfterValidator(_with_target)] | None = None
+    classes: Classes = False
+    words: Annotated[dict[str, Text], Field(min_length=1), BeforeValidator(_word_by_label)] | None = None
+    chat: Flag = False
+    max_length: Count | None = None
+    too_long: Literal["cut", "refuse"] = "cut"
+    decoder_inputs: Literal["target", "expert", "none"] | None = None
+    pair: Text | None = None
+    positive: Text | None = None
+    negative: Text | None = None
+    corpus: Annotated[Corpus | None, BeforeValidator(_file_alone)] = None
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether rows are texts: somebody has said which."""
+        return self.input is not None or self.prompt is not None
+
+    @property
+    def answers(self) -> str:
+        """The column of the answers."""
+        return self.target or "target"
+
+    @property
+    def pictures(self) -> str | None:
+        """The column of the images that questions are about, or of their paths; None where they are about none."""
+        return getattr(self, "image", None) if self.holds_texts else None
+
+    @model_validator(mode="after")
+    def _texts_agree(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        if not self.holds_texts:
+            has_classes = self.kind == "table" and self.classes is not True
+            others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
+            if own := [name for name in TextEntry.model_fields if name in given and name not in others]:
+                raise problem(
+                    f"{own[0]} belongs to texts, and no column of texts is named",
+                    "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",
+                )
+            return self
+        if "label" in given:
+            raise problem(
+                "label belongs to images, and texts are asked for", "The column of answers is `target`."
+            )
+        self._require_one_comparison(given)
+        asked = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
+        if self.answers in asked:
+            raise problem(f"the prompt shows the answer, {self.answers}", "Ask without it.")
+        return self
+
+    def _require_one_comparison(self, given: Collection[str]) -> None:
+        odd_by_key: dict[str, tuple[str, ...]] = {
+            "pair": ("positive", "negative", "corpus", "classes", "words", "chat", "answer"),
+            "positive": ("classes", "words", "chat", "answer", "target"),
+            "negative": ("corpus",),
+        }
+        for key, odd in odd_by_key.items():
+            if key in given and (both := [name for name in odd if name in given]):
+                raise problem(f"{both[0]} doesn't go together with {key}", "Take out one of the two.")
+        for key in ("negative", "corpus"):
+            if key in given and "positive" not in given:
+                raise problem(
+                    f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
+                )
+
+
+class Places(Entry):
+    """A file or folder per split."""
+
+    calibration: LocalPath
+    test: LocalPath
+    diagnosis: LocalPath | None = None
+
+
+class ImageFolderData(Places):
+    """Folders with one sub-folder per class, or with images only; those of `unlabelled` splits are no classes."""
+
+    kind: Literal["imagefolder"]
+    unlabelled: tuple[Literal["calibration", "diagnosis", "test"], ...] = ()
+
+
+class NpzArrays(Part):
+    """Which arrays of an `.npz` file make one split; without `y` it has no labels."""
+
+    file: LocalPath | None = None
+    x: Text
+    y: Text | None = None
+
+
+class NpzData(Entry):
+    """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, `x, y` for all splits, or arrays by name."""
+
+    kind: Literal["npz"]
+    file: LocalPath | None = None
+    calibration: NpzArrays | None = None
+    test: NpzArrays | None = None
+    diagnosis: NpzArrays | None = None
+
+    @model_validator(mode="after")
+    def _every_split_has_a_file(self) -> Self:
+        splits = [self.calibration, self.test, *filter(None, [self.diagnosis])]
+        if self.file is None and not all(arrays and arrays.file for arrays in splits):
+            raise problem(
+                "a split has no file", "Set `file`, or `calibration: {file, x, y}` and `test: {file, x, y}`."
+            )
+        return self
+
+
+class HfData(TextEntry):
+    """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
+
+    Rows are images, in the column `image` if left out, or with `input` or `prompt` texts; `image` is then the column of
+    the images that these are about.
+    """
+
+    kind: Literal["hf"]
+    path: Source
+    revision: Text | None = None
+    config: Text | None = None
+    calibration: Text
+    test: Text
+    diagnosis: Text | None = None
+    image: Text | None = None
+    label: Text | None = "label"
+
+    @property
+    def pixels(self) -> str:
+        """The column of images."""
+        return self.image or "image"
+
+
+class JsonlData(Places, TextEntry):
+    """Text tasks: files with one JSON object per line.
+
+    `image` names the key of the path of a question's image, or a list of paths.
+    """
+
+    kind: Literal["jsonl"]
+    input: Text = "input"
+    image: Text | None = None
+
+
+def _file_or_value(value: str, info: ValidationInfo) -> str:
+    return value if info.data.get("file") is not None else resolved(value, info)
+
+
+Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_value)]
+"""A file of one split; beside `file`, the value that its rows have in the column `split`."""
+
+
+def _separator(text: Any) -> Any:
+    return "\t" if text in ("tab", "\\t") else text
+
+
+class TableData(TextEntry):
+    """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
+
+    One per split, or `file` with a column of splits. `image` is the column of paths, `path` if left out; beside texts
+    that of the images that they are about.
+    `encoding` and `separator` are those of CSV files: UTF-8 and commas if left out, or tabs where a file's name ends
+    in `.tsv`.
+    """
+
+    kind: Literal["table"]
+    file: LocalPath | None = None
+    split: Text = "split"
+    calibration: Rows
+    test: Rows
+    diagnosis: Rows | None = None
+    image: Text | None = None
+    label: Text | None = "label"
+    classes: Classes = None
+    encoding: Text | None = None
+    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_separator)] | None = None
+
+    @property
+    def paths(self) -> str:
+        """The column of the paths of images."""
+        return self.image or "path"
+
+
+class WebdatasetData(Places):
+    """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
+
+    kind: Literal["webdataset"]
+    image: Text | None = None
+    label: Text | None = "cls"
+    key: Text = "label"
+    classes: ClassNames = None
+
+
+class PythonData(Entry):
+    """A function of the user's that is called with `calibration` or `test`; runs only when trusted."""
+
+    kind: Literal["python"]
+    target: PythonTarget
+
+
+KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
+
+
+data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.config", "driftlens.data_sources")
+"""What an entry of a kind that another distribution adds may hold; asked for kinds that are none of `KINDS`."""
+
+
+def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    if isinstance(kind, str) and kind not in KINDS and kind in data_kinds:
+        return data_kinds[kind].model_validate(entry, context=info.context)
+    return check(entry)
+
+
+TaskData = Annotated[
+    SerializeAsAny[ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData],
+    Field(discriminator="kind"),
+    WrapValidator(_of_its_kind),
+]
+"""Where one task's samples come from."""
+
+
+class Data(Part):
+    """The defaults, and one entry per task under the task's own name."""
+
+    # Tasks stand beside `defaults` in the file, so they are the extra keys of this section.
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, TaskData] = Field(init=False)
+
+    defaults: DataDefaults = DataDefaults()
+
+    @property
+    def tasks(self) -> dict[str, TaskData]:
+        """Entry per task, sorted by the task's name."""
+        return dict(sorted(self.__pydantic_extra__.items()))

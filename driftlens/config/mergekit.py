@@ -1,0 +1,145 @@
+"""mergekit recipes: which models a recipe merges, and the nearest merge method of ours. Entry point: `recipe_of`.
+
+Only what names models, method and weights is read. What else a recipe says concerns mergekit, which makes the merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from driftlens.utils.errors import SpecError
+
+Settings = Mapping[str, Any]
+_OWN = ("merge_method", "models", "slices", "modules", "gate_mode")
+"""Keys of which every recipe has one, and no spec has any."""
+_OF_TWO = ("slerp", "nuslerp", "nearswap", "arcee_fusion")
+"""Methods that merge two models, of which `base_model` is one."""
+
+_OF_MODELS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
+"""Methods that merge models rather than what they add to a base."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The models of a recipe and how they are merged.
+
+    Attributes:
+        method: mergekit's name of the method.
+        base: the model the experts were trained from, None where the recipe names none.
+        experts: the other models in the order of the file, each as `MODEL` or `MODEL+ADAPTER`.
+        merge: the `merge` section of a spec that is nearest to the recipe.
+    """
+
+    method: str
+    base: str | None
+    experts: tuple[str, ...]
+    merge: Settings
+
+
+def is_recipe(given: Settings) -> bool:
+    """Return True if the content of a file is meant for mergekit, by its keys."""
+    return "version" not in given and not given.keys().isdisjoint(_OWN)
+
+
+def recipe_of(given: Settings) -> Recipe:
+    """Read a recipe of mergekit.
+
+    Raises:
+        SpecError: The recipe names no method, no models, or a model that is no path or Hub id.
+    """
+    method = given.get("merge_method")
+    if not isinstance(method, str):
+        raise _refused(
+            f"merge_method is {method!r}", "A recipe that mergekit-yaml follows has a `merge_method`."
+        )
+    parts = [*_parts(given)]
+    base = next((part["base_model"] for part in parts if part.get("base_model") is not None), None)
+    entries = [entry for part in parts for entry in _listed(part, "models") + _listed(part, "sources")]
+    listed = {_model(entry.get("model")): _mapping(entry.get("parameters")) for entry in entries}
+    base = None if base is None else _model(base)
+    names = [*dict.fromkeys([*listed, *([base] if base else [])])]
+    if base is not None and not (method in _OF_TWO and len(names) == 2):
+        names.remove(base)
+    else:
+        base = None
+    if not names:
+        raise _refused("it names no models besides the base", "Write `models` or `slices` with `sources`.")
+    shared: dict[str, Any] = {}
+    for part in parts:
+        shared |= _mapping(part.get("parameters"))
+    own = [{**shared, **listed.get(name, {})} for name in names]
+    return Recipe(method, base, tuple(names), _nearest(method, own, has_base=base is not None))
+
+
+def _parts(given: Settings) -> Iterator[Settings]:
+    """Yield the recipe, its modules and their slices: all mappings that may name models."""
+    yield given
+    modules = [entry for entry in _mapping(given.get("modules")).values() if isinstance(entry, Mapping)]
+    yield from modules
+    for part in (given, *modules):
+        yield from _listed(part, "slices")
+
+
+def _listed(part: Settings, key: str) -> list[Settings]:
+    entries = part.get(key) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise _refused(f"{key} is {str(entries)[:80]!r}", "Write a list of mappings.")
+    return entries
+
+
+def _mapping(value: Any) -> Settings:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _model(name: Any) -> str:
+    """Return `MODEL` or `MODEL+ADAPTER` of a model that may be spelled out as a mapping."""
+    if isinstance(name, Mapping) and "model" in name:
+        name = "+".join(_path(part) for part in (name["model"], name.get("lora")) if part)
+    if not isinstance(name, str) or not all(name.split("+")):
+        raise _refused(f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER.")
+    return name
+
+
+def _path(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    return f"{part.get('path')}@{part['revision']}" if part.get("revision") else str(part.get("path"))
+
+
+def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[str, Any]:
+    """Return the `merge` section that is nearest, with the settings that all experts share."""
+
+    def common(name: str, default: float) -> float:
+        values = [settings.get(name, default) for settings in own]
+        return float(values[0]) if _is_number(values[0]) and values == values[:1] * len(values) else default
+
+    scaling, drop = common("lambda", 1.0), round(1 - common("density", 1.0), 6)
+    if method == "slerp" and len(own) == 2:
+        return {"method": "slerp"}
+    if not has_base or method in _OF_MODELS:
+        return {"method": "average"}
+    if method == "model_stock":
+        return {"method": "model_stock"}
+    if method == "ties":
+        return {
+            "method": "ties",
+            "scaling": scaling,
+            "density": common("density", 1.0),
+            "trim_scope": "per_tensor",
+        }
+    scaling *= common("weight", 1.0)
+    if method == "dare_ties":
+        return {"method": "ties", "scaling": scaling, "density": 1.0, "merge_func": "sum", "drop_rate": drop}
+    if method == "dare_linear":
+        return {"method": "dare", "scaling": scaling, "drop_rate": drop}
+    return {"method": "task_arithmetic"} | ({"scaling": scaling} if method == "task_arithmetic" else {})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refused(what: str, hint: str) -> SpecError:
+    return SpecError(f"mergekit recipe: {what}", hint=hint)

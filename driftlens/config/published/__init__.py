@@ -1,0 +1,65 @@
+"""The image classification tasks of the published CLIP suites: class names in label order, and templates.
+
+One YAML file per task, named as the experts of the suite are (`tanganke/clip-vit-base-patch32_TASK`). They hold facts
+about data sets, with the source named in each; a spec uses them by `heads.<task>: {suite: cars}`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from driftlens.utils.errors import SpecError, did_you_mean
+
+_ALSO = {"cars": "stanford-cars", "flowers102": "oxford_flowers102", "emnist": "emnist_letters"}
+"""Further names in use, in plain form."""
+
+
+@dataclass(frozen=True)
+class PublishedTask:
+    """One task of the suites.
+
+    Attributes:
+        name: as the suite's experts are called.
+        title: what papers call the data set.
+        source: where its class names and templates come from.
+        templates: prompts in which `{}` stands for the class.
+        classes: how a class reads in a prompt, in label order.
+        labels: what the data set itself calls its classes, where that is something else.
+    """
+
+    name: str
+    title: str
+    source: str
+    templates: tuple[str, ...]
+    classes: tuple[str, ...]
+    labels: tuple[str, ...] = field(default=())
+
+
+def published_names() -> list[str]:
+    """Names of the tasks, sorted."""
+    entries = (entry.name for entry in files(__name__).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+@functools.cache
+def published_task(name: str) -> PublishedTask:
+    """The task that `name` means: `cars`, `Cars` and `stanford-cars` are the same.
+
+    Raises:
+        SpecError: there is no such task.
+    """
+    import yaml
+
+    names = published_names()
+    plain = "".join(filter(str.isalnum, name.casefold()))
+    found = {"".join(filter(str.isalnum, task)): task for task in names}.get(plain, _ALSO.get(plain))
+    if found is None:
+        raise SpecError(
+            f"no published task is called {name!r}; there are {', '.join(names)}",
+            hint=did_you_mean(name, [*names, *_ALSO]),
+        )
+    raw = yaml.safe_load(files(__name__).joinpath(f"{found}.yaml").read_text(encoding="utf-8"))
+    lists = {key: tuple(raw.get(key, ())) for key in ("templates", "classes", "labels")}
+    return PublishedTask(found, **{**raw, **lists})

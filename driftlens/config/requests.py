@@ -1,0 +1,546 @@
+"""What each command is asked to do, one model per command: flags, keywords, forms, plans and records are made of them.
+
+A field says once what it is called, of which type, within which bounds, what it is if nobody says, and what it does.
+`driftlens.cli.app` makes flags of the fields, `driftlens.front.keywords` keywords of Python.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from driftlens.config.data import ViewsAsked
+from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, spec_error
+from driftlens.config.yaml_text import from_yaml
+from driftlens.utils.errors import SpecError, did_you_mean
+
+DEFAULT_METHOD = "featcal"
+"""The calibrator where neither a request nor the run's spec names one."""
+MOST_DRAWS = 1000
+"""Draws of the calibration samples in one sweep, at most."""
+
+
+def parts(given: str | Sequence[str]) -> list[str]:
+    """Return the names in comma-separated text; repeated options and comma-separated ones are the same."""
+    joined = given if isinstance(given, str) else ",".join(given)
+    return [part.strip() for part in joined.split(",") if part.strip()]
+
+
+def layer_named(text: str) -> int | str:
+    """Return a layer's number, or what its path is matched with: too many digits number none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
+
+
+def layers_named(given: str | Sequence[str]) -> list[int | str]:
+    """Return the layers in comma-separated text."""
+    return [*map(layer_named, parts(given))]
+
+
+def _pair(text: str, option: str, example: str) -> tuple[str, str]:
+    """Return name and value of `name=value`."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not name or not equals:
+        raise SpecError(f"{option} {text}: expected name=value", hint=f"For example {option} {example}.")
+    return name, value
+
+
+def assignments(given: Sequence[str] | None) -> dict[str, Any]:
+    """Return the values of `--set name=value`, each read as YAML."""
+    pairs = (_pair(text, "--set", "scaling=0.4") for text in given or ())
+    return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
+
+
+def lists(given: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
+    by_name: dict[str, list[Any]] = {}
+    for text in given:
+        name, values = _pair(text, "--param", "lam=0.01,0.05")
+        by_name.setdefault(name, []).extend(from_yaml(f"[{values}]", f"--param {name}"))
+    return by_name
+
+
+def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return methods joined by commas, each with settings behind colons: `ties:scaling=0.4`."""
+    methods = []
+    # Commas inside brackets are those of a list.
+    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
+        name, *settings = text.strip().split(":")
+        methods.append((name, assignments(settings)))
+    return methods
+
+
+def spelled_out(entry: object) -> str:
+    """Return an entry of a list as its option has it: a name, a number, or a method with its settings."""
+    if not isinstance(entry, tuple):
+        return str(entry)
+    method, settings = entry
+    return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
+
+
+def names_shown(given: str) -> dict[str, str]:
+    """Return what names are shown as, from `mnist=MNIST,merged=Ours`."""
+    return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(given))
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line spells a field, where that isn't `--its-name VALUE`.
+
+    Attributes:
+        name: the option, such as `--set`; `--no-...` of what is on unless it is given.
+        parameter: its name in environment variables, where that isn't the field's.
+        unset: what its help says of leaving it out, where that isn't the default.
+        read: words of the command line, a list of them where it is repeatable -> the value.
+    """
+
+    name: str = ""
+    parameter: str = ""
+    metavar: str | None = None
+    unset: str = ""
+    read: Callable[[Any], Any] | None = None
+    is_list: bool = True
+    is_given: bool = True
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> Option:
+        """The one that a field states, or the usual one."""
+        option: Any = field.json_schema_extra or {}
+        return cls(**option)
+
+    def spelled(self, field: str) -> str:
+        """The option of the field of this name, as it is given: the first name, and that of what is on."""
+        return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
+
+
+def asked(text: str, default: Any = None, **option: Any) -> Any:
+    """A field with what it does, what it is if nobody says, and the attributes of its `Option`."""
+    how = {"default_factory": default} if default is dict else {"default": default}
+    return Field(description=text, json_schema_extra=option, **how)
+
+
+def unspoken(default: Any) -> Any:
+    """A field that the command line has no option for."""
+    return asked("", default, is_given=False)
+
+
+class Request(Part, title="calibrate"):
+    """The options of one command."""
+
+    if not TYPE_CHECKING:  # a type checker reads the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise spec_error(error, given, self.model_config.get("title", "")) from None
+
+    @classmethod
+    def keywords(cls) -> dict[str, Any]:
+        """All that can be said, with what it is if nobody does; `...` where somebody has to."""
+        return {
+            name: ... if field.is_required() else field.get_default(call_default_factory=True)
+            for name, field in cls.model_fields.items()
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_python_numbers(cls, keywords: Any) -> Any:
+        if not isinstance(keywords, Mapping):
+            return keywords
+        # Records hold Python's numbers, not those of numpy or torch.
+        return {
+            name: value.item() if getattr(value, "ndim", None) == 0 else value
+            for name, value in keywords.items()
+        }
+
+    def words(self) -> list[str]:
+        """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
+        options = []
+        for name, field in type(self).model_fields.items():
+            option, value = Option.of(field), getattr(self, name)
+            if not option.is_given or value == field.get_default(call_default_factory=True):
+                continue
+            spelled = option.spelled(name)
+            if isinstance(value, bool):
+                options.append(spelled)
+            elif isinstance(value, dict):
+                options += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
+            elif isinstance(value, tuple):
+                options.append(f"{spelled}={','.join(map(spelled_out, value))}")
+            else:
+                options.append(f"{spelled}={value}")
+        return options
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with some fields changed, checked like a new one."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse a keyword that a command does not take."""
+    for name in given:
+        if name not in known:
+            raise SpecError(
+                f"{command} has no {name!r}; it takes {', '.join(known)}", hint=did_you_mean(name, known)
+            )
+
+
+def _plain_layers(layers: Any) -> Any:
+    """Layers of Python's own kinds: a range and numpy's numbers are none that a record has."""
+    if layers is None or isinstance(layers, str | int):
+        return layers
+    return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
+
+
+def _plain_record(record: Any) -> Any:
+    """A dataclass as a mapping."""
+    return record if record is None or isinstance(record, Mapping) else dict(vars(record))
+
+
+def _jacobian(settings: Any) -> Any:
+    """What settings of Jacobians are given as, with a spec's words for the defaults and for none."""
+    if settings is None or isinstance(settings, bool):
+        return {} if settings else None
+    return settings
+
+
+def _pairs(pairs: Any) -> Any:
+    return pairs if pairs is None else [(each, {}) if isinstance(each, str) else each for each in pairs]
+
+
+_MERGED_TO = (
+    "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
+    "out."
+)
+OutDtype = Literal["float32", "float16", "bfloat16"]
+"""Number types that models are saved in."""
+LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
+Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pairs)]
+
+
+def _attribution() -> Any:
+    text = (
+        "Measure drift and accuracy, not where the drift comes from; `driftlens analyze RUN` does so later."
+    )
+    return asked(text, True, name="--no-attribution", parameter="no_attribution")
+
+
+def _out_dtype() -> Any:
+    return asked("What is saved in: float32, float16 or bfloat16; else the base's own.")
+
+
+def _overrides() -> Any:
+    return asked("Override one value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+
+
+def _parameters(text: str) -> Any:
+    return asked(text, dict, name="--set", metavar="name=value", read=assignments)
+
+
+class CalibrationRequest(Request):
+    """One calibration; what is left out comes from the preset, then from the run's spec."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = asked(
+        "Its variant will be called calibrated:NAME.", ...
+    )
+    method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
+    preset: Text | None = asked("Published settings; `driftlens doctor --methods` lists them.")
+    parameters: dict[str, Any] = _parameters("A setting of the method, such as lam=0.05; repeatable.")
+    samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
+    views: ViewsAsked = asked(
+        "Copies of every sample to read beside it: crop:3, mix:3, words:3, auto or none.",
+        unset="the spec's",
+        metavar="kind:copies",
+        read=str,
+        is_list=False,
+    )
+    layers: LayerPatterns = asked(
+        "Layers to calibrate: numbers or patterns on module paths, all blocks if left out.", read=layers_named
+    )
+    sites: tuple[Text, ...] | None = asked(
+        "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
+        "modules if left out.",
+        read=parts,
+    )
+    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = asked(
+        "Keep this share of the way from the base, 0 to 1.5; --auto chooses one.",
+        unset="1, all of it",
+        read=str,
+        is_list=False,
+    )
+    auto: Flag = asked(
+        "Choose the best on held-out calibration samples: the merged model, the base, these settings, views of the "
+        "samples and, without --method, other merges and what other methods offer.",
+        False,
+    )
+    save_weights: Path | None = asked(
+        "A .safetensors file, or a folder the original library loads, with model card."
+    )
+    out_dtype: OutDtype | None = _out_dtype()
+    resume: Flag = asked("Go on with an interrupted calibration.", False)
+    replace: Flag = asked("Take out the calibration of this name.", False)
+    attribution: Flag = _attribution()
+
+
+class SweepRequest(Request, title="sweep"):
+    """Many calibrations: one or several sweeps, or methods to be compared.
+
+    Attributes:
+        param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
+            `driftlens.data.corruption`) -> the values to visit.
+    """
+
+    param: dict[str, list[Any]] = asked(
+        "A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable.",
+        dict,
+        metavar="name=values",
+        read=lists,
+    )
+    ablate: Flag = asked("Take the method apart: every declared part by itself.", False)
+    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = asked(
+        "Draws of the calibration samples; the first is the run's own.", 1
+    )
+    grid: Flag = asked(
+        "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
+    )
+    methods: Methods | None = asked(
+        "Methods to sweep around or, with nothing to vary, to compare; settings behind colons; `all` is every method.",
+        unset=DEFAULT_METHOD,
+        metavar="A,B:key=value,...",
+        read=with_settings,
+    )
+    preset: Text | None = asked("Published settings for what is not varied.")
+    samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
+    resume: Flag = asked("Leave out points that are there.", False)
+    replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
+
+    @property
+    def compares(self) -> bool:
+        """Whether nothing is varied, so that the methods themselves are compared."""
+        return self.methods is not None and not (self.param or self.ablate)
+
+    @model_validator(mode="after")
+    def _nothing_beside_a_comparison(self) -> Self:
+        if self.compares and (self.preset or self.seeds > 1 or self.grid):
+            raise problem(
+                "preset, seeds and grid belong to a sweep, and nothing is varied",
+                "Name what to vary with param.",
+            )
+        return self
+
+
+class MergeRequest(Request, title="merge"):
+    """A merge of a spec's experts."""
+
+    method: Text | None = asked("A merge method; one that is not there gets the list.")
+    out: Path | None = asked(_MERGED_TO)
+    out_dtype: OutDtype | None = _out_dtype()
+    parameters: dict[str, Any] = _parameters("A parameter of the method; repeatable.")
+
+
+class ComparisonRequest(Request, title="compare_merges"):
+    """Merges of a spec's experts, ranked."""
+
+    merges: Methods | None = asked(
+        "Several merges, ranked without labels by how near they are to the experts; `all` is every method.",
+        name="--compare",
+        parameter="compare",
+        metavar="A,B:key=value,...",
+        read=with_settings,
+    )
+    out: Path | None = asked(_MERGED_TO)
+
+
+class AnalysisRequest(Request, title="analyze"):
+    """A run to be made from a spec.
+
+    `synthetic` stamps it as made of drawn data, so that it's no benchmark; `weights` compares task vectors, which reads
+    all weights once more.
+    """
+
+    out: Path | None = asked("The run directory; runs/<name> if left out.")
+    resume: Flag = asked("Go on with an interrupted run.", False)
+    force: Flag = asked("Replace the run that is there.", False)
+    overrides: tuple[str, ...] = _overrides()
+    attribution: Flag = _attribution()
+    synthetic: Flag = unspoken(False)
+    weights: Flag = unspoken(True)
+
+    @model_validator(mode="after")
+    def _one_fate_of_what_is_there(self) -> Self:
+        if self.resume and self.force:
+            raise problem("resume goes on with the run that is there, force replaces it", "Give one of them.")
+        return self
+
+
+class PreflightRequest(Request, title="validate"):
+    """A spec to be checked before anything large is read."""
+
+    overrides: tuple[str, ...] = _overrides()
+    deep: Flag = asked("Also score every expert on its own data.", False)
+
+
+class ProjectionRequest(Request, title="project"):
+    """Features to be laid out on a plane.
+
+    Attributes:
+        seed: with one, a layout repeats on one machine with the same libraries; elsewhere only stored coordinates do.
+        variants: whose features to draw beside the expert's; None, which is every variant but the base.
+        max_points: samples beyond are left out, evenly over classes.
+    """
+
+    layer: int | str = asked(
+        "Layer index, final, or module path.", "final", unset="final", read=layer_named, is_list=False
+    )
+    method: Literal["pca", "umap", "tsne"] = asked("Method that lays the features out.", "pca")
+    seed: Annotated[Seed, Field(lt=2**32)] = asked("Seed of the method's random numbers.", 0)
+    variants: tuple[str, ...] | None = unspoken(None)
+    max_points: int = asked("Most points of one layout, all variants together.", 2000)
+
+
+class ViewRequest(Request, title="view"):
+    """Samples to be explored in a browser."""
+
+    out: Path | None = asked(
+        "The page to write.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
+    )
+    tasks: tuple[str, ...] = asked("Only this task; repeatable.", (), name="--task", metavar="TASK")
+    method: Literal["pca", "umap", "tsne"] = asked(
+        "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.",
+        "pca",
+    )
+    samples: Annotated[Count, Field(le=32_000)] = asked("Most samples, all tasks together.", 20_000)
+
+
+class ExhibitRequest(Request, title="export"):
+    """What a writer may choose of figures and tables for a paper.
+
+    Attributes:
+        layer: layer index, "final" or module path, for exhibits of one layer.
+    """
+
+    style: Literal["neurips", "icml-column", "slide"] = asked(
+        "Width of the venue: neurips, icml-column or slide.", "neurips"
+    )
+    task: str | None = asked(
+        "Task of exhibits about one; if left out, that of median gain in intro, else the one that drifts most."
+    )
+    calibrated: str | tuple[str, ...] | None = asked(
+        "Calibrations to show, joined by commas; the last one (tables: all) if left out.",
+        read=str,
+        is_list=False,
+    )
+    tasks: tuple[str, ...] | None = asked("Only these tasks, joined by commas.", read=parts, is_list=False)
+    names: dict[str, str] = asked(
+        "What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
+        dict,
+        metavar="NAME=SHOWN,...",
+        read=names_shown,
+        is_list=False,
+    )
+    method: str = asked("Projection of features: pca, umap or tsne.", "pca")
+    layer: int | str = unspoken("final")
+
+
+class ExportRequest(ExhibitRequest, title="analyze"):
+    """Files of figures and tables for a paper."""
+
+    figures: tuple[str, ...] = asked(
+        "A figure; repeatable. Without names, every figure and table that shows a measured number is written.",
+        (),
+        name="--figure",
+        metavar="ID",
+    )
+    tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
+    card: Flag = asked(
+        "A picture to share, 1200 x 630 pixels, with a badge; only that unless figures or tables are named.",
+        False,
+    )
+    formats: str = asked(
+        "Of figures and tables; csv, json and txt are always written.",
+        "pdf,svg,png,tex,csv",
+        name="--format",
+    )
+    out: Path = asked("Folder for the files.", Path("exhibits"))
+    strict: Flag = asked("Exit with 4 if a part is missing.", False)
+
+
+class LiveInputs(Request):
+    """How samples of live modules are drawn and read.
+
+    Attributes:
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be found
+            by themselves (generic modules only).
+        mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
+            of a batch, or False where nothing is padded; `attention_mask` is found by itself. A record holds True in
+            place of a function.
+        n: samples per task, drawn at random; None takes all.
+        seed: of the samples drawn and of random directions.
+        batch_size: samples per forward pass.
+        tokenizer: of the models, by their library; data are rows of text then (mappings, or pairs of a question and its
+            answer), and what models answer is scored as for files. Decoders end in their final norm then. A record
+            holds True in its place.
+        texts: per task what its `data` entry in a spec would say of texts: `prompt`, `words`, `classes`, `metric`, ...
+    """
+
+    blocks: str | None = None
+    mask: Annotated[Any, PlainSerializer(lambda mask: True if callable(mask) else mask)] = None
+    n: Count | None = 256
+    seed: Seed = 0
+    batch_size: Count = 32
+    tokenizer: Annotated[Any, PlainSerializer(lambda tokenizer: None if tokenizer is None else True)] = None
+    texts: dict[str, Any] | None = None
+
+
+class LiveSettings(LiveInputs, title="analyze"):
+    """How live modules are analyzed; what a record holds of it says how to do so again.
+
+    Attributes:
+        layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
+        pool: how one vector per sample is taken; None takes what suits the models' modality. Scores are of these
+            vectors.
+        n_calibration: the same as `n`, of samples to calibrate on.
+        cka: whether linear CKA is computed.
+        jacobian: settings of path-averaged Jacobians; None or False leaves them out.
+        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
+        groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
+        name: of the run.
+    """
+
+    layers: Annotated[str | int | tuple[str | int, ...], BeforeValidator(_plain_layers)] = "blocks"
+    pool: Literal["cls", "mean", "last", "all"] | None = None
+    n_calibration: Count | None = 256
+    cka: Flag = False
+    jacobian: Annotated[Any, BeforeValidator(_jacobian), PlainSerializer(_plain_record)] = None
+    adjoint: Flag = False
+    groups: Flag = False
+    name: Text = "live"
+
+
+class FitRequest(LiveInputs, title="fit"):
+    """A copy of a live module to be calibrated.
+
+    Attributes:
+        layers: which layers, by pattern or index; all blocks if left out.
+        sites: patterns on module paths; linear and norm modules inside blocks if left out.
+        closure_samples: how many samples of each task are held against the library's own forward passes before
+            anything is solved; None takes a whole batch.
+    """
+
+    layers: LayerPatterns = None
+    sites: tuple[Text, ...] | None = None
+    closure_samples: Count | None = 2

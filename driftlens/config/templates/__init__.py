@@ -1,0 +1,29 @@
+"""Commented specs that `driftlens init` writes for the user to fill in."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from driftlens.utils.errors import SpecError, did_you_mean
+
+
+def template_names() -> list[str]:
+    """Names of the templates, sorted."""
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in files(__name__).iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def template_text(name: str = "generic") -> str:
+    """The commented spec called `name`, as text.
+
+    Raises:
+        SpecError: there is no such template.
+    """
+    names = template_names()
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise SpecError(f"no template called {name!r}; there are {', '.join(names)}", hint=hint)
+    return files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")

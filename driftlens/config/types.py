@@ -1,0 +1,247 @@
+"""The small types that sections of the spec are made of, and one error for all that is wrong with a section.
+
+Entry points: `Part`, the base class of sections, and `checked`, which raises a `SpecError` with dotted paths.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from driftlens.utils.errors import SpecError, did_you_mean, harmless
+from driftlens.utils.files import LONGEST_FILE_NAME, escape, expanded
+
+_FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
+"""Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
+
+PYTHON_TARGET = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+
+
+def problem(message: str, hint: str = "") -> PydanticCustomError:
+    """Return an error for pydantic to collect; `message` and `hint` reach the user as they are."""
+    return PydanticCustomError("driftlens", "{message}", {"message": message, "hint": hint})
+
+
+class Part(BaseModel):
+    """A section of the spec: immutable, and unknown keys are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        # Pydantic would refuse them too, but only here are the keys known that could have been meant.
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
+        if unknown and cls.model_config.get("extra") == "forbid":
+            raise unknown_keys(unknown, list(cls.model_fields))
+        return given
+
+
+def unknown_keys(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
+    """Return the error for keys that a section does not have."""
+    return PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or not name.strip():
+        raise problem(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        raise problem(
+            f"the name {name!r} holds a control character", "Any other character may stand in a name."
+        )
+    if (length := len(escape(name))) > LONGEST_FILE_NAME:
+        raise problem(
+            f"the name {name[:20]!r}... of {len(name)} characters takes {length} in names of files, at most "
+            f"{LONGEST_FILE_NAME} fit",
+            "Shorten it. There a letter from A to Z takes one character, one of other scripts or a sign 3 to 12.",
+        )
+    return name
+
+
+def require_name(name: str) -> None:
+    """Refuse, by a SpecError, what can't name a task."""
+    try:
+        _checked_name(name)
+    except PydanticCustomError as error:
+        raise SpecError(str(error.context["message"]), hint=str(error.context["hint"])) from None  # type: ignore[index]
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
+"""A task's or variant's name: any text but control characters, as long as a file's name may be."""
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+CountOrAll = Count | Literal["all"]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Selection = Text | Annotated[tuple[Count | Text, ...], Field(min_length=1)]
+"""Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
+
+
+def plain_text(given: Any) -> Any:
+    """Return a path object as text; anything else as it is."""
+    return fspath(given) if isinstance(given, PathLike) else given
+
+
+LONGEST_PART, LONGEST_PATH = 255, 4000
+"""Characters of a path: between two slashes, and in all."""
+
+
+def resolved(value: str, info: ValidationInfo) -> str:
+    """Return a path, relative ones against the spec file's folder."""
+    if (
+        harmless(value) != value
+        or max(map(len, value.split("/"))) > LONGEST_PART
+        or len(value) > LONGEST_PATH
+    ):
+        raise problem(
+            "no path can have this name",
+            f"Control characters and more than {LONGEST_PART} characters can't stand in one.",
+        )
+    folder: Path | None = (info.context or {}).get("folder")
+    try:
+        # Links are left alone: in a download cache they carry the file's name, their target does not.
+        path = expanded(value)
+        return value if folder is None else str(folder / path)
+    except SpecError as error:
+        raise problem(error.message, error.hint) from error
+
+
+def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
+    path = Path(value)
+    is_path = (
+        value.startswith((".", "/", "~"))
+        or path.is_absolute()
+        or _FILE_SUFFIX.fullmatch(path.suffix) is not None
+    )
+    place = resolved(value, info)
+    return place if is_path or Path(place).exists() else value
+
+
+LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved)]
+"""A file or folder; relative ones are resolved against the spec file's folder."""
+
+Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolved_if_a_path)]
+"""A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
+
+Bytes = Annotated[
+    ByteSize,
+    Field(gt=0, lt=2**63),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}], "examples": ["2GiB"]}),
+]
+"""A number of bytes; may be written `512MB` (powers of ten) or `2GiB` (powers of two)."""
+
+PythonTarget = Annotated[str, Field(pattern=f"^{PYTHON_TARGET}$")]
+"""`package.module:function`; importing it runs code, so it needs the user's trust on the command line."""
+
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
+    """Return values of a spec, or of a part of one, checked.
+
+    Raises:
+        SpecError: its message begins with `where` and names everything that is wrong.
+    """
+    try:
+        return kind.model_validate(raw, context=context)
+    except ValidationError as error:
+        raise spec_error(error, raw, where) from error
+
+
+def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
+    """Return pydantic's findings as one error: a dotted path each, pydantic's words, and a hint if there is one.
+
+    Findings at one path are those of the members of a union; they are one problem.
+    """
+    by_path: dict[str, tuple[list[str], str]] = {}
+    for details in error.errors():
+        for path, text, hint in _findings(details, raw):
+            texts, _ = by_path.setdefault(path, ([], hint))
+            texts.append(text)
+    findings = [
+        (f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint)
+        for path, (texts, hint) in by_path.items()
+    ]
+    problems = [text for text, _ in findings]
+    if len(findings) == 1:
+        ((text, hint),) = findings
+        return SpecError(f"{where}: {text}", hint=hint, problems=problems)
+    lines = [f"  {text}" + (f" ({hint})" if hint else "") for text, hint in findings]
+    return SpecError("\n".join([f"{where}: {len(findings)} problems", *lines]), problems=problems)
+
+
+def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
+    """Return path, text and hint of everything that one of pydantic's findings is about."""
+    kind, context, given = details["type"], details.get("ctx", {}), details["input"]
+    path = _path_of(details["loc"], kind, raw)
+    if kind == "unknown_keys":
+        allowed = context["allowed"]
+        return [
+            (
+                f"{path}.{key}".removeprefix("."),
+                f"unknown key; allowed here: {', '.join(allowed)}",
+                did_you_mean(str(key), allowed),
+            )
+            for key in context["keys"]
+        ]
+    if kind == "driftlens":
+        return [(path, context["message"], context["hint"])]
+    if kind == "missing":
+        return [(path, "missing", "This key is required.")]
+    if kind == "too_short" and given:
+        return []  # Entries that are wrong don't count, and each of them has its own finding.
+    hint = ""
+    if kind in ("literal_error", "union_tag_invalid"):
+        allowed = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
+        hint = did_you_mean(given.get("kind") if kind == "union_tag_invalid" else given, allowed)
+    elif kind == "string_type" and isinstance(given, int | float):
+        hint = f'Write it in quotes: "{given}".'
+    return [(path, f"{details['msg']}, got {_short(given)}", hint)]
+
+
+def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
+    """Return the dotted path of what is wrong, without the names of union members, which stand in no file."""
+    # Where the name itself is what is wrong, the section that holds it.
+    if kind == "invalid_key":
+        location = location[:-1]
+    elif location[-1:] == ("[key]",):
+        location = location[:-2]
+    parts: list[str] = []
+    here = raw
+    for depth, key in enumerate(location):
+        is_entry = isinstance(here, list | tuple) and isinstance(key, int) and key < len(here)
+        if is_entry or (isinstance(here, Mapping) and key in here):
+            here = here[key]
+        elif kind != "missing" or depth < len(location) - 1:
+            continue
+        if isinstance(key, int) and parts:
+            parts[-1] += f"[{key}]"
+        else:
+            parts.append(str(key) if str(key).isprintable() else repr(key))
+    return ".".join(parts)
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    shown = "nothing" if value is None else repr(value)
+    return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."

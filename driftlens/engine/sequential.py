@@ -1,0 +1,562 @@
+"""The walk that calibrates step by step: q, k, v, then out, fc1 and fc2 of a block, each on what the others now give.
+
+What a site should give is the expert's own output and, where its output is added to a stream of features, what that
+stream lacks of the expert's: both move what leaves the sum to where the expert has it. Which stream that is, a forward
+pass shows: h where a later module or the boundary reads h + y. It is found in pre-norm and post-norm blocks alike;
+where an output is scaled or normalised before it is added (LayerScale, Gemma's second norms, batch norms of ResNets),
+there is no such sum and the term drops out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from driftlens.data.samples import Batch
+from driftlens.engine.calibrating import (
+    EXPERT,
+    MERGED,
+    CalibrationWalk,
+    ClosedForm,
+    Ground,
+    Solved,
+)
+from driftlens.engine.pool import LayerMap, ModelPool, replaced
+from driftlens.engine.sites import (
+    ENTERED,
+    added_to,
+    require_rule,
+    rows_and_output,
+    stacked,
+    stream_of,
+)
+from driftlens.engine.solver_types import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
+from driftlens.engine.token_weights import (
+    NUM_PASSES,
+    ExpertGradients,
+    Group,
+    Key,
+    Weighable,
+    Weighted,
+    groups_of,
+    moment_of,
+    require_finite,
+    row_counts,
+    weighed,
+)
+from driftlens.engine.walk import WaitingBatch
+from driftlens.linalg.gram import GramSum, JointSums
+from driftlens.linalg.joint_ridge import BIAS_INPUT
+from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
+from driftlens.utils.devices import exact_products, moved
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import expert_of
+
+_WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
+_AT_ONCE = 2048
+"""Rows that are multiplied together at least, where there are so many: products of few are slow."""
+_LEAST = 1e-12
+"""Of the weight of a task beside the others, so that no expert that answers always the same divides by zero."""
+
+_Rows = list[tuple[Tensor, Tensor]]
+"""Of one fold: x~ [T, k] and both targets [T, 2 o], some at a time."""
+
+
+@dataclass
+class _Sums:
+    """Of one group of sites: sums by fold, and by task output metric with sums, size of the Gram matrix, weight."""
+
+    folds: list[JointSums]
+    tasks: dict[str, tuple[Tensor, JointSums]]
+    norms: dict[str, Tensor]
+    factors: dict[str, float]
+    num_rows: list[int]
+
+    def add(self, other: _Sums) -> None:
+        """Add those of one more task."""
+        for fold, more in zip(self.folds, other.folds, strict=True):
+            fold.join(more)
+        self.tasks |= other.tasks
+        self.norms |= other.norms
+        self.factors |= other.factors
+        self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
+
+    def problem(self, group: Group, merged: Parameters, *, has_views: bool) -> StepProblem:
+        """What is to be solved; Gram matrices are brought to mean norm 1."""
+        norms = [self.norms[task] for task in sorted(self.norms)]
+        # Where no input ever varies from 0 there is nothing to bring to norm 1.
+        scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
+        return StepProblem(
+            group.sites,
+            [sums.moments(scale) for sums in self.folds],
+            [
+                (metric, sums.moments(scale))
+                for metric, sums in (self.tasks[task] for task in sorted(self.tasks))
+            ],
+            group.has_bias,
+            {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
+            scale * sum(self.factors[task] for task in sorted(self.factors)),
+            self.num_rows,
+            has_views,
+        )
+
+
+class Stepwise(ClosedForm):
+    """A calibrator whose sites are solved step by step inside a layer, the inputs of each collected after the last.
+
+    Attributes:
+        order: `steps`, or `block` to solve all sites of a layer from one snapshot.
+        residual: the largest share of upstream repair; 0 asks for none.
+        weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
+        mu: share of the gradients' second moment in the output metric.
+        seed: of the backward passes.
+    """
+
+    order: str
+    residual: float
+    weights: str
+    mu: float
+    seed: int
+
+    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+        """Layers are solved in several steps."""
+        return StepWalk(ground, self).walked()
+
+    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """The second moments of gradients, in float32."""
+        headers = pool.source("merged").headers
+        stacked_slots = (
+            [layer.parameters[f"{site.name}.weight"] for site in group.sites]
+            for layer in pool.chain.layers
+            for group in groups_of(layer, sites.get(layer.index, ()))
+        )
+        widths = (sum(slot.shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
+        return 4 * sum(width**2 for width in widths) if self.mu else 0
+
+    @property
+    @abstractmethod
+    def num_folds(self) -> int:
+        """Parts that the samples fall into; 1 where nothing is held out."""
+
+    def require_samples(self, count: int, task: str) -> None:
+        """Refuse fewer different samples than folds."""
+        if count < self.num_folds:
+            raise DataError(
+                f"task {task!r} has {count} different calibration samples, which {self.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
+                task=task,
+            )
+
+    @abstractmethod
+    def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
+        """New parameters of the problem's sites; errors as for `Layerwise`."""
+
+
+class StepWalk(CalibrationWalk):
+    """Solves the sites of a layer step by step.
+
+    Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
+    """
+
+    calibrator: Stepwise
+
+    def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
+        super().__init__(ground, calibrator)
+        self.groups: dict[int, list[Group]] = {}
+        self.seen: dict[str, dict[Key, Weighable]] = {}
+        self.weighted: dict[str, dict[Key, Weighted]] = {}
+        self.energies: dict[str, dict[Key, float]] = {}
+        self.folds: dict[str, dict[str, int]] = {}
+        self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
+        self.originals: dict[WaitingBatch, tuple[str, ...]] = {}
+        self.chosen: dict[WaitingBatch, Routes] = {}
+        self.passage.on_read = self._know
+
+    @torch.no_grad()
+    @exact_products()
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        if not self.groups:
+            self._begin(layer)
+        groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
+        student, updates = merged, dict[str, Tensor]()
+        reports: list[SiteReport] = []
+        streams = self._run_all_experts(layer, student, needs_output=not is_last)
+        for step in self._steps(groups):
+            solved, of_step = self._solve_step(layer, student, merged, step, streams)
+            updates |= solved
+            student, solved = merged, {}  # what they were makes room
+            student = replaced(layer, merged, updates)
+            reports += of_step
+        for batch in self.passage.all_waiting:
+            batch.drop(_WANTED)
+        drift = {} if is_last else self.advance(layer, merged, updates)
+        return CalibratedLayer(layer.index, updates, reports, drift)
+
+    def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
+        """Return numbered groups in steps, each solved from one snapshot; those of one input, or expert, in turn."""
+        if self.calibrator.order == "block":
+            return [list(enumerate(groups))]
+        beside: dict[Hashable, list[tuple[int, Group]]] = {}
+        done = Counter[int]()
+        for at, group in enumerate(groups):
+            site = group.sites[0]
+            key = site.input if site.expert is None else done[site.expert]
+            done.update([] if site.expert is None else [site.expert])
+            beside.setdefault(key, []).append((at, group))
+        return [[group] for step in beside.values() for group in step]
+
+    def _solve_step(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged: Parameters,
+        step: Sequence[tuple[int, Group]],
+        streams: Mapping[str, str],
+    ) -> Solved:
+        """New parameters of some groups, solved from one snapshot of what the student feeds them."""
+        solved: Solved = {}, []
+        for at, group in step:
+            # Every group is summed up in a pass of its own, and solved before the next; in the main process alone.
+            sums = self._sums(layer, student, merged, at, group, streams)
+            problems = (sums.problem(group, merged, has_views=self.ground.has_views) for _ in range(1))
+            updates, reports = self.solved(layer, problems)
+            solved[0].update(updates)
+            solved[1].extend(reports)
+            self.grams.take_back()
+        return solved
+
+    def _begin(self, first: Layer) -> None:
+        """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
+        for layer in self.pool.chain.layers:
+            if layer.index in self.sites:
+                names = self.sites[layer.index]
+                self.groups[layer.index] = groups_of(layer, names)
+                for group in self.groups[layer.index]:
+                    require_rule(self.pool.chain, group.sites[0].token_weights)
+        self.folds = {task: self._folds_of(task, first) for task in self.parts}
+        if self.calibrator.weights == "gradient":
+            self._weigh(first)
+            self._know_weights()
+
+    def _know(self, batch: Batch, waiting: WaitingBatch) -> None:
+        self.digests[waiting] = batch.digests
+        self.originals[waiting] = batch.copied or self.digests[waiting]
+
+    def _know_weights(self) -> None:
+        self.weighted, self.energies = weighed(self.team, self.seen)
+        self.seen = {}
+
+    @property
+    def _num_early_steps(self) -> int:
+        """Weighing tokens takes about half of what the layers take behind it; nothing where all count alike."""
+        return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
+
+    def _folds_of(self, task: str, first: Layer) -> dict[str, int]:
+        """Read a task's samples; return the fold of every original by digest, equal samples in one."""
+        step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
+        batches = self.passage.batches(first, task, tell=partial(self.tell, step, task))
+        different = sorted({digest for batch in batches for digest in self.originals[batch]})
+        self.calibrator.require_samples(len(different), task)
+        return {digest: place % num_folds for place, digest in enumerate(different)}
+
+    def _weigh(self, first: Layer) -> None:
+        """Look at the gradients of this process's samples, task by task."""
+        last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
+        for number, task in enumerate(self.parts):
+
+            def tell(layer: int, task: str, number: int = number) -> None:
+                self.tell(int(num_steps * (number + 1 - layer / last) / num_tasks) - num_steps, task)
+
+            gradients = ExpertGradients(
+                self.passage,
+                self.ground.pooling or self.pool.chain.modality.pool,
+                self.groups,
+                moments=self.calibrator.mu > 0,
+                on_step=tell,
+                num_passes=self._num_passes,
+            )
+            self.seen[task] = gradients.weigh(
+                task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
+            )
+        self.passage.check()
+        require_finite(self.seen)
+
+    @property
+    def _num_passes(self) -> int:
+        """Back through an expert, a sample: copies, too, are passed through."""
+        return 1 if self.ground.has_views else NUM_PASSES
+
+    def _draw(self, digests: Sequence[str], width: int) -> Tensor:
+        """Random directions for every sample of a batch, the same wherever it stands."""
+        rows = []
+        for digest in digests:
+            generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
+            rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
+        return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
+
+    def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
+        """Run the experts; return to what sites add their outputs in the first task that the layer sees."""
+        ran = self.team.gather(self._run_experts(layer, student, needs_output=needs_output))
+        if self.calibrator.weights == "uniform":
+            self._know_weights()
+        _, streams = min((first for first in ran if first is not None), key=lambda first: first[0])
+        return streams
+
+    def _run_experts(
+        self, layer: Layer, student: Parameters, *, needs_output: bool
+    ) -> tuple[str, dict[str, str]] | None:
+        """Run this process's experts; return the first task that the layer sees, and where sites' outputs are added."""
+        groups, streams, first = self.groups[layer.index], None, ""
+        self.chosen = {}
+        names = [site.name for group in groups for site in group.sites]
+        for task in self.parts:
+            expert = self.expert(layer, task)
+            counts: list[list[Tensor]] = [[] for _ in groups]
+            crossing = self.passage.crossing(layer, task, waits=True)
+            sees = False
+            for batch in crossing:
+                if not layer.sees(batch.side):
+                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named="the expert")
+                    continue
+                sees = True
+                if streams is None:
+                    repairs = self.calibrator.residual > 0
+                    state = batch.get(MERGED)
+                    streams = added_to(layer, student, state, batch.side, names) if repairs else {}
+                hear = partial(
+                    self._hear,
+                    layer,
+                    task,
+                    expert,
+                    batch,
+                    streams,
+                    counts,
+                    names=names,
+                    stops=not needs_output,
+                )
+                if needs_output:
+                    crossing.take(batch, EXPERT, hear, named="the expert")
+                else:
+                    hear(batch.get(EXPERT), batch.side)
+            first = first or (task if sees else "")
+            if self.calibrator.weights == "uniform" and sees:
+                self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
+        self.passage.check()
+        # The host knows who goes where by one copy of a layer, whatever the batches.
+        if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
+            parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
+            self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
+        return (first, streams or {}) if first else None
+
+    def _hear(
+        self,
+        layer: Layer,
+        task: str,
+        expert: Parameters,
+        batch: WaitingBatch,
+        streams: Mapping[str, str],
+        counts: Sequence[list[Tensor]],
+        state: State,
+        side: SideInputs,
+        *,
+        names: Sequence[str],
+        stops: bool,
+    ) -> State:
+        """The expert's layer on a batch; what its sites give waits, and how much their rows count is added."""
+        tapped = {*streams.values()} - {ENTERED}
+        seen, left = self.ground.expert_features.rows_and_output(
+            task, batch, layer, expert, state, tapped, names, stops=stops
+        )
+        for group, rows in zip(self.groups[layer.index], counts, strict=True):
+            y = seen.outputs[group.names[0]]
+            rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
+        wanted = dict(seen.outputs)
+        if (
+            (routes := seen.side.routes) is not None
+            and routes.chosen is not None
+            and routes.gates is not None
+        ):
+            wanted |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
+            self.chosen[batch] = Routes(routes.chosen)
+        for name, stream in streams.items():
+            wanted[name] = wanted[name] + stream_of(layer, stream, state, seen.inputs)
+        batch.put(_WANTED, wanted)
+        return left
+
+    def _sums(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged: Parameters,
+        at: int,
+        group: Group,
+        streams: Mapping[str, str],
+    ) -> _Sums:
+        """Return moments of one group in the main process, where those of the tasks are added in their order."""
+        merged_map = _affine(merged, group)
+        outputs, inputs = merged_map.shape
+        # Products of float32 rows are no better than float32, and few of them are summed up.
+        dtype = torch.promote_types(merged_map.dtype, torch.float32)
+        lend = partial(self.grams.lend, inputs, dtype, self.pool.device)
+        num_folds = self.calibrator.num_folds
+        sums = _Sums([JointSums(lend(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
+        memory = [lend() for _ in range(2 + num_folds)]
+        for task, owner in self.owners.items():
+            summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, memory)
+            of_task = self.team.at(owner, summed)
+            if of_task is not None:
+                sums.add(of_task)
+        return sums
+
+    def _task_sums(
+        self,
+        layer: Layer,
+        student: Parameters,
+        merged_map: Tensor,
+        at: int,
+        group: Group,
+        streams: Mapping[str, str],
+        task: str,
+        memory: Sequence[GramSum],
+    ) -> _Sums | None:
+        """Return moments of one group and task; None if the layer sees nothing of the task."""
+        key = layer.index, at
+        weighted = self.weighted.get(task, {}).get(key)
+        if weighted is None:
+            return None
+        outputs, inputs = merged_map.shape
+        product, task_gram, *fold_grams = memory
+        for gram in memory:
+            gram.clear()
+        folds = [JointSums(gram, outputs) for gram in fold_grams]
+        energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
+        energy = sum(energies) / max(1, len(energies))
+        factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
+        names = [name for name in layer.parameters if name.rpartition(".")[0] in group.names]
+        expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
+        maps = torch.cat([expert_map - merged_map, expert_map])
+        sums = _Sums(folds, {}, {}, {task: factor}, [0] * len(folds))
+        task_sums: list[JointSums] = []
+        if self.calibrator.mu:
+            metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
+            task_sums = [JointSums(self.grams.lend(inputs, product.dtype, self.pool.device), outputs)]
+            sums.tasks[task] = metric, task_sums[0]
+        pending: list[_Rows] = [[] for _ in folds]
+        rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
+        for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
+            if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
+                _take_in(pending, folds, *task_sums)
+            sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
+            parts = (part.split_with_sizes(sizes) for part in (x, targets))
+            for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
+                kept.append((rows, wished))
+                product.clear()
+                product.add_rows(rows)
+                for part in (fold, *task_sums):
+                    part.add_gram(product)
+                task_gram.add(product, 1.0)
+        _take_in(pending, folds, *task_sums)
+        width = inputs - group.has_bias
+        sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
+        return sums
+
+    def _by_fold(
+        self,
+        layer: Layer,
+        student: Parameters,
+        group: Group,
+        streams: Mapping[str, str],
+        task: str,
+        weighted: Weighted,
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
+        """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
+        some: list[tuple[Tensor, ...]] = []
+        fold_of, num_batches = self.folds[task], len(weighted.rows)
+        batches = zip(self.passage.batches(layer, task), weighted.rows, strict=True)
+        for number, (batch, count) in enumerate(batches, start=1):
+            of_samples = [fold_of[digest] for digest in self.originals[batch]]
+            x, wanted, tokens = self._rows(layer, student, group, streams, batch)
+            # On the CPU, where their number per fold is known without waiting for a device.
+            fold = torch.tensor(of_samples)
+            if tokens is None:
+                fold = fold.repeat_interleave(len(x) // len(of_samples))
+            else:
+                fold = fold.repeat_interleave(tokens[0] // len(of_samples))[tokens[1]]
+            some.append((x, wanted, count.sqrt()[:, None], fold))
+            if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
+                *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
+                order = moved(fold.argsort(stable=True), x.device)
+                x, wanted, root = (part[order] for part in rows)
+                yield x, wanted, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
+                some = []
+
+    def _rows(
+        self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
+    ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
+        """Return a batch's inputs x~ [T, k] and wanted outputs y1 [T, o], and an expert's tokens."""
+        state, goals = batch.get(MERGED), batch.get(_WANTED)
+        side, tokens = batch.side, None
+        if (expert := group.sites[0].expert) is not None:
+            routes = Routes(goals[_CHOSEN], goals[_GATES], is_given=True)
+            side = side.along(routes)
+        added = {name: streams[name] for name in group.names if name in streams}
+        tapped = {group.names[0], *added.values()} - {ENTERED}
+        seen, _ = rows_and_output(layer, student, state, side, tapped, stops=True)
+        x = seen.inputs[group.names[0]]
+        x = x.reshape(-1, x.shape[-1])
+        if expert is not None:
+            tokens = len(goals[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
+        wanted = [
+            goals[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else goals[name]
+            for name in group.names
+        ]
+        if group.has_bias:
+            x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
+        return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in wanted], dim=1), tokens
+
+    def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
+        """Return a task's output metric."""
+        first, name = self.passage.waiting[task][0], moment_of(key)
+        moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
+        first.drop(name)
+        eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
+        trace = self.weighted[task][key].trace
+        return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
+
+
+def _weighted(
+    by_fold: Iterator[tuple[Tensor, Tensor, Tensor, list[int]]], maps: Tensor, factor: float
+) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    """Yield rows and targets [T, 2 o] times the roots of their weights; `maps` [2 o, k] are W - W_m and W."""
+    for x, wanted, root, sizes in by_fold:
+        root = root * factor**0.5
+        x, wanted = x * root, wanted * root
+        targets = x @ maps.mT
+        upstream = targets[:, wanted.shape[1] :]
+        torch.sub(wanted, upstream, out=upstream)
+        yield x, targets, sizes
+
+
+def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
+    """Add the rows of each fold to its sums, and of all folds to others, in one product; none of them is kept."""
+    for fold, kept in zip(folds, some, strict=True):
+        if kept:
+            x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
+            fold.add(x, targets, *every)
+            kept.clear()
+
+
+def _affine(parameters: Parameters, group: Group) -> Tensor:
+    """The stacked weights, the biases in a column for the constant input."""
+    weight = stacked(parameters, group.sites)
+    if not group.has_bias:
+        return weight
+    bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
+    return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)

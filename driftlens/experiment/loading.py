@@ -1,0 +1,670 @@
+"""From a spec to a study: checkpoints opened and compared, samples drawn, heads made. No weights are read yet."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
+from driftlens.checkpoints.alignment import Refitted, Spellings
+from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.checkpoints.sentences import require_same_reading
+from driftlens.checkpoints.tensor_sources import Composed, InDtypes, StateSource, floats_in
+from driftlens.checkpoints.weight_files import is_lora_folder
+from driftlens.config.published import PublishedTask, published_task
+from driftlens.config.sections import FileHead, Head, LinearHead
+from driftlens.data.samples import SampleSet, unequal_counts
+from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.sites import select_layers
+from driftlens.experiment.study import Settings, Study, TaskSamples
+from driftlens.models.architecture import CAUSAL, Architecture, load_architecture
+from driftlens.models.architectures.open_clip_vit import resolve_pretrained
+from driftlens.models.chain import LayerChain
+from driftlens.models.generation import generate
+from driftlens.models.heads import (
+    LmHead,
+    LmScores,
+    ScoreMap,
+    TextTower,
+    class_names,
+    file_head,
+    gives_one_score,
+    is_of_vocabulary,
+    linear_head,
+    stated_classes,
+    text_head,
+)
+from driftlens.models.own_heads import OwnHead
+from driftlens.models.saving import HEADS
+from driftlens.models.sentences import EMBEDDED
+from driftlens.models.texts import PictureReader
+from driftlens.models.tracing.hooks import settle
+from driftlens.models.vocabularies import (
+    own_head,
+    require_same_tokenizer,
+    vocabulary_keys,
+    with_head,
+    with_rows,
+)
+from driftlens.runs.layout import escape
+from driftlens.utils.access import Access
+from driftlens.utils.devices import require_dtype, resolve_device
+from driftlens.utils.errors import (
+    CheckpointError,
+    DataError,
+    DriftLensError,
+    SpecError,
+)
+from driftlens.utils.files import expanded
+from driftlens.utils.metrics import METRICS
+from driftlens.utils.settings import resolve
+from driftlens.utils.variants import baseline, expert_of, task_of
+
+if TYPE_CHECKING:
+    from driftlens.config import RunSpec
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The checkpoints of a spec, headers read, by their names in the pool.
+
+    `stored` are under their own key names, text towers and classifiers included, `sources` under the skeleton's. `form`
+    is what a saved model looks like where that is neither the base nor an expert, `out_dtype` the one dtype of its
+    numbers where somebody asked for that.
+    """
+
+    architecture: Architecture
+    stored: Mapping[str, StateSource]
+    sources: Mapping[str, StateSource]
+    origins: Mapping[str, str]
+    form: StateSource | None = None
+    notices: tuple[str, ...] = ()
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def base(self) -> StateSource | None:
+        """The base under its own key names; None without one."""
+        return self.stored.get("base")
+
+    @property
+    def own_form(self) -> StateSource:
+        """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+        if self.form is not None:
+            return self.form
+        if self.base is not None:
+            return self.base
+        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
+
+
+NEW_TOKENS = 64
+"""Tokens of an expert's own answer at most, where calibration shows it."""
+
+Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
+"""(name in the pool, opens the model) -> the model, or None where it is to be left out."""
+
+
+def open_models(
+    spec: RunSpec,
+    access: Access = Access(),
+    *,
+    architecture: Architecture | None = None,
+    attempt: Attempt = lambda name, opened: opened(),
+    unread: bool = False,
+) -> OpenModels:
+    """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken.
+
+    `unread` says that no sample will be read: a decoder's tokenizer stays closed.
+    """
+    shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
+    stored: dict[str, StateSource] = {}
+    sources: dict[str, StateSource] = {}
+    notices: list[str] = []
+    reads_texts = shared.lm is not None or (
+        shared.preprocess is not None and shared.preprocess.texts is not None
+    )
+    rows, align = vocabulary_keys(shared.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
+    for name, place in origins.items():
+
+        def opened(name: str = name, place: str = place) -> StateSource:
+            stored[name] = _opened(place, shared, stored.get("base"), access)
+            aligned = shared.align(stored[name], fallback=sources.get("base"))
+            if not reads_texts:
+                return aligned
+            folder, home = model_folder(place, stored[name]), library_folder(shared.source)
+            if folder is not None and home is not None:
+                require_same_tokenizer(home, folder)
+            notices.extend(filter(None, [require_same_reading(home, folder)]))
+            fitted, notice = with_rows(aligned, rows, sources.get("base"), folder, align=align)
+            notices.extend(filter(None, [notice]))
+            if shared.lm is None:
+                return fitted
+            table = next(key for key in rows if key != shared.lm.key or len(rows) == 1)
+            if isinstance(stored[name], LoraSource) and "base" in stored:  # whose base says it
+                folder = model_folder(origins["base"], stored["base"])
+            headed, text = with_head(fitted, stored[name], folder, shared.lm, table)
+            notices.extend(filter(None, [text]))
+            return headed
+
+        if (source := attempt(name, opened)) is not None:
+            sources[name] = source
+    sound = {name: stored[name] for name in sources}
+    places = {name: origins[name] for name in sources}
+    return OpenModels(shared, sound, sources, places, _with_a_head(shared, sound, sources), tuple(notices))
+
+
+def _with_a_head(
+    architecture: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
+) -> StateSource | None:
+    """The form of saved models where the base's head is its embeddings, and the merged one's is not; None elsewhere."""
+    base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
+    if base is None or layout is None or lm is None or not lm.is_apart:
+        return None
+    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):  # by whatever name
+        return None
+    parts = {key: (base, key) for key in base.headers}
+    parts[layout.wrapper(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
+    return Composed(base.name, parts)
+
+
+def _opened(place: str, architecture: Architecture, base: StateSource | None, access: Access) -> StateSource:
+    """A model that a spec names, under its own key names; adapters are added to `base`, or to what it names."""
+    model, file = known_places(place, architecture, access)
+    if model is not None:
+        base = open_checkpoint(model, offline=access.offline)
+    if base is not None and is_lora_folder(pathlib.Path(file)):
+        base = architecture.lora_base(base.whole if isinstance(base, Refitted) else base, file)
+    opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=architecture.in_by_out)
+    return architecture.layout.refitted(opened) if isinstance(architecture.layout, Spellings) else opened
+
+
+def known_places(place: str, architecture: Architecture, access: Access) -> tuple[str | None, str]:
+    """Where the weights that a spec names lie; of `MODEL+ADAPTER` both parts, of others None and the one."""
+    model, plus, adapter = place.partition("+")
+    parts = [model, adapter] if plus and model and adapter and not expanded(place).exists() else [place]
+    files = [
+        fetched(resolve_pretrained(part, architecture, offline=access.offline), offline=access.offline)
+        for part in parts
+    ]
+    return (files[0] if len(files) == 2 else None), files[-1]
+
+
+def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
+    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
+    if expanded(origin).is_file():
+        return None
+    stored = pathlib.Path(source.name)
+    return stored if stored.is_dir() else stored.parent
+
+
+def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
+    """The architecture of a spec; of a language model with a head apart where any of its models has one of its own."""
+    entry = spec.architecture
+    load = functools.partial(
+        load_architecture,
+        entry.loader,
+        entry.source or "",
+        blocks=entry.blocks,
+        access=access,
+        unread=unread,
+        pictured=any(getattr(task, "pictures", None) for task in spec.data.tasks.values()),
+    )
+    architecture = load()
+    if architecture.loader not in CAUSAL or architecture.lm is None or architecture.lm.is_apart:
+        return architecture
+    base = None
+    for name, place in origins_of(spec).items():
+        with contextlib.suppress(
+            DriftLensError
+        ):  # what is wrong with a model, whoever opens all of them says
+            stored = _opened(place, architecture, base, access)
+            base = stored if name == "base" else base
+            if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
+                return load(untied=True)
+    return architecture
+
+
+def origins_of(spec: RunSpec) -> dict[str, str]:
+    """Where the weights of every model of a spec lie, by name in the pool, the base first."""
+    entries = {expert_of(task): entry for task, entry in spec.experts.items()}
+    entries |= {baseline(name): entry for name, entry in spec.baselines.items()}
+    named = {"base": spec.base, **entries, "merged": spec.merged}
+    return {name: entry.weights for name, entry in named.items() if entry is not None}
+
+
+def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
+    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's."""
+    place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
+    require_dtype(place, dtype)
+    # Modules that run as they are bring tensors of their own, such as positions.
+    settle(models.architecture.skeleton, place)
+    return ModelPool(
+        models.architecture.chain,
+        models.architecture.skeleton,
+        models.sources,
+        device=place,
+        dtype=dtype,
+        budget=spec.compute.feature_budget,
+    )
+
+
+def open_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
+) -> dict[str, ScoreMap]:
+    """The score map of every task that has one: the spec's, else its expert's classifier; `data` holds class names."""
+    tower: TextTower | None = None  # read once for all tasks, and only if one needs it
+    heads: dict[str, ScoreMap] = {}
+    for task, entry in heads_of(spec, models).items():
+        named = data.get(task) or named_by_expert(spec, task, entry) or numbered_rows(entry, task, models)
+        classes = classes_of(task, entry, named)
+        if isinstance(entry, LinearHead):
+            heads[task] = _linear_head(task, entry, classes, models)
+            continue
+        if isinstance(entry, FileHead):
+            heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+            continue
+        if models.base is None:
+            raise SpecError(
+                f"heads.{task}: templates are read by the base's text tower, and there is no base",
+                hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+            )
+        tower = tower or models.architecture.text_tower(models.base)
+        words = None if entry.suite is None else published_task(entry.suite).classes
+        heads[task] = text_head(tower, classes, entry.templates, words)
+    return heads
+
+
+def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
+    """The spec's heads, and those of tasks that have none there, but an expert that ends in a classifier."""
+    architecture = models.architecture
+    own = {
+        task: LinearHead(linear="own")
+        for task in spec.tasks
+        if task not in spec.heads
+        and (stored := models.stored.get(expert_of(task))) is not None
+        and architecture.classifier_keys(stored) is not None
+    }
+    return own | spec.heads
+
+
+def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
+    """Scores of the tokens with which a task's answers begin; of the whole vocabulary where those tell none apart."""
+    reader = None if data.test.texts is None else data.test.texts.reader
+    assert reader is not None
+    first = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
+    if first and all(first.values()) and len(set(first.values())) == len(first):
+        return LmHead(tuple(first), source, lm, tuple(token for (token,) in first.values()))
+    tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+    names = [token.translate(_SPACES) for token in tokens]
+    size = source.headers[lm.key].shape[0]
+    return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
+
+
+_SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
+"""What tokenizers write for a space and a line's end, as a reader knows them."""
+
+
+def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
+    if entry.linear != "own":
+        source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
+        return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
+    stored = models.stored[expert_of(task)]
+    keys = (entry.weight,) if entry.weight else models.architecture.classifier_keys(stored)
+    if keys is None:
+        raise CheckpointError(
+            f"heads.{task}: {stored.name} holds no classifier of its own",
+            hint=f"Name its key: heads.{task}.weight; or give another head.",
+        )
+    form = models.architecture.own_head
+    if form is not None and not entry.weight:
+        if entry.normalize:
+            raise SpecError(
+                f"heads.{task}: the expert's own head has {len(keys)} weights; it decides what it normalizes",
+                hint="Take `normalize` out.",
+            )
+        return form.head(stored, keys, classes)
+    return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
+
+
+def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:
+    """The classes of a classifier that comes with an expert, as the expert's folder names them; None elsewhere."""
+    is_own = isinstance(entry, LinearHead) and entry.linear == "own"
+    return stated_classes(spec.experts[task].weights) if is_own else None
+
+
+def numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
+    """What the rows of an expert's classifier are called where nobody names them; None of other heads."""
+    if not isinstance(entry, LinearHead) or entry.linear != "own":
+        return None
+    stored = models.stored[expert_of(task)]
+    shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
+    rows = [shape[0] for shape in shapes if len(shape) == 2]
+    count = rows[-1] if rows else 0
+    return ("score",) if count == 1 else tuple(map(str, range(count))) or None
+
+
+def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order."""
+    named = class_names(entry.classes) if entry.classes is not None else named
+    if entry.suite is not None:
+        return _rows_of(published_task(entry.suite), named)
+    if named is None:
+        raise SpecError(
+            f"heads.{task}: no class names, and the data of {task} names none",
+            hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+        )
+    return class_names(named)
+
+
+def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
+    """The classes of a published task in label order, by the names that somebody's data gives them.
+
+    Those may be the words of the prompts or the data set's own labels, in any case and with any spaces or punctuation,
+    or the numbers of the labels. None, for data that names none, gives the words of the prompts.
+    """
+    if named is None:
+        return task.classes
+    theirs = {str(int(name)) if name.isdecimal() else plain_form(name): name for name in named}
+    numbers = tuple(map(str, range(len(task.classes))))
+    if len(theirs) == len(named) == len(task.classes):
+        for spelt in (task.classes, task.labels, numbers):
+            if theirs.keys() == {plain_form(name) for name in spelt}:
+                return tuple(theirs[plain_form(name)] for name in spelt)
+    require_same_classes(named, task.classes, where=f"the suite's {task.title}")
+    raise DataError(f"the suite's {task.title}: class names occur more than once")
+
+
+def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
+    """Everything the spec names, opened and compared; a merge that the spec asks for is still to be made."""
+    models = open_models(spec, access)
+    data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
+    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    return study_of(spec, models, data, heads, access=access), models
+
+
+def study_of(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    heads: Mapping[str, ScoreMap],
+    *,
+    access: Access = Access(),
+) -> Study:
+    """The study of a spec, of what was opened for it; errors as for `open_study`."""
+    access.team.tell_idle([*data])
+    pool = open_pool(spec, models, device=access.device)
+    preprocess = models.architecture.preprocess
+    if (lm := models.architecture.lm) is not None:
+        own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
+        heads = {**own, **heads}
+    settings = settings_of(spec, pool.chain, heads)
+    return Study(
+        name=spec.name,
+        pool=pool,
+        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
+        tasks={
+            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            for task, opened in data.items()
+        },
+        settings=settings,
+        seed=spec.data.defaults.seed,
+        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
+        provenance=models.origins,
+        architecture={
+            **models.architecture.described,
+            **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
+        },
+        preprocessing="" if preprocess is None else preprocess.backend,
+        team=access.team,
+        adapters={name: stored for name, stored in models.stored.items() if isinstance(stored, LoraSource)},
+    )
+
+
+def _notices(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
+) -> Iterator[str]:
+    """What a reader should know of models, samples and heads."""
+    yield from (*models.architecture.notices, *models.notices)
+    for opened in data.values():
+        yield from opened.notices
+    for task, entry in heads_of(spec, models).items():
+        is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
+        if is_own and data[task].class_names and named_by_expert(spec, task, entry) is None:
+            yield (
+                f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
+                "the data's order; `heads.TASK.classes` gives another"
+            )
+    for task, opened in data.items():
+        if opened.class_names and is_of_vocabulary(heads.get(task)):
+            yield (
+                f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
+                "answers are chosen by their likelihood"
+            )
+    texts = ((task, opened.test.texts) for task, opened in data.items())
+    sees = {task for task, text in texts if text is not None and isinstance(text.reader, PictureReader)}
+    if sees and (blind := sorted(data.keys() - sees)):
+        yield (
+            f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, "
+            f"and it is calibrated, with what projects its features, from {', '.join(sorted(sees))} alone"
+        )
+    yield from (*head_notices(models), *dtype_notices(models))
+    yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
+    yield from unequal_counts({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
+
+
+def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
+    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read."""
+    entry, head = spec.data.tasks.get(task), spec.heads.get(task)
+    if entry is None:
+        kind = next((of.kind for of in spec.data.tasks.values()), "imagefolder")
+        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
+    named = None if head is None or head.classes is None else class_names(head.classes)
+    if named is None and architecture is not None and architecture.ends_in_classes:
+        named = named_by_expert(spec, task, head or LinearHead(linear="own"))
+    preprocess = None if architecture is None else architecture.preprocess
+    reader = None if preprocess is None else preprocess.texts
+    if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:
+        reader = reader.of_words
+    return open_task_data(
+        task,
+        entry,
+        spec.data.defaults,
+        preprocess or list,
+        reads=None if architecture is None else architecture.chain.modality.name,
+        reader=reader,
+        head_classes=named,
+        access=access,
+    )
+
+
+def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
+    """The same samples; where their task wants it, with the greedy answers of its own expert, made when first read."""
+    texts = samples.texts
+    if texts is None or texts.reader is None or texts.shown != "expert":
+        return samples
+    reader, count = texts.reader, len(samples)
+    space = " " if texts.answer.startswith(" ") else ""
+
+    def answers(rows: Sequence[Any]) -> list[str]:
+        with pool.loaded(expert_of(samples.task)) as module:
+            generated = generate(
+                module, reader, [*map(reader.asked, rows)], NEW_TOKENS, batch_size=samples.at_once
+            )
+        return [space + answer if answer else "" for answer in generated]
+
+    @functools.cache
+    def shown() -> SampleSet:
+        return samples.answering(answers([texts.read(position) for position in range(count)]))
+
+    answered = replace(texts, answers=answers)
+    return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
+
+
+def task_samples(
+    task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
+) -> TaskSamples:
+    """A task's samples before its score map; a SpecError where a metric needs what the task or the model lacks."""
+    test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
+    choices = {} if test.labels is None else data.answers()
+    reader = None if texts is None else texts.reader
+    answers = reader is not None and reader.form != "encoder"
+    compared = None if texts is None else texts.compared
+    shows = texts is not None and compared is None and bool(test.text(0).target)
+    if compared is not None and gives_one_score(head):
+        raise SpecError(
+            f"data.{task}: texts are compared by their embeddings, and the models have a classifier of one score",
+            hint="Give embedding models without a classifier; rerankers are not measured.",
+        )
+    has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
+    has |= {"choices": answers and bool(choices), "target": answers and shows}
+    has |= {"pair": shows and gives_one_score(head)}
+    has |= {"passages": compared is not None and compared.passages is not None}
+    has |= {"number": has["target"] or has["pair"] if compared is None else not has["passages"]}
+    for name in metrics:
+        need = METRICS[name].needs
+        if not has[need or "target"]:
+            raise SpecError(
+                f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
+            )
+    if is_of_vocabulary(head) and diagnosis.labels is not None:
+        diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
+    return TaskSamples(
+        diagnosis=diagnosis,
+        test=test if test.labels is not None or has["number"] or compared is not None else None,
+        head=head,
+        calibration=with_own_answers(data.calibration, pool),
+        picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
+        metrics=tuple(metrics),
+        choices=choices,
+    )
+
+
+_LACKING = {
+    "head": "needs labels, and a head whose rows are their classes",
+    "choices": "needs classes of answers and a model that generates text",
+    "target": "needs test samples with targets and a model that generates text",
+    "number": "needs test samples with targets that are numbers, and pairs of texts or a model that generates text or "
+    "gives one score",
+    "passages": "needs queries with a column of positives",
+    "pair": "needs test samples with targets, the texts that should score less, and a model that gives one score",
+}
+
+
+_LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+"""Pools by what sentence-transformers calls them."""
+
+
+def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
+    """What a spec asks to be computed; features are pooled as heads of the experts' own read them."""
+    pool = spec.layers.pool
+    for task, head in (heads or {}).items():
+        if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
+            raise SpecError(
+                f"layers.pool is {pool!r}, but the classifier of {task}'s expert reads features pooled by "
+                f"{head.form.pool!r}",
+                hint=f"Take `pool` out, or give heads.{task} that reads them so.",
+            )
+    stated = chain.settings.get(EMBEDDED, pool)
+    if pool in _LIBRARY_POOLS and stated in _LIBRARY_POOLS.values() and stated != _LIBRARY_POOLS[pool]:
+        raise SpecError(
+            f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",
+            hint="Take `pool` out; the final feature is the embedding that the folder makes.",
+        )
+    metrics, jacobian = spec.metrics, None
+    if metrics.jacobian is not False:
+        jacobian = JacobianSettings(
+            **metrics.jacobian.model_dump(),
+            contributions=metrics.contributions,
+            prefix=metrics.prefix,
+            seed=spec.data.defaults.seed,
+        )
+    return Settings(
+        pool=pool or chain.modality.pool,
+        stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
+        options=metrics.options,
+        jacobian=jacobian,
+        feature_budget=spec.compute.feature_budget,
+        deterministic=spec.compute.deterministic,
+    )
+
+
+def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
+    """All settings of the calibration that the spec asks for; None where it asks for none."""
+    section = spec.calibration
+    if section is None:
+        return None
+    require_task_id(spec.task_id, section.method)
+    parameters = over_preset(section.method, section.preset, section.parameters)
+    return resolve(calibrators[section.method], parameters, f"calibration: {section.method}")
+
+
+def head_notices(models: OpenModels) -> list[str]:
+    """That experts bring heads of several layers, which no merged model holds, or that no head says what to read."""
+    form, bring = models.architecture.own_head, [expert_of(task) for task in own_heads(models)]
+    if form is None:
+        return []
+    if not bring:
+        pool = {
+            "cls": "that of its first token",
+            "mean": "the mean over its tokens",
+            "last": "its last token's",
+        }
+        feature = pool.get(models.architecture.chain.modality.pool)
+        return (
+            [f"no expert brings a classifier: the final feature of a sample is {feature}"] if feature else []
+        )
+    modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
+    text = f"{', '.join(bring)}: all that reads the features of tokens ({modules}) is the task's own; saved models"
+    return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
+
+
+def head_files(models: OpenModels) -> dict[str, StateSource]:
+    """The experts' own heads by their places in a saved folder."""
+    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in own_heads(models).items()}
+
+
+def own_heads(models: OpenModels) -> dict[str, StateSource]:
+    """By task, the heads that experts bring."""
+    experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
+    heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
+    return {task: head for task, head in heads.items() if head is not None}
+
+
+def all_in(models: OpenModels, name: str | None) -> OpenModels:
+    """Return the models with a form that saves all floating-point tensors in a dtype; None keeps the form's own."""
+    if not name:
+        return models
+    dtype: torch.dtype = getattr(torch, name)
+    architecture, folder = models.architecture, models.architecture.folder
+    if folder is not None:
+        configs = dict(folder.configs)
+        config = configs.get("config.json")
+        if isinstance(config, Mapping) and "model_type" in config:
+            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
+        architecture = replace(architecture, folder=replace(folder, configs=configs))
+    form = InDtypes(models.own_form, floats_in(models.own_form, dtype))
+    return replace(models, architecture=architecture, form=form, out_dtype=dtype)
+
+
+def dtype_notices(models: OpenModels) -> list[str]:
+    """That the checkpoints are stored in different dtypes, if they are."""
+    by_dtype: dict[str, list[str]] = {}
+    for name, source in models.sources.items():
+        if isinstance(models.stored[name], LoraSource):
+            continue  # it is the base's, with sums that are not rounded
+        keys = models.architecture.chain.parameter_keys()
+        for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
+            by_dtype.setdefault(dtype, []).append(name)
+    if len(by_dtype) < 2:
+        return []
+    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(by_dtype.items()))
+    return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]

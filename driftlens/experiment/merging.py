@@ -1,0 +1,601 @@
+"""Merging checkpoints: in float32, as much at a time as the method reads, saved the way the base is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftlens.checkpoints.tensor_sources import (
+    InDtypes,
+    StateSource,
+    TensorHeader,
+    TensorsSource,
+    check_finite,
+    floats_in,
+    require_key,
+    written,
+)
+from driftlens.config import load_spec
+from driftlens.config.requests import MergeRequest
+from driftlens.data.samples import SampleSet
+from driftlens.data.views import viewed
+from driftlens.engine.pool import LayerMap
+from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
+from driftlens.engine.walk import Passage
+from driftlens.experiment import loading as opening
+from driftlens.experiment.loading import OpenModels
+from driftlens.experiment.sanity_checks import companions
+from driftlens.experiment.study import Study
+from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.merging.method import Merge, MergeMethod, merge_called
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
+from driftlens.models.saving import require_target, save_model
+from driftlens.utils.access import Context
+from driftlens.utils.devices import computing_with, exact_products, wide
+from driftlens.utils.errors import ShapeError, SpecError
+from driftlens.utils.files import PathLike, scratch_beside
+from driftlens.utils.progress import Reporter
+from driftlens.utils.rounding import Change, saved_words
+from driftlens.utils.variants import expert_of, task_of
+
+if TYPE_CHECKING:
+    from driftlens.config import RunSpec
+
+PHASE = "merge"
+PIECE = 2**22
+"""Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
+
+
+class _Weights(Mapping[str, Tensor]):
+    """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked when asked for."""
+
+    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
+        self._source = source
+        floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+        self._slots = {key: Slot(key) for key in floats} if named is None else named
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.at(self._slots[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots  # the inherited one would read the tensor
+
+    def under(self, named: Mapping[str, Slot]) -> _Weights:
+        """The same weights, by these names."""
+        return _Weights(self._source, named)
+
+    def at(self, slot: Slot) -> Tensor:
+        """What lies there, in the layer's layout."""
+        tensor = self._source.read(slot.key, slot.rows)
+        check_finite(self._source.name, slot.key, tensor)
+        return slot.own(tensor.float())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
+
+    start: StateSource
+    base: _Weights
+    experts: Mapping[str, _Weights]
+    merge: Merge
+    chain: LayerChain
+    study: Study | None
+
+    @property
+    def name(self) -> str:
+        """What messages call the merge."""
+        return f"{self.merge.method.title} of {', '.join(self.experts)}"
+
+    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
+        entry, settings = self.merge
+        function = entry.function
+        if entry.reads == "samples":
+            for key, value in function(self.base, self.experts, self.study, **settings):
+                yield Slot(key), value
+        elif entry.reads == "model":
+            named = _slots_by_name(self.chain, self.base)
+            experts = {task: expert.under(named) for task, expert in self.experts.items()}
+            for name, value in function(self.base.under(named), experts, **settings):
+                yield named.get(name, Slot(name)), value
+        else:
+            for part in self.separate_parts(place_of):
+                yield from self.merge_part(part)
+
+    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
+        """What is merged by itself, one after the other, of a method that reads no whole models."""
+        entry = self.merge.method
+        if entry.reads_sites:
+            yield from self._sites(place_of)
+        elif entry.reads == "tensor":
+            for name, slot in _slots_by_name(self.chain, self.base).items():
+                yield _Part(self.merge, {name: slot})
+        else:
+            most = PIECE if entry.reads == "entry" else None
+            for key in self.base:
+                for slot in pieces(key, self.start.headers[key].shape, most):
+                    yield _Part(self.merge, {key: slot})
+
+    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
+        """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
+        entry, rest = self.merge.method, self.merge.rest
+        extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
+        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
+            (layer, None) for layer in self.chain.layers
+        )
+        if self.study is not None and entry.reads_moments:
+            merged = place_of if entry.reads == "prefix" else None
+            walk = site_moments(self.study, merged=merged)
+            extra_of_rest = ({},) if entry.others == entry.name else ()
+        for layer, moments in walk:
+            names = {
+                slot: name for name, slot in self.chain.owned(layer).items()
+            }  # two sites may share a weight
+            owned = {name: slot for slot, name in names.items()}
+            for site in layer.sites:
+                parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
+                is_known = moments is None or site.name in moments
+                if not is_known or parts["weight"] not in owned or site.kind != "linear":
+                    continue
+                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
+                extra = () if moments is None else (moments[site.name],)
+                yield _Part(self.merge, slots, extra)
+            for slot in owned.values():
+                yield _Part(rest, {slot.key: slot}, extra_of_rest)
+        layer_keys = set(self.chain.parameter_keys())
+        for key in self.base:
+            if key not in layer_keys:
+                yield _Part(rest, {key: Slot(key)}, extra_of_rest)
+
+    def merge_part(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
+        """What comes of one part of all models: where it belongs, and its value in the files' layout."""
+        merge, slots, extra = part
+        base = {name: self.base.at(slot) for name, slot in slots.items()}
+        experts = {
+            task: {name: expert.at(slot) for name, slot in slots.items()}
+            for task, expert in self.experts.items()
+        }
+        merged: Mapping[str, Tensor] = merge.method.function(base, experts, *extra, **merge.settings)
+        return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
+
+
+class _Part(NamedTuple):
+    """What a method is called with once: the method, which slots by its names for them, and what else it is given."""
+
+    merge: Merge
+    slots: Mapping[str, Slot]
+    extra: tuple[object, ...] = ()
+
+
+def _store(
+    inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
+) -> tuple[int, Change | None]:
+    """Store what was merged at its place; returns how many entries it has, and the change with what rounding loses."""
+    value = slot.stored(value).detach()
+    if value.shape != place.shape:
+        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+    if change is not None:
+        change += written(inputs.start, slot.key, value, place.dtype, slot.rows)
+    place.copy_(value)
+    return value.numel(), change
+
+
+def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
+    if missing:
+        raise ShapeError(
+            f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
+        )
+
+
+class StreamedMerge:
+    """A merge that is made tensor by tensor as it is read by whoever writes it; what was read is not kept."""
+
+    def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
+        self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
+        self.name = self._inputs.name
+        self.headers = _headers(self._inputs.start, models.out_dtype)
+        self.change = Change("") if "base" in models.sources else None
+        self._parts = defaultdict[str, list[_Part]](list)
+        for part in self._inputs.separate_parts():
+            for key in dict.fromkeys(slot.key for slot in part.slots.values()):
+                self._parts[key].append(part)
+        self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
+        self._done = set[str]()
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The merged tensor, or rows [start, stop) of it; errors as for `merged_source`."""
+        require_key(self, key)
+        header, inputs = self.headers[key], self._inputs
+        if key not in inputs.base:
+            return inputs.start.read(key, rows)
+        change = None if key in self._done else self.change  # of what a file holds twice once
+        merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
+        for slot, value in self._merged_slots(key):
+            place = merged if slot.rows is None else merged[slice(*slot.rows)]
+            count, change = _store(inputs, slot, value, place, change)
+            missing -= count
+        _require_whole(inputs, key, missing)
+        self._done.add(key)
+        self.change = change or self.change
+        self._reporter.step(PHASE, len(self._done), len(inputs.base), key)
+        return merged if rows is None else merged[slice(*rows)]
+
+    @torch.no_grad()
+    def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
+        """What parts of the models make of a tensor; what they make of others waits for these to be read."""
+        for part in self._parts[key]:
+            pairs = self._waiting.pop((key, id(part)), None)
+            if pairs is None:
+                by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
+                with computing_with(1):
+                    for slot, value in self._inputs.merge_part(part):
+                        by_key[slot.key].append((slot, value))
+                pairs = by_key.pop(key, [])
+                self._waiting |= {
+                    (name, id(part)): slots for name, slots in by_key.items() if name not in self._done
+                }
+            yield from pairs
+
+
+class Merged(TensorsSource):
+    """A merged model, and what its number type left of the way from the base; None without a base."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
+        super().__init__(name, tensors)
+        self.change = change
+
+
+def merged_source(
+    models: OpenModels,
+    merge: Merge,
+    study: Study | None = None,
+    *,
+    beside: PathLike | None = None,
+    reporter: Reporter | None = None,
+) -> Merged:
+    """The experts of a spec, merged by what the method reads at a time; it waits on the disk of `beside` to be read."""
+    reporter = reporter or Reporter()
+    inputs = _inputs(models, merge, study, reporter)
+    tensors = _on_disk(inputs.start, beside, models.out_dtype)
+    change = Change("") if "base" in models.sources else None
+    missing = {key: tensors[key].numel() for key in inputs.base}
+    total = len(missing)
+    reporter.step(PHASE, 0, total)
+
+    def place_of(slot: Slot) -> Tensor:
+        return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
+
+    # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
+    # the same on every number of cores.
+    with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
+        for slot, value in inputs.parts(place_of):
+            require_key(inputs.start, slot.key)
+            count, change = _store(inputs, slot, value, place_of(slot), change)
+            missing[slot.key] -= count
+            reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
+    for key, count in missing.items():
+        _require_whole(inputs, key, count)
+    return Merged(inputs.name, tensors, change)
+
+
+def merged_within(study: Study, merge: Merge) -> Merged:
+    """The experts of a study, merged in what it saves in; of its calibration samples a method reads all."""
+    sources = {name: study.pool.source(name) for name in study.pool.names}
+    bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
+    return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
+
+
+def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
+    """What a merge reads, after it was seen that all of it is there."""
+    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    tasks, entry = {} if study is None else study.tasks, merge.method
+    without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
+    merge.require(has_base="base" in models.sources, without=without)
+    if study is not None and entry.scores:
+        headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
+        if headless:
+            raise no_scores(entry, headless)
+    if study is not None and entry.reads == "samples":
+        study = _blinded(study, merge, reporter)
+    start = models.sources.get("base", next(iter(experts.values())))
+    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
+    return _Merge(start, _Weights(start), weights, merge, models.architecture.chain, study)
+
+
+def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
+    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported."""
+    (entry, settings), total, done = merge, 0, 0
+
+    def shown(samples: SampleSet) -> SampleSet:
+        is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
+        samples = samples.answering([""] * len(samples)) if is_read else samples
+
+        def load(positions: Sequence[int]) -> Any:
+            nonlocal done
+            reporter.step("ask", done, total or None, "samples")
+            done += len(positions)
+            return samples.load(positions)
+
+        return dataclasses.replace(samples, load=load)
+
+    sets = {task: shown(samples) for task, samples in study.calibration_sets.items()}
+    for task, samples in sets.items() if entry.scores else ():
+        head = study.head(task, expert_of(task))
+        entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
+        total += entry.runs(settings, len(samples), 1)
+    return study.blinded(sets)
+
+
+def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
+    headers = _headers(start, dtype)
+    floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
+    with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
+        return {
+            key: _room(folder / f"{number}", headers[key]) if key in floats else start.read(key)
+            for number, key in enumerate(headers)
+        }
+
+
+def _headers(start: StateSource, dtype: torch.dtype | None) -> Mapping[str, TensorHeader]:
+    return start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
+
+
+def _room(file: Path, header: TensorHeader) -> Tensor:
+    if not header.nbytes:
+        return torch.empty(header.shape, dtype=header.dtype)
+    # Written before it is mapped: a full disk is an error here, and would be a crash later.
+    file.write_bytes(bytes(header.nbytes))
+    count = torch.Size(header.shape).numel()
+    return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
+
+
+def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
+    """The refusal of a method that reads score maps, where some tasks have none."""
+    return SpecError(
+        f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
+        hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
+    )
+
+
+def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
+    """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
+    named, seen = dict[str, Slot](), set[Slot]()
+    for layer in chain.layers:
+        groups, numbers = parameter_groups(layer), Counter[str]()
+        for name, slot in chain.owned(layer).items():
+            if slot not in seen:
+                seen.add(slot)
+                named[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
+                numbers[groups[name]] += 1
+    layer_keys = set(chain.parameter_keys())
+    return named | {key: Slot(key) for key in keys if key not in layer_keys}
+
+
+def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
+    """A tensor as runs of rows of at most so many entries, or of one row; without a number as a whole."""
+    rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
+    if not shape or shape[0] <= rows:
+        return [Slot(key)]
+    return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
+
+
+@torch.no_grad()
+def site_moments(
+    study: Study, *, merged: Callable[[Slot], Tensor] | None = None
+) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
+    """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
+
+    The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
+    ones and sites that run twice left out. With `merged`, which tells a parameter of a layer that was given, an
+    expert's layer reads what merged layers made of the samples.
+    The matrices of a layer lie where those of the next will.
+    """
+    sets = {task: viewed(samples) for task, samples in study.calibration_sets.items()}
+    passage = Passage(study.pool, sets, [_WALKER])
+    moments = _SiteMoments(passage, merged)
+    for layer in study.pool.chain.layers:
+        yield from moments.visit(layer)
+
+
+_WALKER = "walker"
+
+
+@dataclasses.dataclass(frozen=True)
+class _SiteMoments:
+    """Sums up what every site of a layer is fed, expert by expert."""
+
+    passage: Passage
+    merged: Callable[[Slot], Tensor] | None
+    grams: GramPool = dataclasses.field(default_factory=GramPool, init=False)
+
+    def visit(self, layer: Layer) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
+        sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
+        readers = {_reader(site): site for site in sites}
+        by_site: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
+        self.grams.take_back()  # of the layer before, which is merged
+        for task in self.passage.parts:
+            means = self._means(layer, task, [*readers.values()])
+            for site in sites:
+                by_site[site.name][task] = means[readers[_reader(site)].name]
+        yield layer, by_site
+        if self.merged is not None and layer.role != "head":
+            pool = self.passage.pool
+            parameters = {
+                name: slot.own(self.merged(slot).to(pool.device, pool.dtype))
+                for name, slot in layer.parameters.items()
+            }
+            for task in self.passage.parts:
+                crossing = self.passage.crossing(layer, task)
+                for batch in crossing:
+                    crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
+            self.passage.check()
+
+    def _means(self, layer: Layer, task: str, readers: Sequence[Site]) -> dict[str, Tensor]:
+        pool, moments = self.passage.pool, _InputMoments(self.grams)
+        parameters, names = pool.parameters(expert_of(task), layer), [site.name for site in readers]
+
+        def layer_call(state: State, side: SideInputs) -> State:
+            rows, output = rows_and_output(layer, parameters, state, side, names)
+            for site in readers:
+                x = rows.inputs[site.name]
+                moments.add(site, x, row_weights(pool.chain, layer, site, x, state, rows.side))
+            return output
+
+        crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
+        for batch in crossing:
+            if self.merged is None:
+                crossing.take(batch, _WALKER, layer_call, named=expert_of(task))
+            else:
+                left = layer_call(batch.get(_WALKER), batch.side)
+                crossing.watch.see(expert_of(task), left[layer.stream], batch.start)
+        self.passage.check()
+        return moments.means()
+
+
+class _InputMoments:
+    """E[x x'] of what one task feeds the linear sites of a layer, by site, in float64."""
+
+    def __init__(self, memory: GramPool) -> None:
+        self._memory = memory
+        self._grams: dict[str, GramSum] = {}
+        self._counts: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
+        # Float32 products would fill the null space of few tokens with rounding.
+        x = wide(x.flatten(0, -2))
+        weights = None if weights is None else weights.to(x.device)
+        self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
+        if site.name not in self._grams:
+            self._grams[site.name] = self._memory.lend(x.shape[-1], torch.float64, x.device)
+        self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
+
+    def means(self) -> dict[str, Tensor]:
+        grams = self._grams.items()
+        return {name: gram.full().div_(sum(self._counts[name])).cpu() for name, gram in grams}
+
+
+def _reader(site: Site) -> tuple[str, str]:
+    """What sites of equal moments share."""
+    return site.input, site.token_weights
+
+
+@exact_products()
+def save_merge(
+    models: OpenModels,
+    merge: Merge,
+    path: PathLike,
+    study: Study | None = None,
+    reporter: Reporter | None = None,
+    *,
+    notices: Sequence[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """Merge, and write the result in the format of the base; a folder gets a card.
+
+    Returns what a run says of a merge, and beside the `notices` of the models what its number type has lost.
+    """
+    architecture, chain = models.architecture, models.architecture.chain
+    require_target(architecture, path)
+    source: StateSource
+    if merge.method.runs_models or merge.method.reads == "model":
+        source = merged_source(models, merge, study, beside=path, reporter=reporter)
+    else:
+        source = StreamedMerge(models, merge, reporter or Reporter())
+    record = merge.record
+    if merge.method.runs_models and study is not None:
+        counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
+        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
+    settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
+
+    def rounding_notices() -> list[str]:
+        change: Change | None = getattr(source, "change", None)  # known when all is written
+        record.update({} if change is None else {"change": vars(change)})
+        return [*notices, *([] if change is None else saved_words(change, "the merge"))]
+
+    def card(usage: str) -> str:
+        from driftlens.experiment.model_card import merge_card  # its libraries are not those of live modules
+
+        texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
+        described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
+        return merge_card(record, described, models.origins, [*texts, *rounding_notices()], usage)
+
+    heads = opening.head_files(models)
+    save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
+    return record, rounding_notices()
+
+
+def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
+    """A merge that a spec's experts can be merged by; no file is opened."""
+    merge = merge_called(method, parameters)
+    without = [task for task in spec.tasks if task not in spec.data.tasks]
+    merge.require(has_base=spec.base is not None, without=without)
+    return merge
+
+
+def merge_experts(
+    spec: RunSpec,
+    method: str,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    context: Context = Context(),
+    out_dtype: str | None = None,
+) -> list[str]:
+    """Open what the method reads of a spec, merge, and write the result in the format of the base, or in a dtype."""
+    merge, study = merge_of(spec, method, parameters), None
+    if merge.method.runs_models:
+        study, models = opening.open_study(spec, access=context.access)
+    else:
+        models = opening.open_models(spec, context.access, unread=True)
+        opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
+    doubts = [doubt.text for doubt in companions(models)]
+    models = opening.all_in(models, out_dtype)
+    return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
+
+
+def save_one(
+    source: Path | str | Mapping[str, Any] | RunSpec,
+    request: MergeRequest,
+    context: Callable[[], AbstractContextManager[Context]],
+) -> tuple[str, list[str]]:
+    """Make the merge that is asked for, or else the spec's own, and save it; returns the method and notices.
+
+    Raises:
+        SpecError: there is no place to save it, settings have no method, or a spec names a merged model instead.
+        DriftLensError: as for `merge_experts`.
+    """
+    method, parameters, out = request.method, request.parameters, request.out
+    if out is None:
+        raise SpecError(
+            "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
+        )
+    if method is None and parameters:
+        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
+    spec = load_spec(source)
+    if method is None:
+        if spec.merge is None:
+            raise SpecError(
+                f"the spec of {spec.name!r} names a merged model, and no merge to make",
+                hint="Say which with --method, or add `merge:`.",
+            )
+        method, parameters = spec.merge.method, spec.merge.parameters
+    with context() as opened:
+        return method, merge_experts(spec, method, parameters, out, opened, request.out_dtype)

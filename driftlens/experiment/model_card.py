@@ -1,0 +1,422 @@
+"""The card that travels with a merged or calibrated model: what it was made from, how, and how well it does."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from markupsafe import Markup
+
+from driftlens.calibration.calibrator import calibrators
+from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_of
+from driftlens.config.requests import CalibrationRequest
+from driftlens.config.yaml_text import from_yaml
+from driftlens.models.sentences import EMBEDDED
+from driftlens.results.formatting import printable, setting_text, signs
+from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
+from driftlens.runs.manifest import CalibrationInfo, versions
+from driftlens.runs.run_state import is_live
+from driftlens.utils.files import plain_file
+from driftlens.utils.metrics import ACCURACY, ATTACHED, metric_called
+from driftlens.utils.variants import calibrated, part_of, task_of, title
+from driftlens.utils.words import counted
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from driftlens.runs.run import DriftRun
+
+Rows = list[tuple[object, ...]]
+"""Of a table, its heading first."""
+_SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
+"""What Markdown would read as more than text; the last two make links of bare addresses."""
+_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+_PARENTS = ("base", "merged", "expert")
+_LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
+_SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
+_TASKS = {
+    **dict.fromkeys(("hf-t5", "hf_t5", "hf-seq2seq"), "text2text-generation"),
+    "hf-decoder": "text-generation",
+    "hf-vlm": "image-text-to-text",
+    "hf-encoder": "text-classification",
+}
+"""What the Hub calls the tasks of models of text, by loader or adapter."""
+_PIPELINES = {
+    **_TASKS,
+    **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
+    **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
+}
+_BY_CLASS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+    "ForMaskedLM": "fill-mask",
+    **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
+    **dict.fromkeys(("Model", "ModelWithProjection"), ""),
+}
+"""The same by how the class of a saved folder ends; empty of those that make features."""
+
+
+_SIMILARITY = "sentence-similarity"
+"""What it calls that of folders of sentence-transformers."""
+
+
+def model_card(run: DriftRun, name: str, usage: str = "") -> str:
+    """Markdown with the Hub's front matter of a calibrated model, from the run's tables and manifest.
+
+    Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
+    """
+    # Tables are read with pandas, which who merges doesn't need.
+    from driftlens.results.calibration_summary import (
+        calibration_sheets,
+        compared_variants,
+        selection_sentences,
+    )
+    from driftlens.results.summary import headline, sentence
+    from driftlens.results.verdict import shareable, task_sheet, verdict
+
+    compared_variants(run, name)  # says which calibrations there are when this is none
+    manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated(name)
+    judgement = verdict(run, name)
+    tasks = task_sheet(run, judgement)
+    parents = {model: entry for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
+    models = [(model, _shown(entry.source), _code(entry.digest)) for model, entry in parents.items()]
+    models.append((variant, "this model", _code(manifest.models[variant].digest)))
+    digests = info.sample_digests
+    samples = [(task, count, _code(digests[task])) for task, count in info.samples.items()]
+    known_by = "contents" if is_live(manifest) else "ids"  # of live objects nobody but their content knows
+    notices = [
+        "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
+        *manifest.warnings,
+        *(notice for notice in manifest.notices if not notice.startswith(calibrated(""))),
+        *info.notices,
+    ]
+    command = "" if is_live(manifest) else printable(calibration_command(name, info))
+    return _rendered(
+        manifest.architecture,
+        {model: entry.source for model, entry in parents.items()},
+        notices,
+        run.name,
+        tags=() if info.kept else ("feature-calibration", info.method),
+        is_merge=info.kept != "base",
+        results=_measured(run, name),
+        heading=f"{run.name}: {title(variant)}",
+        about=_about(run, info),
+        is_synthetic=manifest.synthetic,
+        headline=signs(sentence(headline(run, name))),
+        sentences=[signs(shareable(run, text)) for text in judgement.sentences],
+        verdict_sheets=[tasks] if tasks.rows else [],
+        usage=Markup(usage),
+        settings=[("Setting", "Value"), *_settings(run, name)],
+        chosen=selection_sentences(run, name),
+        command=Markup(command),
+        seed=info.seed,
+        models=[("Model", "From", "SHA-256 of the weights"), *models],
+        samples=[("Task", "Samples", f"SHA-256 of their {known_by}"), *samples],
+        is_live=is_live(manifest),
+        sheets=calibration_sheets(run, name),
+        attached=_attached(run, name),
+        versions=_listed_versions(manifest.versions),
+    )
+
+
+def merge_card(
+    merge: Mapping[str, Any],
+    architecture: Mapping[str, Any],
+    origins: Mapping[str, str],
+    notices: Sequence[str],
+    usage: str = "",
+) -> str:
+    """Return the card of a model that was merged and not measured; `origins` name the sources of the pool's models."""
+    parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
+    tasks = [task for model in parents if (task := task_of(model)) is not None]
+    name = f"{merge['title']} of {', '.join(tasks)}"
+    settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_texts(merge["parameters"])]
+    settings.append(("Source", merge["source"]))
+    if "samples" in merge:
+        settings.append(("Calibration samples", merge["samples"]))
+    unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
+    return _rendered(
+        architecture,
+        parents,
+        [unmeasured, *notices],
+        name,
+        heading=name,
+        about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
+        usage=Markup(usage),
+        settings=settings,
+        models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
+        versions=_listed_versions(versions()),
+    )
+
+
+def renew_cards(run: DriftRun) -> None:
+    """Write the cards that lie in a run again, as scores were attached to it since."""
+    from driftlens.runs.writer import attach
+
+    for name in run.manifest.calibrations:
+        place = f"{calibration_folder(name)}/README.md"
+        if (run.path / place).is_file():
+            with attach(run.path, place) as file:
+                file.write_text(model_card(run, name), encoding="utf-8")
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
+    return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
+
+
+def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **more: Any) -> str:
+    """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome.
+
+    Empty where an older run did not record which sites were meant, and where no layer was calibrated. `more` is asked
+    for beside the settings.
+    """
+    if info.seed is None or not info.layers:
+        return ""
+    counts = set(info.samples.values())
+    views = set(info.views.values()) if len(info.views) == len(info.samples) else set()
+    chooses_itself = info.method in calibrators and not calibrators[info.method].takes_sites
+    request = CalibrationRequest(
+        name=name,
+        method=info.method,
+        parameters=dict(info.settings),
+        samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
+        layers=None if chooses_itself else tuple(info.layers),
+        sites=tuple(info.sites) or None,
+        shrink=info.shrink.get("share"),
+        **{"out_dtype": info.out_dtype or None, "views": views.pop() if len(views) == 1 else None, **more},
+    )
+    return shlex.join(["driftlens", "calibrate", run, *request.words()])
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """Of a card; whatever it shows is escaped, but for `Markup`."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escaped(str(value))),
+    )
+    environment.filters["typeset"] = lambda rows: [[*map(signs, cells)] for cells in rows]
+    return environment.get_template("model_card.md.jinja")
+
+
+def _rendered(
+    architecture: Mapping[str, Any],
+    origins: Mapping[str, str],
+    notices: Sequence[str],
+    name: str,
+    tags: Sequence[str] = (),
+    is_merge: bool = True,
+    results: Sequence[EvalResult] = (),
+    **shown: Any,
+) -> str:
+    """A card; the Hub knows no other parents than its own models, and of paths only the last part is shown."""
+    (library, pipeline), (license_said, left_out) = _hub_terms(architecture), _licenses(origins)
+    hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
+    front = ModelCardData(
+        tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
+        library_name=library,
+        pipeline_tag=pipeline,
+        base_model=hub or None,
+        base_model_relation="merge" if hub and is_merge else None,
+        model_name=name if results else None,  # without results it would be a field of its own
+        eval_results=list(results) or None,
+        **license_said,
+    )
+    notices = [*notices, *left_out]
+    for place in sorted(
+        {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
+    ):
+        notices = [line.replace(place, _shown(place)) for line in notices]
+    return _template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
+
+
+def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Library and task of a saved folder; of runs that don't say what it is, by their loader."""
+    loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
+    if EMBEDDED in architecture:
+        return "sentence-transformers", _SIMILARITY
+    library = _LIBRARIES.get(loader.partition("-")[0])
+    ends = next((end for end in _BY_CLASS if saved_as.endswith(end)), None)
+    if ends is None:
+        return library, _PIPELINES.get(loader)
+    features = f"{'image-' * (architecture.get('reads') == 'image')}feature-extraction"
+    return library, _BY_CLASS[ends] or features
+
+
+def _about(run: DriftRun, info: CalibrationInfo) -> str:
+    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
+    if info.kept == "base":
+        return f"This is {info.unchanged}."
+    if info.kept:
+        return f"{text}. This is {info.unchanged}. Same architecture, no added modules."
+    text += " and"
+    if info.attached:
+        return (
+            f"{text}, for every task, maps of its features that were fitted to that expert's: {info.attached:,} "
+            "numbers beside the weights. Whoever uses them must know the task of an input; the scores below are with "
+            "the maps."
+        )
+    is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
+    how = "by gradients" if is_trained else "in closed form, layer by layer,"
+    return f"{text} calibrated {how} so that its features follow each expert's. Same architecture, no added modules."
+
+
+def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The base's license in the Hub's terms unless an expert states another one, and a sentence on those left out."""
+    stated = {model: terms for model, origin in origins.items() if (terms := _license(origin))}
+    base = stated.get("base", {})
+    if all(terms == base for terms in stated.values()):
+        return base, []
+    listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
+    return {}, [f"No license is stated here: the models that it was made from state {listed}."]
+
+
+def _license(origin: str) -> dict[str, Any]:
+    folder = library_folder(origin)
+    card = None if folder is None else folder / "README.md"
+    if card is None or not card.is_file():
+        return {}
+    try:
+        stated = metadata_load(card) or {}
+    except Exception:  # somebody's file: whatever is wrong with it, it states no license
+        return {}
+    terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
+    return terms if "license" in terms and all(isinstance(value, str) for value in terms.values()) else {}
+
+
+def _measured(run: DriftRun, name: str) -> list[EvalResult]:
+    """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
+    import pandas as pd
+
+    from driftlens.runs.external_scores import TOOLS, tool_of
+
+    if (run.path / calibration_attachments(name)).exists():
+        return []
+    data, architecture = _spec(run).get("data", {}), run.manifest.architecture
+    kind = _SIMILARITY if EMBEDDED in architecture else _TASKS.get(str(architecture.get("loader")))
+    kind = kind or _TASKS.get(str(architecture.get("adapter")))
+    # Older runs don't say what their models read.
+    reads = architecture.get("reads", "image" if run.manifest.preprocessing else "")
+    by_input = {"image": "image-classification", "text": "text-classification"}
+    results = []
+    for row in run.accuracy(variant=calibrated(name)).to_dict("records"):
+        task, metric = row["task"], metric_called(row["metric"])
+        ends = None if pd.isna(row["ci_low"]) else [float(row["ci_low"]), float(row["ci_high"])]
+        tool = tool_of(run, calibrated(name), task) if metric.is_attached else None
+        results.append(
+            EvalResult(
+                task_type=kind or by_input.get(reads, "classification"),
+                dataset_type=_hub_id(str(data.get(task, {}).get("path", ""))) or task,
+                dataset_name=task,
+                dataset_split="test",
+                dataset_args=None if pd.isna(row["n"]) else {"num_samples": int(row["n"])},
+                metric_type=metric.hub or metric.name,
+                metric_value=float(row["value"]),
+                metric_name=None if metric == ACCURACY else metric.title,
+                metric_args=None if ends is None else {"confidence_interval_95": ends},
+                source_name=tool,
+                source_url=None if tool is None else TOOLS[tool],
+            )
+        )
+    return results
+
+
+def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
+    """What was merged and calibrated, and how."""
+    info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
+    parameters = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
+    merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
+    yield "Merge", merged
+    if info.kept:
+        yield "Calibration", f"none; this is {info.unchanged}"
+        return
+    yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
+    if info.seed is not None:  # else an older run does not say which sites were meant
+        yield from _sites(run, name)
+    yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
+    if info.shrink:
+        how = ", chosen on held-out samples" if "curve" in info.shrink else ""
+        yield "Shrunk", f"to {info.shrink['share']:g} of the way from the base{how}"
+    yield from [("Views of samples", ", ".join(sorted({*info.views.values()})))] if info.views else []
+    yield "Preset", info.preset or "none"
+    yield from _texts(info.settings)
+    yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"
+
+
+def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
+    """Which modules were solved for, and how much repair of earlier modules the data supported where there was any."""
+    rows = run.calibration(name)
+    solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
+    if solved.empty:  # a trained calibrator solves for none
+        return
+    kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
+    sites = ", ".join(run.manifest.calibrations[name].sites)
+    sites = sites or f"every {' and '.join(kinds)} module of these layers"
+    yield "Sites", f"{sites} ({counted(len(solved), 'module')})"
+    if "upstream_share" in rows and rows["upstream_share"].notna().any():
+        means = rows.groupby("layer")["upstream_share"].mean().dropna()
+        by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
+        shares = ", ".join(f"{run.layer_name(layer)} {share:.2f}" for layer, share in by_layer)
+        yield "Upstream repair supported", f"{shares} (mean share of the modules)"
+
+
+def _spec(run: DriftRun) -> Mapping[str, Any]:
+    spec = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    return spec if isinstance(spec, Mapping) else {}
+
+
+def _attached(run: DriftRun, name: str) -> Rows:
+    """What another tool has measured of the models that the card is about; empty without."""
+    rows = run.accuracy()
+    is_shown = rows["variant"].isin(["base", "merged", calibrated(name)])
+    rows = rows[is_shown & rows["metric"].str.startswith(ATTACHED)].sort_values(
+        ["task", "metric"], kind="stable"
+    )
+    cells: Rows = [
+        (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.3g}")
+        for row in rows.to_dict("records")
+    ]
+    return [("Task", "Metric", "Model", "Score"), *cells] if cells else []
+
+
+def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, setting_text(value)) for key, value in settings.items()]
+
+
+def _code(digest: str) -> Markup:
+    return Markup(f"`{digest}`")
+
+
+def _listed_versions(installed: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {installed[name]}" for name in _SHOWN_VERSIONS if name in installed)
+
+
+def _shown(origin: str) -> str:
+    return _hub_id(origin) or pathlib.PurePath(origin).name
+
+
+def _hub_id(origin: str) -> str:
+    """The model of the Hub that `origin` is, or a copy of in the Hub's cache; empty where it is neither."""
+    parts = pathlib.PurePath(origin).parts
+    cached = next((part for part in parts if part.startswith("models--")), "")
+    name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")
+    return repository_of(name)[0] if is_hub_id(name) else ""
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Layer indices as 2 to 13, or listed where they are not consecutive."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers))

@@ -1,0 +1,523 @@
+"""Doubts about models that fit each other in shape: their weights, and what comes with these, such as tokenizers."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, Spellings
+from driftlens.checkpoints.lora import LoraSource, named_base
+from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector
+from driftlens.checkpoints.unsupported import foreign_code
+from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
+from driftlens.experiment.config_checks import contradictions
+from driftlens.experiment.loading import OpenModels, model_folder
+from driftlens.models import vocabularies
+from driftlens.models.chain import LayerChain, Slot
+from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError
+from driftlens.utils.rounding import Change, coarse_words, lost_words
+from driftlens.utils.variants import part_of, task_of
+from driftlens.utils.words import some_of
+
+FOREIGN = 0.5
+"""Relative distance between weights from which on they hardly come from one base.
+
+Matrices trained apart are uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves
+weights by a few percent; by 10 to 16 % where it was long and the model small.
+"""
+EXPLAINED, UNEXPLAINED = 0.01, 0.5
+"""Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
+MOST_READ = 1 << 28
+"""Entries of all models together up to which each is read; of larger ones the first rows of every tensor, as many."""
+HELD = 1 << 22
+"""Entries of all models together in memory at a time."""
+ROUNDING = 1e-12
+"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
+
+Level = Literal["ok", "notice", "problem"]
+"""A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: how bad it is, what was looked at, what was found, and what to do about it."""
+
+    level: Level
+    subject: str
+    text: str
+    hint: str = ""
+    exit_code: int = 0
+
+
+def problem(subject: str, error: DriftLensError) -> Finding:
+    """The finding that an error makes."""
+    return Finding("problem", subject, error.message, error.hint, error.exit_code)
+
+
+def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
+    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part."""
+    findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
+    if not sources:
+        return findings
+    sampled, broken = _Sampled.of(chain, sources)
+    findings += [problem(label(name), error) for name, error in broken.items()]
+    findings += _distances(sampled)
+    # A lone expert without a base spans nothing that a merge could be compared with.
+    if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
+        findings += [_plausibility(sampled, name) for name in sampled.names if _is_merge(name)]
+    return findings
+
+
+def label(name: str) -> str:
+    """What messages call a model, given its name in the pool."""
+    kind, _, which = name.partition(":")
+    if which:
+        return f"{kind} {which}" if kind == "baseline" else f"{kind} of {which}"
+    return "merged model" if name == "merged" else name
+
+
+def _is_merge(name: str) -> bool:
+    return part_of(name) in ("merged", "baseline")
+
+
+def _same(first: str, second: str) -> Finding:
+    untouched = "It was not fine-tuned, or the wrong file is named."
+    hint = untouched if first == "base" and not _is_merge(second) else "Check that the right files are named."
+    text = f"the {label(second)} has the same weights as the {label(first)}"
+    return Finding("notice", label(second), text, hint)
+
+
+def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
+    """Models with the same weights, each with the first such model; reading ends once all are known to differ."""
+    pairs = list(combinations(sources, 2))
+    for key in chain.parameter_keys():
+        tensors = {name: sources[name].read(key) for name in {name for pair in pairs for name in pair}}
+        pairs = [pair for pair in pairs if is_equal(*(tensors[name] for name in pair))]
+        if not pairs:
+            break
+    copies = {second for _, second in pairs}
+    return [(first, second) for first, second in pairs if first not in copies]
+
+
+def is_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether they are, in the narrower one's dtype."""
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.to(narrow), second.to(narrow))
+
+
+def _distances(sampled: _Sampled) -> list[Finding]:
+    """How far every model is from the base, or without one from the expert next to it."""
+    has_base = "base" in sampled.names
+    close: list[tuple[float, float, int]] = []
+    foreign = []
+    for name in sampled.names:
+        anchors = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
+        if name == "base" or not anchors:
+            continue
+        distance, anchor = min((sampled.median_distance(name, anchor), anchor) for anchor in anchors)
+        if distance > FOREIGN:
+            text = (
+                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
+                f"size, the median over matrices; models of one base stay far below {FOREIGN}"
+            )
+            hint = (
+                "It seems to come from another base, and averages across bases mean nothing; check the file."
+            )
+            foreign.append(Finding("notice", label(name), text, hint))
+        elif name in sampled.experts:
+            close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
+    if not close:
+        return foreign
+    whole, medians, changed = zip(*close, strict=True)
+    nearest = "the base" if has_base else "the next expert"
+    text = f"the experts' weights are {_span(whole)} away from {nearest}, relative to its size"
+    text += f" (median over matrices {_span(medians)})"
+    if has_base:
+        counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
+        least = "" if sampled.is_whole else "at least "
+        text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
+    if not sampled.is_whole:
+        text += "; of every tensor only the first rows were read"
+    return [Finding("ok", "shared base", text), *foreign]
+
+
+def _plausibility(sampled: _Sampled, name: str) -> Finding:
+    """Whether a merged model is a combination of the experts, by least squares."""
+    model, fits = label(name), _fits(sampled, name)
+    origin = "the base" if "base" in sampled.names else "the experts' mean"
+    if not fits:
+        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
+    for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
+        if share <= EXPLAINED:
+            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{note}"
+            return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
+    share = fits[0][1]
+    text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
+    if share <= UNEXPLAINED:
+        return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
+    hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
+    return Finding("notice", model, text, hint)
+
+
+def _span(values: Sequence[float] | Tensor) -> str:
+    numbers = torch.as_tensor(values, dtype=torch.float64)
+    low, high = f"{float(numbers.min()):.2f}", f"{float(numbers.max()):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Inner products of the models' weights, tensor by tensor; where only first rows were read, scaled up to all.
+
+    `grams` is [tensors, models, models]; `is_matrix` are tensors of two axes or more; `changed` counts, by model, those
+    that differ from the base. A fused tensor counts once in `num_tensors` and has several Gram matrices.
+    """
+
+    names: tuple[str, ...]
+    grams: Tensor
+    is_matrix: Tensor
+    is_whole: bool
+    changed: Mapping[str, int]
+    num_tensors: int
+
+    @classmethod
+    def of(
+        cls, chain: LayerChain, sources: Mapping[str, StateSource]
+    ) -> tuple[_Sampled, dict[str, NumericsError]]:
+        """The models whose weights are finite, and what is wrong with the others."""
+        headers = next(iter(sources.values())).headers
+        slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
+        sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
+        is_whole = sum(sizes) * len(sources) <= MOST_READ
+        limit = max(sizes) if is_whole else MOST_READ // (len(sources) * len(slots))
+        grams = torch.zeros(len(slots), len(sources), len(sources), dtype=torch.float64)
+        changed: dict[str, set[str]] = {name: set() for name in sources}
+        broken: dict[str, NumericsError] = {}
+        for slot, size, gram in zip(slots, sizes, grams, strict=True):
+            num_read = 0
+            for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
+                pieces = _finite_pieces(sources, slot.key, rows, broken)
+                for name, piece in pieces.items() if "base" in pieces else ():
+                    if slot.key not in changed[name] and not is_equal(pieces["base"], piece):
+                        changed[name].add(slot.key)
+                if pieces:
+                    stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
+                    present = [position for position, name in enumerate(sources) if name in pieces]
+                    gram[torch.tensor(present)[:, None], present] += stacked @ stacked.T
+                    num_read += stacked.shape[1]
+            gram *= size / max(num_read, 1)
+        sound = [position for position, name in enumerate(sources) if name not in broken]
+        sampled = cls(
+            tuple(name for name in sources if name not in broken),
+            grams[:, sound][:, :, sound],
+            torch.tensor([len(headers[slot.key].shape) >= 2 for slot in slots]),
+            is_whole,
+            {name: len(keys) for name, keys in changed.items()},
+            len({slot.key for slot in slots}),
+        )
+        return sampled, broken
+
+    @property
+    def experts(self) -> list[str]:
+        return [name for name in self.names if task_of(name) is not None]
+
+    def distance(self, name: str, anchor: str) -> float:
+        """|model - anchor| / |anchor|, over all weights."""
+        apart, size = (squares.sum() for squares in self._squares(name, anchor))
+        return float((apart / size).nan_to_num(0.0).sqrt())
+
+    def median_distance(self, name: str, anchor: str) -> float:
+        """The median over matrices of |model - anchor| / |anchor|."""
+        apart, size = self._squares(name, anchor)
+        return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))
+
+    def _squares(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
+        i, j = self.names.index(name), self.names.index(anchor)
+        own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
+        return (own - 2 * between + other).clamp_min(0), other
+
+
+def _finite_pieces(
+    sources: Mapping[str, StateSource],
+    key: str,
+    rows: tuple[int, int] | None,
+    broken: dict[str, NumericsError],
+) -> dict[str, Tensor]:
+    """Rows of one tensor of every model; whose are not finite is filed in `broken` and not read any more."""
+    pieces = {name: source.read(key, rows) for name, source in sources.items() if name not in broken}
+    for name in list(pieces):
+        try:
+            check_finite(sources[name].name, key, pieces[name])
+        except NumericsError as error:
+            broken[name] = error
+            del pieces[name]
+    return pieces
+
+
+def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
+    """The first rows of what a slot names, up to `limit` entries, in runs of at most `most`, or of one row."""
+    if not shape:
+        return [None]
+    start, stop = slot.rows or (0, shape[0])
+    width = max(1, torch.Size(shape[1:]).numel())
+    stop, step = min(stop, start + max(1, limit // width)), max(1, most // width)
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+
+def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
+    """How well task vectors explain a merged model: with one coefficient per expert, and with one per tensor too.
+
+    Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
+    the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy. For
+    both fits: coefficients [tensors that an expert moved, experts] and the share of the energy left; nothing where the
+    model is where they start, up to rounding.
+    """
+    grams, names = sampled.grams, sampled.names
+    experts = [names.index(expert) for expert in sampled.experts]
+    units = torch.eye(len(names), dtype=torch.float64)
+    has_base = "base" in names
+    start = units[names.index("base")] if has_base else units[experts].mean(dim=0)
+    vectors, target = units[experts] - start, units[names.index(name)] - start
+    # In these coordinates a model is a vector over models, and a tensor's Gram matrix is the inner product.
+    inner, cross = vectors @ grams @ vectors.T, vectors @ (grams @ target)[..., None]
+    energies, sizes = grams @ target @ target, torch.diagonal(inner, dim1=1, dim2=2).sum(dim=1)
+    size = sizes.sum() / len(experts)
+    energy = energies.sum() if has_base else torch.maximum(energies.sum(), size)
+    total = torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1)
+    if energy <= ROUNDING * total.sum():
+        return []
+    moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
+
+    def fit(coefficients: Tensor) -> tuple[Tensor, float]:
+        residual = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
+        return coefficients[moved, :, 0], float(residual.sum().clamp_min(0) / energy)
+
+    shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
+    return [fit(shared), fit(_solved(inner, cross))]
+
+
+def _solved(inner: Tensor, cross: Tensor) -> Tensor:
+    # Equal experts make it singular, up to what rounding leaves; the smallest solution shares their coefficient.
+    return torch.linalg.lstsq(inner, cross, rcond=1e-8, driver="gelsd").solution
+
+
+FEW_READ = 1 << 16
+"""Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
+
+
+Doubt = Iterator[tuple[str, str]]
+"""What is odd, and what to do about it."""
+
+
+def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
+    """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read.
+
+    `changes` are the experts' task vectors, where they are known already.
+    """
+    changes = task_vectors(models) if changes is None else changes
+    folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
+    home = folders.get("base") or Path(models.architecture.source)
+
+    def doubts(name: str, source: StateSource, called: str) -> Doubt:
+        if code := foreign_code(vocabularies.json_object(folders[name], "config.json"), needed=False):
+            text = (
+                f"{called} brings code of its own ({code}), which is not run: the library's own model is used"
+            )
+            yield text, "Check that they compute the same."
+        yield from ((text, "Take out what is not the model's.") for text in folder_notices(source))
+        yield from _passed_over(models, source, called)
+        if models.base is None or name == "base":
+            return
+        yield from _left_behind(models, models.base, source, called)
+        yield from _rank_stabilised(source, called)
+        if name in changes:
+            yield from _rounded(changes[name], models, name, called)
+            yield from _long(changes, name, called)
+        if (folder := folders[name]) is not None:
+            yield from _adapter(models, folders["base"], folder, called)
+            differing = [
+                *vocabularies.changed_files(home, folder),
+                *vocabularies.changed_special_tokens(home, folder).values(),
+            ]
+            if differing := [*differing, *vocabularies.changed_ends(home, folder)]:
+                yield (
+                    f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
+                    "The base's reads and ends everything; where ids mean other words, features are those of other "
+                    "words.",
+                )
+
+    findings = [
+        Finding("notice", label(name), text, hint)
+        for name, source in models.stored.items()
+        for text, hint in doubts(name, source, f"the {label(name)}")
+    ]
+    for name, folder in folders.items():
+        called = f"the {label(name)}"
+        try:
+            for text, hint in contradictions(models.architecture, folder, called) if folder else ():
+                findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
+        except DriftLensError as error:
+            findings.append(problem(label(name), error))
+    return findings
+
+
+def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
+    """What a file holds that its library has no use for; of an expert what the base has not, too."""
+    layout, base = models.architecture.layout, models.base
+    if not isinstance(layout, Spellings):
+        return
+    keys = [*layout.passed_over(source.headers, source.name)]
+    if base is not None and base is not source:
+        of_base = layout.passed_over(base.headers, base.name)
+        keys = [key for key in keys if key not in of_base]
+    if keys:
+        model = models.architecture.chain.settings["model"]
+        yield (
+            f"{called} holds {some_of([*map(repr, keys)], 2)}, for which {model} has no use (its library loads a model "
+            "without them): they are measured and merged with nothing, and saved models "
+            f"{'hold them as they are' if source is base else 'come without them'}",
+            "Where they decide what the model answers elsewhere, copy them into the folder that is saved.",
+        )
+
+
+def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:
+    """What a model changed and no layer reads: it is merged with nothing, and saved folders hold the base's."""
+    architecture, layout = models.architecture, models.architecture.layout
+    if layout is None:
+        return
+    base_keys, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
+    of_heads = {key for model in (base, source) for key in architecture.classifier_keys(model) or ()}
+    # Every task has its own, and they are told.
+    of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
+    shared = [key for key in base_keys.keys() & own.keys() if own[key] not in of_heads]
+    shared.sort(key=lambda key: (base.headers[base_keys[key]].nbytes, key))
+    changed = list(islice((key for key in shared if _differs(base, base_keys[key], source, own[key])), 2))
+    if not changed:
+        return
+    differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
+    if not isinstance(layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
+        yield (
+            f"{called} has more than its layers changed, which is not used: it is measured and merged with "
+            f"nothing, and saved models hold the base's {differ}",
+            "Where that decides what the model answers, copy the expert's into the folder that is saved.",
+        )
+        return
+    part = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
+    heads = "" if architecture.open_text is None else "heads that are made of prompts are the base's, and "
+    yield (
+        f"{called} has {part}, which is not used: {heads}saved models hold the base's {differ}",
+        "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
+    )
+
+
+def _differs(base: StateSource, key: str, source: StateSource, source_key: str) -> bool:
+    start, header = base.headers[key], source.headers[source_key]
+    if start.shape != header.shape:
+        return True
+    if not start.dtype.is_floating_point:
+        return False  # an index
+    width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
+    rows = (0, min(start.shape[0], max(1, FEW_READ // width))) if start.shape else None
+    return not is_equal(base.read(key, rows), source.read(source_key, rows))
+
+
+def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> Doubt:
+    if not is_lora_folder(folder):
+        return
+    (stated, revision), base = named_base(folder), models.origins["base"]
+    named = vocabularies.json_object(base_folder, "config.json").get("_name_or_path")
+    places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
+    mismatch = ""
+    if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):
+        mismatch = f"{stated!r}, and the base is {base!r}"
+    elif revision not in ("", "main") and not any(revision in place for place in places):
+        mismatch = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
+    if mismatch:
+        yield (
+            f"the adapters of {called} were trained on {mismatch}",
+            "They mean something on their own base alone: name that, unless these are the same weights.",
+        )
+
+
+def task_vectors(models: OpenModels) -> dict[str, Change]:
+    """What every expert changes of the base, by some entries of every tensor; empty without a base."""
+    base = models.sources.get("base")
+    experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
+    return {} if base is None else {name: task_vector(base, source) for name, source in experts.items()}
+
+
+LONG = 4.0
+"""Lengths of a task vector, in medians of the others', from which on it is said.
+
+Experts of one recipe stay below it though their tasks differ: 0.6 to 1.4 among experts of images, 0.4 to 3.1 among four
+of texts. Adapters of rank 32 that were trained with alpha / r and are scaled by alpha / sqrt(r) are 5.7 times as long
+as they should be, and what was trained with ten times the learning rate is about ten times as long.
+"""
+
+
+def _rounded(change: Change, models: OpenModels, name: str, called: str) -> Doubt:
+    """What of an expert's change a number type loses, or has lost."""
+    start, end = (
+        max(
+            header.dtype.itemsize
+            for header in models.sources[model].headers.values()
+            if header.dtype.is_floating_point
+        )
+        for model in ("base", name)
+    )
+    if start == end:
+        if text := coarse_words(change, called):
+            yield text, "If its training kept weights of more digits, give those."
+    elif text := lost_words(change, called):
+        stored = "its own number type: what training changed there and what saving rounded look alike"
+        unrounded = "the base's number type; it is measured and merged as it is, unrounded"
+        yield (
+            f"{text} ({unrounded if start < end else stored})",
+            "A folder in the base's number type rounds what is saved; with `--out-dtype float32` it keeps all."
+            if start < end
+            else "If there are weights of more digits, give those.",
+        )
+
+
+def _long(changes: Mapping[str, Change], name: str, called: str) -> Doubt:
+    norms = [change.norm for other, change in changes.items() if other != name and change.changed]
+    typical = statistics.median(norms) if norms else 0.0
+    # Of one that comes from another base that is told.
+    if typical and (norm := changes[name].norm) >= LONG * typical and changes[name].distance <= FOREIGN:
+        yield (
+            f"the task vector of {called} is about {norm / typical:.3g} times as long as the other experts', the "
+            f"median of which is {typical:.3g} and its own {norm:.3g}",
+            "A merge that scales all alike is mostly this expert; check its learning rate, or the scale of its "
+            "adapters (use_rslora, lora_alpha).",
+        )
+
+
+def _rank_stabilised(source: StateSource, called: str) -> Doubt:
+    if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
+        listed = ", ".join(
+            f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
+            for rank, scaling in scalings.items()
+        )
+        yield (
+            f"the adapters of {called} say use_rslora, so that they are scaled by alpha / sqrt(r): {listed}",
+            "The flag is often published wrongly; compare with how they were trained.",
+        )
+
+
+def _names(place: str) -> set[str]:
+    """What a path or Hub id calls a model: its last part, or that of the repository in a cache, in lower case."""
+    path = PurePosixPath(place.replace("\\", "/").casefold())
+    cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
+    is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
+    return {
+        name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name
+    }

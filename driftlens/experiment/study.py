@@ -1,0 +1,192 @@
+"""Everything one analysis looks at, opened and checked: models side by side, samples, heads, settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.checkpoints.tensor_sources import (
+    InDtypes,
+    StateSource,
+    TensorsSource,
+    content_digest,
+    floats_in,
+)
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import Asked, Attachments, ModelPool, attachment_tensors
+from driftlens.models.chain import LayerChain, Pool
+from driftlens.models.heads import ScoreMap
+from driftlens.runs.manifest import ModelInfo
+from driftlens.utils.diagnostic import Diagnostic, chosen
+from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.variants import expert_of, is_explained
+
+if TYPE_CHECKING:
+    from driftlens.config.data import Views
+    from driftlens.data.sources import Picture
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class TaskSamples:
+    """One task's samples and score map.
+
+    Attributes:
+        test: what accuracy is measured on; None when the data has no labels or no classes are known.
+        head: final features -> class scores, of the expert and of all variants that have none in `own_heads`.
+        calibration: the samples a calibrator may look at; None where there are none but the others.
+        picture: image of a diagnosis sample, by its id; None where the samples are no images.
+        metrics: what the test samples are scored by; empty leaves it to what they are.
+        choices: by class the text that answers with it; empty without classes, or where samples are no texts.
+    """
+
+    diagnosis: SampleSet
+    test: SampleSet | None = None
+    head: ScoreMap | None = None
+    calibration: SampleSet | None = None
+    picture: Callable[[str], Picture] | None = None
+    own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an analysis computes beyond the drift itself.
+
+    Attributes:
+        stored_layers: whose rows and features are kept (stem and head always are).
+        options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
+        feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
+        deterministic: whether kernels that give the same bits every time are preferred.
+        measured: the diagnostics of the walk that are always measured or switched on.
+    """
+
+    pool: Pool
+    stored_layers: frozenset[int]
+    options: frozenset[str] = frozenset()
+    jacobian: JacobianSettings | None = None
+    feature_budget: int = 2 << 30
+    deterministic: bool = False
+    measured: tuple[Diagnostic, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", tuple(chosen(self.options)))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Models and samples of one analysis; `variants` are compared with the expert, in the order of the tables.
+
+    `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
+    manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
+    `out_dtype` is the one number type that was asked for to save in, `adapters` are the experts that are some, by their
+    names in the pool.
+    """
+
+    name: str
+    pool: ModelPool
+    variants: tuple[str, ...]
+    tasks: Mapping[str, TaskSamples]
+    settings: Settings
+    seed: int = 0
+    notices: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    preprocessing: str = ""
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    team: Team = ALONE
+    out_dtype: torch.dtype | None = None
+    adapters: Mapping[str, LoraSource] = field(default_factory=dict)
+
+    def of_task(self, task: str, work: Callable[[], T]) -> T | None:
+        """Do work in the process that the task belongs to; return the result in the main process, None elsewhere."""
+        return self.team.at(self.team.owners([*self.tasks])[task], work)
+
+    def head(self, task: str, variant: str) -> ScoreMap | None:
+        """The score map of a variant for a task; the expert's own for any other name."""
+        data = self.tasks[task]
+        return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
+
+    def asked(self, task: str) -> Asked:
+        """A task's calibration samples before its expert's score map, which it must have."""
+        samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
+        assert samples is not None and head is not None
+        return Asked(self.pool, samples, head, self.settings.pool)
+
+    @property
+    def calibration_sets(self) -> dict[str, SampleSet]:
+        """The calibration samples of every task that has some."""
+        return {task: data.calibration for task, data in self.tasks.items() if data.calibration is not None}
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there is a base to compare with and to take task vectors from."""
+        return "base" in self.variants
+
+    @property
+    def has_views(self) -> bool:
+        """Whether calibrations read copies of samples beside them."""
+        return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
+
+    @property
+    def is_told_views(self) -> bool:
+        """Whether somebody has said which copies calibrations read, be it none."""
+        return any(samples.views is not None for samples in self.calibration_sets.values())
+
+    def viewing(self, views: Views | None) -> Study:
+        """The study with these views of all its calibration samples; with those that they have if there are none."""
+        if views is None:
+            return self
+        tasks = {
+            task: replace(data, calibration=data.calibration and replace(data.calibration, views=views))
+            for task, data in self.tasks.items()
+        }
+        return replace(self, tasks=tasks)
+
+    @property
+    def like(self) -> StateSource:
+        """A model whose dtypes are saved in: the base, or without one an expert, unless others were asked for."""
+        like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
+        return like if self.out_dtype is None else InDtypes(like, floats_in(like, self.out_dtype))
+
+    @property
+    def explained_variants(self) -> tuple[str, ...]:
+        """Variants whose drift is traced back to layers."""
+        return tuple(filter(is_explained, self.variants))
+
+    def model_info(self, name: str) -> ModelInfo:
+        """Digest, number of parameters, attachments among them, and origin of a model; reads all its tensors once."""
+        variant, source = self.pool.variant(name), self.pool.source(name)
+        return model_info(
+            self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
+        )
+
+    def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
+        """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
+        tasks = {}
+        for task, data in self.tasks.items():
+            shown = replace(samples[task], labels=None)
+            tasks[task] = replace(data, diagnosis=shown, calibration=shown, test=None, picture=None)
+        return replace(self, tasks=tasks)
+
+
+def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
+    """Digest, number of parameters and origin of a model, with what is attached to it; reads all its tensors once."""
+    keys = chain.parameter_keys()
+    count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
+    digest = content_digest(source, keys)
+    if attachments:
+        attached = attachment_tensors(attachments, len(chain.layers))
+        combined = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
+        digest = hashlib.sha256(combined.encode()).hexdigest()
+        count += sum(value.numel() for value in attached.values())
+    return ModelInfo(digest, count, origin)

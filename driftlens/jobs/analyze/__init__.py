@@ -1,1 +1,0 @@
-"""Drift, its causes and accuracy of every variant, measured phase by phase into a run."""

@@ -1,1 +1,0 @@
-"""Calibrated models: planned, solved, saved and measured."""

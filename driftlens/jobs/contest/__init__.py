@@ -1,1 +1,0 @@
-"""Many calibrations side by side: settings chosen on held-out samples, and sweeps."""

@@ -1,1 +1,0 @@
-"""What can be known of a spec or a calibration before it starts."""

@@ -1,0 +1,211 @@
+"""Methods that differentiate the scores of whole models: Fisher merging and AdaMerging."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.merging.averages import MOST_STEPS, average
+from driftlens.merging.method import StateDict, merge_methods
+from driftlens.utils.devices import wide
+from driftlens.utils.errors import NumericsError, SpecError
+from driftlens.utils.settings import Bounds
+
+Rows = tuple[int, int] | None
+MOST_CLASSES = 2048
+"""Exact information takes a backward pass for each class of each sample: a vocabulary is refused, ImageNet is not."""
+
+
+@merge_methods.method(
+    "fisher",
+    title="Fisher Merging",
+    source="arXiv:2111.09832",
+    laws={"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"},
+    reads="samples",
+    needs_base=False,
+    scores=True,
+    held=lambda experts: 5,
+    runs=lambda settings, samples, classes: _runs(settings, samples, classes),
+)
+def fisher(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    study: Any,
+    *,
+    estimator: Annotated[
+        Literal["exact", "batch_sqrt"],
+        "the exact diagonal, or what published code takes for it: squared gradients of whole batches",
+    ] = "exact",
+    batch_size: Annotated[
+        int, Bounds(1), "samples whose gradients batch_sqrt adds up before it squares them"
+    ] = 32,
+    normalize: Annotated[
+        bool, "whether every expert's Fisher information counts by its direction alone"
+    ] = True,
+    eps: Annotated[float, Bounds(0, low_open=True), "added to every entry of the Fisher information"] = 1e-6,
+) -> Iterator[tuple[str, Tensor]]:
+    """The mean of the experts' parameters, each entry weighted by its expert's diagonal Fisher information.
+
+    The information is that of the scores on the task's calibration samples, under the expert's own distribution over
+    classes; labels aren't read. Entries that no expert's scores depend on take the mean.
+    """
+    above: dict[str, Tensor] = {}
+    below: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for task, expert in experts.items():
+        asked = study.asked(task)
+        weights = {key: asked.placed(expert[key]).detach().clone().requires_grad_() for key in asked.keys}
+        size = None if estimator == "exact" else batch_size
+        found = diagonal(asked, weights, size)
+        norm = torch.stack([torch.linalg.vector_norm(value) for value in found.values()]).norm()
+        share = 1 / (norm + eps) if normalize else torch.ones_like(norm)
+        for key, value in found.items():
+            weight = share * (value + eps)
+            above[key] = above.get(key, 0) + weight * weights[key].detach()
+            below[key] = below.get(key, 0) + weight
+            seen[key] = seen.get(key, False) | (value > 0)
+    for key in base:
+        mean = average({key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()})[key]
+        if key in seen:
+            mean = torch.where(seen.pop(key).cpu(), (above.pop(key) / below.pop(key)).to(mean), mean)
+        yield key, mean
+
+
+def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
+    if settings["estimator"] != "exact":
+        return samples
+    if classes > MOST_CLASSES:
+        raise SpecError(
+            f"the exact Fisher information of {classes:,} classes would take {samples * classes:,} backward passes",
+            hint="Set estimator=batch_sqrt, or name the classes in the data's entry: `classes: true`.",
+        )
+    return samples * classes
+
+
+def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
+    """E over samples and classes of (d log p / d weight)^2; with a batch size what published code takes for it."""
+    total = {key: torch.zeros_like(value) for key, value in weights.items()}
+    leaves, count = list(weights.values()), len(asked)
+
+    def add(value: Tensor, share: float) -> None:
+        slopes = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        for sum_so_far, slope in zip(total.values(), slopes, strict=True):
+            if slope is not None:
+                sum_so_far.addcmul_(slope, slope, value=share / count)
+
+    if batch_size is not None:
+        for first in range(0, count, batch_size):
+            logs = asked.log_probabilities(range(first, min(first + batch_size, count)), weights)
+            add(((logs.detach() / 2).exp() * logs).sum(), 1.0)
+        return total
+    for row in range(count):
+        logs = asked.log_probabilities([row], weights)[0]
+        chances = wide(logs.detach()).exp()
+        # It is the variance of slopes over classes: one as good as impossible beside the second best adds nothing.
+        rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
+        for value, chance in zip(logs, chances, strict=True):
+            if chance > torch.finfo(torch.float32).eps * rest:
+                add(value, float(chance))
+    return total
+
+
+@merge_methods.method(
+    "adamerging",
+    title="AdaMerging",
+    source="arXiv:2310.02575",
+    laws={"expert_order_free"},
+    reads="samples",
+    scores=True,
+    held=lambda experts: experts + 3,
+    runs=lambda settings, samples, classes: settings["steps"] * min(settings["batch_size"], samples),
+)
+def adamerging(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    study: Any,
+    *,
+    granularity: Annotated[
+        Literal["layer", "task"],
+        "whether every parameter tensor has a coefficient per task, or the whole model",
+    ] = "layer",
+    initial: Annotated[float, Bounds(-100, 100), "the coefficients that it starts with"] = 0.3,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent, each on one batch of every task"] = 1000,
+    learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
+    batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,
+    seed: Annotated[int, Bounds(0), "of the order of samples"] = 0,
+) -> Iterator[tuple[str, Tensor]]:
+    """base + task vectors, times coefficients for which the merged model's answers are least in doubt.
+
+    The sum over tasks of the mean entropy of the scores is minimised on calibration samples, without labels; the
+    authors' code takes the test samples. Tensors that scores don't depend on keep the initial coefficients.
+    """
+    asked = {task: study.asked(task) for task in experts}
+    first = next(iter(asked.values()))
+    keys = tuple(dict.fromkeys(key for each in asked.values() for key in each.keys))
+    start = {key: first.placed(base[key]) for key in keys}
+    vectors = {
+        task: {key: first.placed(expert[key]) - start[key] for key in keys}
+        for task, expert in experts.items()
+    }
+    parts = tuple(dict.fromkeys(part for each in asked.values() for part in each.parts))
+    wide = len(parts) if granularity == "layer" else 1
+    coefficients = torch.full((len(experts), wide), initial, device=start[keys[0]].device).requires_grad_()
+    adam = torch.optim.Adam([coefficients], lr=learning_rate)
+    order = {task: _shuffled(len(asked[task]), batch_size, seed, task) for task in asked}
+    for _ in range(steps):
+        weights = _added(start, vectors, coefficients, parts)
+        coefficients.grad = torch.zeros_like(coefficients)
+        for task, each in asked.items():
+            logs = each.log_probabilities(next(order[task]), weights)
+            loss = -(logs.exp() * logs).sum(dim=-1).mean()
+            slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            by_key = dict(zip(weights, slopes, strict=True))
+            for place, (key, rows) in enumerate(parts):
+                if (slope := by_key[key]) is not None:
+                    for row, mine in enumerate(vectors.values()):
+                        along = (_rows_of(slope, rows) * _rows_of(mine[key], rows)).sum()
+                        coefficients.grad[row, place % wide] += along
+        if not bool(torch.isfinite(coefficients.grad).all()):
+            raise NumericsError(
+                "AdaMerging's objective has no finite slope",
+                hint="Start with smaller coefficients, or learn with a smaller rate.",
+            )
+        adam.step()
+    weights = _added(start, vectors, coefficients, parts)
+    for key in base:
+        value = weights.pop(key, None)
+        if value is None:
+            value = base[key] + initial * sum(expert[key] - base[key] for expert in experts.values())
+        yield key, value
+
+
+def _rows_of(value: Tensor, rows: Rows) -> Tensor:
+    return value if rows is None else value[slice(*rows)]
+
+
+@torch.no_grad()
+def _added(
+    start: Mapping[str, Tensor],
+    vectors: Mapping[str, Mapping[str, Tensor]],
+    coefficients: Tensor,
+    parts: Sequence[tuple[str, Rows]],
+) -> dict[str, Tensor]:
+    """The merged weights, as leaves whose gradients are wanted."""
+    weights = {key: value.clone() for key, value in start.items()}
+    for place, (key, rows) in enumerate(parts):
+        for row, mine in zip(coefficients, vectors.values(), strict=True):
+            _rows_of(weights[key], rows).add_(row[place % len(row)] * _rows_of(mine[key], rows))
+    return {key: value.requires_grad_() for key, value in weights.items()}
+
+
+def _shuffled(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
+    """Batches without end: all samples in one random order after the other."""
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(task.encode()))
+    size = min(size, count)
+    while True:
+        order = torch.randperm(count, generator=generator).tolist()
+        yield from (order[first : first + size] for first in range(0, count - size + 1, size))

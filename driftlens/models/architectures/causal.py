@@ -1,0 +1,202 @@
+"""Causal language models of transformers, taken apart by what runs in them: no family is known by its name.
+
+The stem is all before the first block; the head is the one module between the last block and the language-model head,
+which belongs to no layer: what it reads is the final feature, and what it does to that is `LmScores`. Where no one
+module makes that feature (a factor behind the last norm, none at all, several) the head is all behind the blocks. All
+three are found by running the library's own forward pass once, hollow where the model has shapes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.models.architectures.module_list import block_list, sequential_chain
+from driftlens.models.chain import TEXT, LayerChain, Parameters
+from driftlens.models.heads import LmScores
+from driftlens.models.own_heads import followed
+from driftlens.models.tracing.block_call import find_features
+from driftlens.models.tracing.block_inputs import num_streams
+from driftlens.models.tracing.block_runner import Dissection, is_view
+from driftlens.models.tracing.hooks import call, replaced_forwards
+from driftlens.utils.errors import IncompatibleModelsError
+
+_WRAPPED = (
+    "No loader takes it yet. Live modules do where they are wrapped so that features alone flow from block to block: "
+    "drift is measured, answers are not."
+)
+
+
+def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[LayerChain, LmScores]:
+    """A causal language model, perhaps with shapes only, taken apart, and what its head makes of final features.
+
+    Args:
+        whole: the library's model with its head.
+        example: a batch as its tokenizer makes it.
+        blocks: path of the list of blocks; None looks for it.
+
+    Raises:
+        IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
+    """
+    path, of_blocks = block_list(whole, blocks)
+    head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
+    trace = _Trace(whole, head, list(of_blocks))
+    final, behind = trace.run(example)
+    chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
+    paths = {id(module): name for name, module in whole.named_modules()}
+    weight = f"{paths[id(head)]}.weight"
+    keys = (f"{paths[id(table)]}.weight", weight)
+    is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
+        getattr(whole, "_tied_weights_keys", None) or ()
+    )
+    stem, *middle, last = chain.layers
+    last = replace(last, path="head") if final == paths[id(head)] else last
+    chain = replace(
+        chain,
+        architecture=f"hf_{whole.config.model_type}",
+        layers=(replace(stem, path=paths[id(table)]), *middle, last),
+        tied=dict.fromkeys(keys, keys) if is_tied else {},
+        modality=replace(TEXT, pool="last"),
+        settings={**chain.settings, "model": type(whole).__name__},
+    )
+    return chain, LmScores(
+        key=keys[0] if is_tied else weight,
+        head=weight,
+        bias="" if head.bias is None else f"{paths[id(head)]}.bias",
+        behind=behind,
+        slope=1.0 if behind is None else slope(behind, head.out_features),
+    )
+
+
+def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
+    """The refusal of a language model that can't be taken apart, by the name of its kind."""
+    kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
+    return IncompatibleModelsError(
+        f"{kind} can't be taken apart as a causal language model: {reason}", hint=hint or _WRAPPED
+    )
+
+
+@dataclass(eq=False)
+class Behind:
+    """What a model's own forward pass does between its head and its scores, as a function of what leaves the head.
+
+    Attributes:
+        whole: the model; none of its weights is read.
+        cores: the parts that give the head its features, which do not run, and the classes of what they return; None
+            for features alone.
+        head: does not run either.
+        reads: what the model is given tokens as.
+    """
+
+    whole: Any
+    cores: tuple[tuple[nn.Module, Any], ...]
+    head: nn.Module
+    reads: tuple[str, ...] = ("input_ids",)
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores [n, classes] of the head's output for one token each, [n, classes]."""
+        features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
+        return self.scores(features, lambda *_: scores[:, None])[:, 0]
+
+    def scores(
+        self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
+    ) -> Tensor:
+        """Scores of features that leave the cores, by another head; `weights` stand for some of the model's."""
+        answers = [
+            (core, features if answer is None else answer(last_hidden_state=features))
+            for core, answer in self.cores
+        ]
+        forwards = [(core, lambda *_, answer=answer, **__: answer) for core, answer in answers]
+        ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
+        inputs = {**dict.fromkeys(self.reads, ids), "use_cache": False, "return_dict": True}
+        with replaced_forwards([*forwards, (self.head, head)]):
+            scores: Tensor = call(self.whole, weights, (), inputs).logits
+        return scores
+
+
+def slope(behind: Behind, width: int) -> float:
+    """The most that scores move for one step of what leaves the head; not-a-number where it isn't known."""
+    return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
+
+
+@dataclass(eq=False)
+class _Trace:
+    """One forward pass of a model, in which features leave one module after the other until its head reads them."""
+
+    whole: Any
+    head: nn.Module
+    paths: list[str]
+    steps: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    reads_last: bool = True
+    answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def run(self, example: Any) -> tuple[str, Behind | None]:
+        """Path of the module whose output the head reads, and what is done to the head's output; None for nothing."""
+        blocks = {path: self.whole.get_submodule(path) for path in self.paths}
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        numbers = torch.Generator().manual_seed(0)
+
+        def score(features: Tensor) -> Tensor:
+            shape = (*features.shape[:-1], self.head.out_features)
+            inputs.append(features)
+            outputs.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
+            return outputs[-1]
+
+        with replaced_forwards([(self.head, score)]), self._watching():
+            scores: Tensor = Dissection(self.whole, blocks).whole(example).logits
+        behind = Behind(self.whole, tuple(self.answers), self.head)
+        return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
+
+    def _final(self, read: Tensor) -> str:
+        """Return the path of the one module behind the last block whose output this is, or else of the head."""
+        order = [step[0] for step in self.steps]
+        last = self.steps[order.index(self.paths[-1])][2]
+        outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
+        if outputs:
+            path, entered, _ = outputs[0]
+            self.reads_last = is_view(entered, last)
+            is_behind = order.index(path) > order.index(self.paths[-1])
+            is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
+            if order.count(path) == 1 and (self.reads_last or is_made):
+                return path
+        self.reads_last = False
+        return next(path for path, module in self.whole.named_modules() if module is self.head)
+
+    def _checked(self, behind: Behind, outputs: Tensor, scores: Tensor) -> Behind | None:
+        """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""
+        parts = (slice(None), slice(1, 4))
+        if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):
+            raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
+        return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else behind
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """While this is open, modules outside the blocks say what they were given and what they returned."""
+        inside = tuple(f"{path}." for path in self.paths)
+
+        def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if path and self.paths[0].startswith(f"{path}."):
+                self.answers = [(module, type(output))]
+            elif any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+                if self.answers and path and module is not self.head:
+                    self.answers.append((module, None))
+                output = output[0] if isinstance(output, tuple | list) else output
+                if isinstance(output, Tensor):
+                    self.steps.append((path, find_features(path, args, kwargs)[1], output))
+
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.whole.named_modules():
+                if not path.startswith(inside):
+                    watch = partial(leave, path)
+                    hooks.callback(module.register_forward_hook(watch, with_kwargs=True).remove)
+            yield

@@ -1,0 +1,482 @@
+"""Any model of transformers without remote code, taken apart as its own modules run.
+
+What a model is read from: a folder of `save_pretrained`, or a Hub id. Models for classification lose their classifier,
+the last linear module, to the tasks' heads: what it would have read is the final feature. The skeleton has shapes only;
+what its blocks are given beside features (masks, rotary tables) comes of running it hollow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from driftlens.checkpoints.alignment import Spellings, joint_name
+from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
+from driftlens.checkpoints.sentences import MODULES, embedding_folder
+from driftlens.checkpoints.unsupported import (
+    LIVE,
+    MODEL_TYPES,
+    answers,
+    is_causal,
+    is_vision_language,
+    num_experts,
+    require_plain,
+    wrong_family,
+)
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    loaders,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.module_list import sequential_chain
+from driftlens.models.chain import IMAGE, TEXT
+from driftlens.models.own_heads import HeadForm, Tokens, behind_core
+from driftlens.models.preprocessing import (
+    PATCHES,
+    Preprocess,
+    hf_image_preprocess,
+    hf_text_preprocess,
+    in_order,
+)
+from driftlens.models.saving import HEADS, FolderFormat
+from driftlens.utils.errors import IncompatibleModelsError
+
+_BESIDE = (
+    "pooler.",
+    "classifier.",
+    "pre_classifier.",
+    "classification_head.",
+    "score.",
+    "cls.",
+    "lm_head.",
+    "text_model.",
+    "logit_scale",
+    "logit_bias",
+)
+"""Where models of one family have what others lack: what reads their features."""
+
+_USAGE = """\
+{imports}from transformers import {reader}, {model}
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = {model}.from_pretrained(folder{settings}), {reader}.from_pretrained(folder)
+{change}inputs = reader({sample}, return_tensors="pt")
+features = model(**inputs).{output}
+"""
+
+_SENTENCES = """\
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer(".")  # this folder, or the model's id on the Hub
+features = model.encode(["a sentence"])
+"""
+
+_HEADS = """
+# The scores of a task, by its own head (there is {heads}):
+from safetensors.torch import load_file
+from transformers import AutoModelFor{kind}Classification as Classifier
+
+head = load_file(f"{{folder}}/{first}")
+model = Classifier.from_pretrained(folder, num_labels=len(head["{last}"]), ignore_mismatched_sizes=True)
+model.load_state_dict(head, strict=False)
+scores = model(**inputs).logits
+"""
+
+
+@loaders.register("hf-vit")
+def load_hf_vit(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
+    architecture = load_transformers(request, "hf-vit")
+    assert architecture.folder is not None
+    stated: Any = architecture.folder.configs["config.json"]
+    if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
+        return architecture
+    assert architecture.preprocess is not None
+    notice = (
+        f"{request.source} is a model of images and texts: of its image tower the final feature is what a classifier "
+        "would read, the mean over patches. The attention pooling behind its image embeddings and its text tower play "
+        "no part in it; saved folders keep them."
+    )
+    notices = " ".join(filter(None, (architecture.preprocess.notice, notice)))
+    return replace(architecture, preprocess=replace(architecture.preprocess, notice=notices))
+
+
+@loaders.register("hf-auto")
+def load_hf_auto(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a model of transformers; its source is a folder or Hub id.
+
+    A causal language model is taken with its head, as `hf-decoder` takes it, and one of images and texts as `hf-vlm`.
+    """
+    if embedding_folder(library_folder(request.source)) is None:
+        stated = read_plain_config(request, "hf-auto")
+        if is_causal(stated) or is_vision_language(stated):
+            return loaders["hf-decoder" if is_causal(stated) else "hf-vlm"](request)
+    return load_transformers(request, "hf-auto")
+
+
+@loaders.register("hf-encoder")
+def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an encoder of texts, BERT and its kin, with or without a classifier.
+
+    All that a model for classification has behind the features of its tokens, BERT's pooler included, is its head: it
+    is merged with no other, and tasks are scored with that of their expert. Of samples, features are taken as heads
+    read them, the class token, or else as masked means.
+    """
+    return load_transformers(request, "hf-encoder")
+
+
+def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
+    """See `load_hf_auto`; for loaders of some families, under their name."""
+    source, offline = request.source, request.access.offline
+    stated = read_plain_config(request, loader)
+    config, model_class = _class_of(stated, source)
+    hides = bool(getattr(config, "mask_ratio", 0)) and "noise" in signature(model_class.forward).parameters
+    if hides:  # a masked autoencoder's encoder, which is given whole images
+        config.mask_ratio = 0.0
+    skeleton = weightless(partial(built, model_class, config), source)
+    names, ignored = file_names(skeleton), passed_over(skeleton)
+    classifier = _classifier(skeleton, config.num_labels)
+    notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
+    inside = (f"{core}.", f"{classifier}.")
+    beside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
+    # Of BERT and its kin all that reads the features of tokens is a classifier's, a core's pooler included.
+    if classifier and (beside or config.model_type in MODEL_TYPES["hf-encoder"]):
+        if (parts := behind_core(skeleton, names)) is not None:
+            skeleton, own_head = parts
+        else:
+            path = (beside or [classifier])[0].rpartition(".")[0]
+            notice = (
+                f"{source}: its classifier reads features through {path}, which belongs to each task too: the final "
+                "features are those before, and no expert's own classifier is used."
+            )
+            skeleton = Tokens(getattr(skeleton, core), core)
+        model_class, classifier = type(skeleton.get_submodule(core)), ""
+        if blocks is not None and not blocks.startswith(f"{core}."):
+            blocks = f"{core}.{blocks}"
+    elif classifier and embedding_folder(library_folder(source)) is not None:  # which reads tokens
+        skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
+        model_class = type(skeleton.get_submodule(core))
+    reads_images = skeleton.main_input_name == "pixel_values"
+    if reads_images:
+        preprocess = hf_image_preprocess(source, config, offline)
+        preprocess = in_order(preprocess, config.patch_size) if hides else preprocess
+    else:
+        preprocess = hf_text_preprocess(source, config, offline, "encoder")
+    if classifier:
+        skeleton = _unclassified(skeleton, classifier, preprocess)
+    preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
+    layout = Spellings(
+        spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored, is_lenient=True
+    )
+    example = preprocess.example()
+    mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
+    chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
+    parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
+    image = replace(
+        IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
+    )
+    return Architecture(
+        loader=loader,
+        source=source,
+        skeleton=skeleton,
+        chain=replace(
+            chain,
+            architecture=f"hf_{config.model_type}",
+            modality=image if reads_images else replace(TEXT, pool="last" if is_decoder(config) else "mean"),
+            settings={**chain.settings, "model": model_class.__name__},
+        ),
+        layout=layout,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": stated},
+            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images, hides),
+        ),
+        classifier=classifier,
+        own_head=own_head,
+    )
+
+
+def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
+    """Return the model without its linear classifier."""
+    # Its library may look for the last token by one that pads; the mask says it where the tokenizer pads otherwise.
+    if preprocess.texts is not None and is_decoder(skeleton.config):
+        core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
+        if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
+            return Tokens(getattr(skeleton, core), core, "last")
+    skeleton.set_submodule(classifier, nn.Identity())
+    return cast(nn.Module, skeleton)
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether models of this configuration's type are causal language models, of whose tokens the last has read all."""
+    return is_causal({"model_type": config.model_type})
+
+
+def _usage(
+    model: str,
+    classifier: str,
+    own_head: HeadForm | None,
+    reads_images: bool,
+    hides: bool,
+    keys: Collection[str],
+    files: Collection[str],
+) -> str:
+    """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
+    required = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
+    if set(required).isdisjoint(files):
+        return ""
+    heads = [file for file in files if file.startswith(f"{HEADS}/")]
+    if MODULES in files and not heads:
+        return _SENTENCES
+    last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
+    kind = "Image" if reads_images else "Sequence"
+    output = "logits" if classifier else "last_hidden_state"
+    if own_head is not None and not heads and not reads_images:
+        output += ".mean(dim=1)  # over the tokens of a text; padding would not count"
+    elif own_head is not None and own_head.pool == "cls":
+        output += "[:, 0]  # what the experts' heads read"
+    scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
+    features = _USAGE.format(
+        model=model,
+        settings=", mask_ratio=0.0" * hides,
+        imports="import torch\n" * bool(classifier) + "from PIL import Image\n" * reads_images,
+        reader="AutoImageProcessor" if reads_images else "AutoTokenizer",
+        sample='Image.open("image.png")' if reads_images else '"a sentence"',
+        change=f'model.set_submodule("{classifier}", torch.nn.Identity())  # every task has its own\n'
+        * bool(classifier),
+        output=output,
+    )
+    return features + scores
+
+
+def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Python that answers with a saved folder; empty where it has no tokenizer."""
+    return "" if set(TOKENIZERS).isdisjoint(files) else usage
+
+
+def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
+    """The `config.json` of a request's source, of a model that the loader reads."""
+    kinds = MODEL_TYPES.get(loader, ())
+    if kinds:
+        require_own_blocks(request, loader)
+    source, hint = request.source, "Give a folder of save_pretrained or a Hub id."
+    subject, offline = "a model of transformers", request.access.offline
+    config = needed_config(source, "config.json", subject, offline=offline, hint=hint)
+    require_plain(config, source)
+    if kinds and (config.get("model_type") not in kinds or num_experts(config)):
+        expected = f"one of {', '.join(kinds)}, without a mixture of experts"
+        raise wrong_family(config, source, expected)
+    return config
+
+
+def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+    """The configuration and the class of a model: for classification where there is such a class."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = stated.get("model_type")
+    answering = answers(stated) and embedding_folder(library_folder(source)) is None
+    others = (*MODEL_TYPES["hf-clip"], *MODEL_TYPES["hf-t5"])
+    # Files keep apart what the library fuses; a head that answers would stay the base's.
+    if kind in others or num_experts(stated) or kind not in CONFIG_MAPPING or answering:
+        raise wrong_family(stated, source, "an encoder of images or texts")
+    config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
+    named = stated.get("architectures") or [""]
+    if "WithTeacher" in named[0]:
+        raise IncompatibleModelsError(
+            f"{source} is a {named[0]}, which averages two classifiers, so it has no one final feature",
+            hint="Save it as DeiTForImageClassification.",
+        )
+    of_images, of_text = (
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+    # A decoder's classifier reads one token, which it looks for by padding; without it, all features are there.
+    is_core = is_decoder(config) and "Classification" not in named[0]
+    for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
+        if type(config) in choice:
+            model_class = choice[type(config)]
+            return config, model_class[0] if isinstance(model_class, tuple) else model_class
+    raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
+
+
+def built(model_class: Any, config: Any) -> nn.Module:
+    """A model without weights of its own; eager attention would take its softmax in float32, whatever its dtype."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    for name in config.sub_configs:
+        part: Any = getattr(config, name, None)
+        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):  # a tower of sounds
+            part._attn_implementation = "eager"
+    module: nn.Module = model_class(config)
+    return module
+
+
+def file_names(skeleton: Any) -> dict[str, str]:
+    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same.
+
+    What the library fuses as it saves is called by its rows, what it takes apart by a joint name, see `Spellings`.
+    """
+    state = skeleton.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 wrote what it had
+        return {key: key for key in state}
+    written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
+    names = {key: written.get(id(value), key) for key, value in state.items()}
+    # Numbered entries, few of each row, show where those of weights go that are written as others.
+    probes, spans, end = dict[str, torch.Tensor](), dict[str, tuple[int, int]](), 0
+    for key, value in state.items():
+        if id(value) not in written:
+            few = [min(size, _PROBED) for size in value.shape[1:-1]] + [1] * (value.dim() > 1)
+            shape = (*value.shape[:1], *few)
+            start, end = end, end + math.prod(shape)
+            spans[key], probes[key] = (start, end), torch.arange(start, end).reshape(shape)
+    try:
+        changed = revert_weight_conversion(skeleton, dict(probes)) if probes else {}
+    except Exception:  # of what more is done to than to lay tensors end to end
+        return names
+    pieces: dict[str, list[tuple[int, str, int]]] = {}
+    keys, starts = [*spans], [start for start, _ in spans.values()]
+    for name, entries in changed.items():
+        numbers = entries.flatten()
+        first, size = int(numbers[0]), len(numbers)
+        key = keys[bisect.bisect(starts, first) - 1]
+        if torch.equal(numbers, torch.arange(first, first + size)) and first + size <= spans[key][1]:
+            pieces.setdefault(key, []).append((first, name, size))
+            continue
+        listed = numbers.tolist()
+        places = {key: listed.index(start) for key, (start, _) in spans.items() if start in listed}
+        parts = {key: (place, place + spans[key][1] - spans[key][0]) for key, place in places.items()}
+        if all(listed[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
+            rows = {key: probes[key][0].numel() for key in parts}
+            names |= {
+                key: f"{name}[{start // rows[key]}:{stop // rows[key]}]"
+                for key, (start, stop) in parts.items()
+            }
+    for key, runs in pieces.items():
+        if sum(size for *_, size in runs) == probes[key].numel():
+            names[key] = joint_name([name for _, name, _ in sorted(runs)]) or key
+    return names
+
+
+_PROBED = 12
+"""Entries of an axis that stand for all of it; most numbers of tensors that lie end to end divide it."""
+
+
+def _classifier(skeleton: nn.Module, num_labels: int) -> str:
+    """Path of the last linear module that gives class scores; "" where there is none."""
+    paths = [
+        path
+        for path, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_labels
+    ]
+    if not type(skeleton).__name__.endswith("Classification") or not paths:
+        return ""
+    return paths[-1]
+
+
+def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
+    """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
+    core = f"{skeleton.base_model_prefix}."
+    keys = list(skeleton.state_dict())
+    plain = [{key: names[key] for key in keys}, {key: key for key in keys}]
+    if any("LayerNorm" in key for key in keys):  # as the first checkpoints of BERT call them
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        plain += [
+            {
+                key: functools.reduce(lambda name, pair: name.replace(*pair), old.items(), stored)
+                for key, stored in spelling.items()
+            }
+            for spelling in plain
+        ]
+    alone = [{key: stored.removeprefix(core) for key, stored in spelling.items()} for spelling in plain]
+    within = [{key: core + stored for key, stored in spelling.items()} for spelling in plain]
+    return [*plain, *alone, *within]
+
+
+def passed_over(skeleton: Any) -> tuple[str, ...]:
+    """Patterns of names in files that the library has no use for, as it says itself or its configuration does."""
+    config = skeleton.config.get_text_config()
+    depth, further = getattr(config, "num_hidden_layers", 0), (getattr(config, key, 0) for key in _FURTHER)
+    count = max((n for n in further if isinstance(n, int)), default=0)
+    behind = [rf"\blayers\.{depth + n}\." for n in range(count)]
+    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *behind)
+
+
+def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
+    """Beginnings of what other models of the family hold beside the skeleton."""
+    core = f"{skeleton.base_model_prefix}."
+    parts = [f"{classifier}."] if classifier else []
+    parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
+    keys = [key.removeprefix(core) for key in skeleton.state_dict()]
+    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in keys)]
+    return (*parts, *(core + part for part in parts))
+
+
+_DECODER_USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+inputs = reader("a question", return_tensors="pt")
+features = model(**inputs, output_hidden_states=True).hidden_states[-1]
+answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
+"""
+PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
+"""Two rows to look at a decoder by, one of them padded, where no tokenizer makes any."""
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
+"""What old checkpoints hold beside weights."""
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+"""How configurations count the layers behind the last that predict tokens further on, which the library doesn't run."""
+
+
+@loaders.register("hf-decoder")
+def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a causal language model.
+
+    The skeleton is the whole model, so that its language-model head is merged and saved with it; the chain ends in what
+    that head reads, which at the last token of a question decides the answer's first token.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    source, offline = request.source, request.access.offline
+    stated = read_plain_config(request, "hf-decoder")
+    if not is_causal(stated):
+        raise wrong_family(stated, source, "a causal language model")
+    if request.untied:
+        stated = stated | {"tie_word_embeddings": False}
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    skeleton = weightless(partial(built, model_class, config), source)
+    preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
+    example = PADDED if preprocess is None else dict(preprocess.example())
+    chain, lm = causal_chain(skeleton, example, request.blocks)
+    names = file_names(skeleton)
+    return Architecture(
+        loader="hf-decoder",
+        source=source,
+        skeleton=skeleton,
+        chain=chain,
+        layout=Spellings(spellings(names, skeleton), ignored=passed_over(skeleton), is_lenient=True),
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _DECODER_USAGE)
+        ),
+        lm=lm,
+    )

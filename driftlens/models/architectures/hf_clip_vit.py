@@ -1,0 +1,205 @@
+"""CLIP of transformers: its image tower taken apart, and the folder or Hub repository it is loaded from.
+
+The tower is `CLIPVisionModel`, with or without projection, or stands in a whole `CLIPModel`. Layer paths: the stem is
+named after its first module, `vision_model.embeddings`; blocks are `vision_model.encoder.layers.j`; the head is
+`vision_model.post_layernorm`. `CLIPVisionModel` of transformers 5.6 and later has no inner `vision_model`, so neither
+have its keys and paths; which layout a module has is read off its structure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.loading import (
+    TOKENIZERS,
+    image_processor_config,
+    tokenizer_in,
+)
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    loaders,
+    no_text_tower,
+    read_text_side,
+    weightless,
+)
+from driftlens.models.architectures.hf_auto import read_plain_config
+from driftlens.models.architectures.vit import ClipViT, Names
+from driftlens.models.chain import adapters
+from driftlens.models.heads import TextTower
+from driftlens.models.preprocessing import hf_preprocess
+from driftlens.models.saving import FolderFormat
+from driftlens.utils.errors import SpecError
+
+LAYOUT = KeyLayout(
+    loader="hf-clip",
+    anchor="embeddings.class_embedding",
+    tower="vision_model.",
+    projection="visual_projection.weight",
+)
+
+log = logging.getLogger("driftlens")
+
+
+class HfClipViT(ClipViT):
+    """transformers' CLIP image tower, taken apart."""
+
+    name = "hf_clip_vit"
+    layout = LAYOUT
+    library = "transformers"
+    supported = "CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel"
+    inner = "vision_model"
+    blocks = "encoder.layers"
+    attention = "self_attn"
+    activation = "mlp.activation_fn"
+    image_size = "embeddings.image_size"
+    projects_inside = False
+    names = Names(
+        patches="embeddings.patch_embedding.weight",
+        cls="embeddings.class_embedding",
+        positions="embeddings.position_embedding.weight",
+        stem_norm="pre_layrnorm",  # sic: the library's spelling
+        norm1="layer_norm1",
+        q="self_attn.q_proj",
+        k="self_attn.k_proj",
+        v="self_attn.v_proj",
+        out="self_attn.out_proj",
+        norm2="layer_norm2",
+        fc1="mlp.fc1",
+        fc2="mlp.fc2",
+        head_norm="post_layernorm",
+        projection="visual_projection",
+    )
+    required = frozenset(f"{site}.{part}" for site in names.block_sites for part in ("weight", "bias"))
+
+    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
+        classifies = f"{type(module).__name__} ends in a classifier of its own"
+        return self._missing(module, tower) or (classifies if hasattr(module, "classifier") else None)
+
+    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+        # A whole CLIPModel would want text as well.
+        run = "get_image_features" if hasattr(module, "get_image_features") else ""
+        return names.projection or prefix + names.head_norm, run
+
+
+adapters.register(HfClipViT.name)(HfClipViT())
+
+
+@loaders.register("hf-clip")
+def load_hf_clip(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
+    source, offline = request.source, request.access.offline
+    config = read_plain_config(request, "hf-clip")
+    skeleton = _skeleton(config, source)
+    size = skeleton.config.image_size
+    preprocess = hf_preprocess(image_processor_config(source, offline=offline), (size, size), source)
+
+    return Architecture(
+        loader="hf-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=HfClipViT().chain(skeleton),
+        layout=LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": config, "preprocessor_config.json": preprocess.settings},
+            usage=partial(_usage, type(skeleton).__name__),
+        ),
+        open_text=partial(_text_tower, config, source, offline),
+    )
+
+
+_WHOLE = """\
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder)
+prompts = ["a photo of a cat.", "a photo of a dog."]
+inputs = processor(text=prompts, images=Image.open("image.png"), padding=True, return_tensors="pt")
+output = model(**inputs)
+features, scores = output.image_embeds, output.logits_per_image  # features of unit length
+"""
+_TOWER = """\
+from PIL import Image
+from transformers import CLIPImageProcessor, {tower}
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = {tower}.from_pretrained(folder), CLIPImageProcessor.from_pretrained(folder)
+features = model(**processor(images=Image.open("image.png"), return_tensors="pt")).{output}
+"""
+
+
+def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Python that uses a saved folder: with text, or where that can't be read, the image tower alone."""
+    is_whole = any(key.startswith("text_model.") for key in keys)
+    if is_whole and not set(TOKENIZERS).isdisjoint(files):
+        return _WHOLE
+    if is_whole:
+        log.warning(
+            "the base came without tokenizer files, and so does the saved folder: it can't read prompts"
+        )
+    output = "pooler_output" if tower == "CLIPVisionModel" else "image_embeds"
+    return _TOWER.format(tower=tower, output=output)
+
+
+def _skeleton(config: dict[str, Any], source: str) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection
+
+    vision, named = config, config.get("architectures") or []
+    if config["model_type"] == "clip":
+        # A whole CLIP projects to its own projection_dim; the copy inside vision_config may be stale.
+        vision = {**config.get("vision_config", {}), "projection_dim": config.get("projection_dim", 512)}
+    tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
+
+    def build() -> Any:
+        tower_config = CLIPVisionConfig.from_dict(vision)
+        # Eager attention takes its softmax in float32, whatever the dtype of the model.
+        tower_config._attn_implementation = "sdpa"
+        return tower(tower_config)
+
+    return weightless(build, source)
+
+
+def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
+    from transformers import CLIPConfig, CLIPModel
+
+    if config["model_type"] != "clip":
+        raise no_text_tower(source)
+    model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
+    read_text_side(model, base, LAYOUT)
+    tokenizer = _tokenizer(source, model.config.text_config, offline)
+    length = model.config.text_config.max_position_embeddings
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        tokens = tokenizer(
+            list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
+        # Not get_text_features: what that returns has changed between versions.
+        features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())
+
+
+def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
+    tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
+    # The text feature is read at the token that ends the prompt; older configurations say 2 and mean the last.
+    end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
+    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
+    if tokenizer is None or tokenizer.eos_token_id != end:
+        raise SpecError(
+            f"{source} has no tokenizer that fits its text tower, so prompts can't be read",
+            hint="Put the base's tokenizer files beside its config.json, or use `heads.<task>.file`.",
+        )
+    return tokenizer

@@ -1,0 +1,306 @@
+"""CLIP of open_clip: its image tower taken apart, what it is loaded from, and the weights published under its tags.
+
+The tower is a `VisionTransformer`, alone or inside a whole CLIP at `visual`. Layer paths: the stem is named after its
+first module, `conv1`; blocks are `transformer.resblocks.j`; the head is `ln_post`. The attention in-projection is one
+fused tensor in the checkpoint and three sites here, and `proj` is stored as [in, out]. Not supported, and refused by
+name: attentional pooling (CoCa), timm trunks (SigLIP, EVA02, ConvNeXt), ResNets, and blocks with extra norms or scales
+(qk_norm, scale_heads, ...).
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.loading import needed_config, read_json
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    loaders,
+    read_text_side,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.architectures.vit import ClipViT, Names, Pooling
+from driftlens.models.chain import Slot, adapters
+from driftlens.models.heads import TextTower
+from driftlens.models.preprocessing import open_clip_preprocess
+from driftlens.models.saving import FolderFormat
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, did_you_mean
+from driftlens.utils.files import expanded
+
+CONFIG_FILE = "open_clip_config.json"
+LAYOUT = KeyLayout(
+    loader="open-clip",
+    anchor="class_embedding",
+    tower="visual.",
+    projection="proj",
+)
+_POOLINGS: dict[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
+_FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
+_USAGE = """\
+import open_clip
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model, preprocess = open_clip.create_model_from_pretrained(name)
+tokenizer = open_clip.get_tokenizer(name)
+model.eval()
+features = model.encode_image(preprocess(Image.open("image.png"))[None])
+texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
+"""
+_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+
+
+class OpenClipViT(ClipViT):
+    """open_clip's vision transformer, taken apart."""
+
+    name = "open_clip_vit"
+    layout = LAYOUT
+    library = "open_clip"
+    supported = "open_clip's own vision transformers with class-token or average pooling"
+    inner = "visual"
+    blocks = "transformer.resblocks"
+    attention = "attn"
+    activation = "mlp.gelu"
+    image_size = "image_size"
+    projects_inside = True
+    names = Names(
+        patches="conv1.weight",
+        cls="class_embedding",
+        positions="positional_embedding",
+        stem_norm="ln_pre",
+        norm1="ln_1",
+        q="attn.q_proj",
+        k="attn.k_proj",
+        v="attn.v_proj",
+        out="attn.out_proj",
+        norm2="ln_2",
+        fc1="mlp.c_fc",
+        fc2="mlp.c_proj",
+        head_norm="ln_post",
+        projection="proj",
+        scale1="ls_1.gamma",
+        scale2="ls_2.gamma",
+    )
+    required = frozenset(
+        f"{name}{part}"
+        for name in ("attn.in_proj_", "attn.out_proj.", "mlp.c_fc.", "mlp.c_proj.")
+        for part in ("weight", "bias")
+    )
+    optional = frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
+
+    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
+        if hasattr(tower, "trunk"):
+            return "it is a timm trunk (SigLIP, EVA02, ConvNeXt and others), not a transformer of open_clip's own"
+        if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
+            return "it is a ResNet (ModifiedResNet), not a vision transformer"
+        if missing := self._missing(module, tower):
+            return missing
+        if getattr(tower, "attn_pool", None) is not None:
+            return "it pools by attention (attn_pool, as CoCa does)"
+        if getattr(tower, "pool_type", None) not in _POOLINGS:
+            return f"it pools by {getattr(tower, 'pool_type', 'no stated rule')!r}, expected 'tok' or 'avg'"
+        return None
+
+    def _block_slots(self, block: Any, names: Names, path: str) -> dict[str, Slot]:
+        width = block.attn.in_proj_weight.shape[1]
+        slots = {key: Slot(f"{path}.{key}") for key in block.state_dict() if ".in_proj_" not in key}
+        for part in ("weight", "bias"):
+            for position, site in enumerate((names.q, names.k, names.v)):
+                rows = (position * width, (position + 1) * width)
+                slots[f"{site}.{part}"] = Slot(f"{path}.attn.in_proj_{part}", rows=rows)
+        return slots
+
+    def _pooling(self, tower: Any) -> tuple[Pooling, bool]:
+        # For a single token the order of norm and pooling makes no difference.
+        return _POOLINGS[tower.pool_type], tower.pool_type == "avg" and not tower.final_ln_after_pool
+
+    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+        return prefix.removesuffix("."), prefix.removesuffix(".")
+
+    def _settings(self, tower: Any) -> dict[str, object]:
+        return {**super()._settings(tower), "norm_before_pooling": self._pooling(tower)[1]}
+
+
+adapters.register(OpenClipViT.name)(OpenClipViT())
+
+
+@loaders.register("open-clip")
+def load_open_clip(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not)."""
+    require_own_blocks(request, "open-clip")
+    source = request.source
+    stated = _config(source, request.access.offline)
+    config = stated.get("model_cfg", stated)
+    skeleton = _skeleton(config, source)
+    chain = OpenClipViT().chain(skeleton)  # refuses by name what has no such image size
+    preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
+    folder = {CONFIG_FILE: {"model_cfg": config, "preprocess_cfg": preprocess.settings}}
+
+    return Architecture(
+        loader="open-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=chain,
+        layout=LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "open_clip_model.safetensors",
+            folder,
+            lambda: tuple(_whole(config, source).state_dict()),
+            lambda keys, files: _USAGE,
+        ),
+        open_text=partial(_text_tower, config, source),
+    )
+
+
+def _config(source: str, offline: bool) -> dict[str, Any]:
+    """The configuration: a model section, or model and preprocessing sections as on the Hub."""
+    import open_clip
+
+    name = source.replace("/", "-")  # open_clip takes ViT-B/32 for ViT-B-32 too
+    if name in open_clip.list_models():
+        return dict(open_clip.get_model_config(name))
+    path = expanded(source)
+    if path.is_file():
+        return read_json(path)
+    place = source.removeprefix("hf-hub:").removeprefix("local-dir:")
+    hint = (
+        "Give a model name (open_clip.list_models(); OpenAI's weights need a -quickgelu one) or a model_config.json; "
+        "folders of transformers need the loader hf-clip."
+    )
+    return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
+
+
+def _skeleton(config: dict[str, Any], source: str) -> Any:
+    # Text towers may want the network too; the image tower doesn't depend on them.
+    alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}
+    return _whole(alone, source).visual
+
+
+def _whole(config: dict[str, Any], source: str) -> Any:
+    """The whole CLIP, without weights."""
+    import open_clip
+
+    options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
+    model = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
+    return weightless(lambda: model(**options), source)
+
+
+def _text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:
+    from open_clip import SimpleTokenizer
+
+    text = config.get("text_cfg", {})
+    special = next((option for option in _FOREIGN_TEXT if option in text), None)
+    if special is not None:
+        raise SpecError(
+            f"the text tower of {source} needs {special} = {text[special]!r}, which is not supported",
+            hint="Give precomputed class embeddings in `heads.<task>.file`.",
+        )
+    model = _whole(config, source)
+    read_text_side(model, base, LAYOUT)
+    tokenizer = SimpleTokenizer(context_length=model.context_length)
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        features: Tensor = model.encode_text(tokenizer(list(prompts)))
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())
+
+
+SCHEME = "pretrained:"
+
+log = logging.getLogger("driftlens")
+
+
+def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool = False) -> str:
+    """The file of a `pretrained:TAG`, fetched by open_clip's own helper if need be; other places as they are.
+
+    A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment, only
+    the caches of open_clip and the Hub are looked into.
+
+    Raises:
+        SpecError: the architecture is not one that open_clip knows by name, or has no such tag.
+        IncompatibleModelsError: the weights were trained with another activation or preprocessing.
+        CheckpointError: they can't be had.
+    """
+    if not place.startswith(SCHEME):
+        return place
+    import open_clip
+    from huggingface_hub import constants
+
+    model = architecture.source.replace("/", "-")
+    if architecture.loader != "open-clip" or model not in open_clip.list_models():
+        raise SpecError(
+            f"{place} needs an architecture that open_clip knows by name, not {architecture.source}",
+            hint="Write architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or give a file of weights.",
+        )
+    tag, tags = place.removeprefix(SCHEME), open_clip.list_pretrained_tags_by_model(model)
+    config = open_clip.get_pretrained_cfg(model, tag)
+    if not config:
+        raise SpecError(
+            f"open_clip has no weights {tag!r} for {model}; there are {', '.join(tags) or 'none'}",
+            hint=did_you_mean(tag, tags),
+        )
+    _require_fit(place, model, config, architecture)
+    if (file := _cached(config)) is not None:
+        return file
+    origin = config.get("hf_hub") or config.get("url")
+    if offline or constants.HF_HUB_OFFLINE:
+        raise CheckpointError(
+            f"{place} of {model} ({origin}) is in no cache, and the network is not to be used",
+            hint="Run once where there is a network and without --offline, or give the path of the weights.",
+        )
+    # A warning, so that it is seen where logging is not set up: the network is never used silently.
+    log.warning("fetching the weights %s of %s from %s", place, model, origin)
+    return str(open_clip.download_pretrained(config))
+
+
+def _require_fit(place: str, model: str, config: dict[str, Any], architecture: Architecture) -> None:
+    """open_clip itself warns of an activation and adopts the preprocessing; here both stand in the architecture."""
+    import open_clip
+
+    is_quick = bool(config.get("quick_gelu", False))
+    if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
+        fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
+        raise IncompatibleModelsError(
+            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}, {model} computes with the other",
+            hint=f"Write architecture.source: {fitting}.",
+        )
+    settings = {} if architecture.preprocess is None else architecture.preprocess.settings
+    differing = [
+        f"{key} {config[key]} (here {settings[key]})"
+        for key in ("mean", "std", "interpolation", "resize_mode")
+        if key in config and key in settings and config[key] != settings[key]
+    ]
+    if differing:
+        raise IncompatibleModelsError(
+            f"{place} was trained on images prepared otherwise: {', '.join(differing)}",
+            hint="Download the file; give its path as weights, and as source an open_clip_config.json with this "
+            "preprocess_cfg.",
+        )
+
+
+def _cached(config: dict[str, Any]) -> str | None:
+    """The file, where it was fetched before."""
+    from huggingface_hub import try_to_load_from_cache
+    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
+
+    repository, _, name = config.get("hf_hub", "").rpartition("/")
+    if repository:
+        name = name or HF_WEIGHTS_NAME
+        safe = HF_SAFE_WEIGHTS_NAME if name == HF_WEIGHTS_NAME else f"{name.rpartition('.')[0]}.safetensors"
+        paths = (try_to_load_from_cache(repository, file) for file in (safe, name))
+        return next((path for path in paths if isinstance(path, str)), None)
+    file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
+    return str(file) if file.is_file() else None

@@ -1,0 +1,581 @@
+"""Encoder-decoders of transformers, taken apart by what runs in them: no family is known by its name.
+
+Both stacks are one chain. `encoder` [n, t, d] flows through the encoder's blocks and what is behind them, which is a
+layer of its own; `hidden` [n, u, d] through the decoder's blocks, each of which reads the finished `encoder`. The head
+is what is behind the decoder's blocks, perhaps nothing. Either stack is taken apart as any module is; how both are
+called is seen by running the library's own forward pass, hollow where the model has shapes only.
+
+Scores are made of what leaves the chain by the language-model head, which belongs to no layer; what is done to the
+head's scores is seen by running the library's own forward pass, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.checkpoints.alignment import Spellings
+from driftlens.checkpoints.loading import with_floats
+from driftlens.checkpoints.unsupported import LIVE, is_seq2seq, wrong_family
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architectures.causal import Behind, slope
+from driftlens.models.architectures.hf_auto import (
+    built,
+    file_names,
+    passed_over,
+    read_plain_config,
+    usage_of_texts,
+)
+from driftlens.models.architectures.module_list import block_list, sequential_chain
+from driftlens.models.chain import (
+    TENSOR,
+    TEXT,
+    Layer,
+    LayerChain,
+    Parameters,
+    SideInputs,
+    Site,
+    Slot,
+    State,
+    Tap,
+    adapters,
+)
+from driftlens.models.heads import LmScores
+from driftlens.models.preprocessing import hf_text_preprocess
+from driftlens.models.saving import FolderFormat
+from driftlens.models.tracing.block_call import (
+    Inputs,
+    find_features,
+    made_of,
+    raw_inputs,
+    result,
+    without_padding,
+)
+from driftlens.models.tracing.block_runner import Dissection, is_view, own_weights, run, tied_weights
+from driftlens.models.tracing.hooks import call, observe, run_until
+from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
+from driftlens.utils.errors import IncompatibleModelsError, SpecError
+
+_READ = "encoder_hidden_states"
+"""What transformers calls the features of the encoder that a decoder is given."""
+_MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """An encoder or a decoder taken apart by itself.
+
+    Attributes:
+        name: which of both it is.
+        stream: what its features are called.
+        path: where it lies in the whole model.
+        chain: its stem, blocks and head.
+        tail: path in the stack of the one module behind its blocks; "" where there is none.
+        answer: the class of what it returns.
+    """
+
+    name: str
+    stream: str
+    path: str
+    chain: LayerChain
+    tail: str
+    answer: Any
+    takes: frozenset[str]
+
+    @property
+    def left(self) -> str:
+        """Path in the whole model of the module that its finished features leave."""
+        return f"{self.path}.{self.tail}" if self.tail else f"{self.path}.{self.chain.blocks[-1].path}"
+
+    def side(self, whole: SideInputs) -> SideInputs:
+        """Its own of the side inputs of both."""
+        before, count = f"{self.name}.", len(self.chain.blocks)
+        tensors = {
+            name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
+        }
+        frames = whole.frames[:count] if self.name == "encoder" else whole.frames[-count:]
+        assert whole.inputs is not None
+        return SideInputs(tensors, frames, whole.inputs.values[self.name])
+
+
+class Pair:
+    """The pieces of an encoder-decoder, as functions of parameters and features; the module stays as it is."""
+
+    def __init__(self, whole: Any, example: Mapping[str, Tensor]) -> None:
+        self.whole = whole
+        self.reads = str(whole.main_input_name)
+        self.tied = tied_weights(whole)
+        self.start_token = getattr(whole.config, "decoder_start_token_id", None) or 0
+        batch = self.batch(example)
+        self.encoder = self._stack("encoder", "encoder", whole.get_encoder(), batch)
+        self.decoder = self._stack("decoder", "hidden", whole.get_decoder(), batch)
+        self.stacks = (self.encoder, self.decoder)
+        if not any(site.stream for layer in self.decoder.chain.blocks for site in layer.sites):
+            raise SpecError("no block of its decoder reads what leaves its encoder")
+
+    def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> Stack:
+        """One of both, looked at on a batch."""
+        path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
+        takes = frozenset(inspect.signature(module.forward).parameters)
+        inputs = _taken(self._asked(batch), takes)
+        beside: Mapping[str, str] = MappingProxyType({})
+        if name == "decoder":
+            inputs = _taken(self._answered(batch, self._placeholder(batch)), takes)
+            beside = {_READ: "encoder"}
+        if not path or (name == "decoder" and _READ not in takes):
+            raise SpecError(f"its {name} is no module of its own that is called as one")
+        listed, blocks = block_list(module, None)
+        tail, answer = _behind_blocks(name, Dissection(module, blocks, beside=beside), inputs)
+        chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
+        return Stack(name, stream, path, chain, tail, answer, takes)
+
+    def batch(self, inputs: Any) -> dict[str, Tensor]:
+        """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
+        read = inputs[self.reads]
+        start = made_of(read, lambda ids: torch.full((len(ids), 1), self.start_token, device=ids.device))
+        batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
+        for ids, mask in zip(list(batch.values()), _MASKS, strict=True):
+            if mask in inputs:
+                batch[mask] = made_of(inputs[mask], Tensor.long)
+            elif ids.dim() == 2 and not ids.is_floating_point():
+                batch[mask] = made_of(ids, torch.ones_like)
+        return batch
+
+    def _asked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}
+
+    def _answered(self, batch: Mapping[str, Tensor], read: Tensor) -> dict[str, Tensor]:
+        """What the decoder is given, which reads `read`."""
+        inputs = {"input_ids": batch["decoder_input_ids"], "attention_mask": batch["decoder_attention_mask"]}
+        mask = batch.get("attention_mask")
+        beside = {} if mask is None else {"encoder_attention_mask": mask}
+        return {**inputs, _READ: read, **beside}
+
+    def _placeholder(self, batch: Mapping[str, Tensor], side: SideInputs | None = None) -> Tensor:
+        """Features as the encoder's, which the decoder's blocks are known to be given by; they take no memory."""
+        if side is None:
+            _, side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
+        frame, ids = side.frames[-1], batch["decoder_input_ids"]
+        return torch.full((), 0.5, dtype=frame.dtype, device=ids.device).expand(len(ids), *frame.left)
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """State at boundary 0, which is empty for texts, and the side inputs of both stacks."""
+        batch = self.batch(inputs)
+        state, encoder_side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
+        decoder_inputs = self._answered(batch, self._placeholder(batch, encoder_side))
+        _, decoder_side = self.decoder.chain.start(_taken(decoder_inputs, self.decoder.takes))
+        tensors: dict[str, Tensor] = {}
+        for stack, side in zip(self.stacks, (encoder_side, decoder_side), strict=True):
+            tensors |= {f"{stack.name}.{name}": value for name, value in side.tensors.items()}
+            if (mask := side.mask("hidden")) is not None:
+                tensors[f"{stack.stream}_mask"] = mask
+        sides = {"encoder": encoder_side, "decoder": decoder_side}
+        both = Inputs({name: side.inputs for name, side in sides.items()}, by_keyword=True)
+        return state, SideInputs(tensors, (*encoder_side.frames, *decoder_side.frames), both)
+
+    def chain(self) -> LayerChain:
+        """Both stacks as one chain, under the whole model's names."""
+        names = {
+            stack.name: {name: self.key(stack, name) for name in stack.chain.layers[0].parameters}
+            for stack in self.stacks
+        }
+        keys = dict.fromkeys(key for of_stack in names.values() for key in of_stack.values())
+        stem = {key: Slot(key) for key in keys}
+        path = next(iter(stem)).rpartition(".")[0]
+        layers = [
+            Layer(1, "stem", path, stem, partial(self._stem, names), stream="encoder", pool="mean"),
+            *(self._block(self.encoder, block) for block in self.encoder.chain.blocks),
+            *([self._tail(self.encoder)] if self.encoder.tail else []),
+            *(self._block(self.decoder, block) for block in self.decoder.chain.blocks),
+            self._tail(self.decoder),
+        ]
+        return LayerChain(
+            architecture=f"hf_{self.whole.config.model_type}",
+            layers=tuple(replace(layer, index=number) for number, layer in enumerate(layers, 1)),
+            start=self.start,
+            library_states=self.library_states,
+            require_shared=self.require_shared,
+            tied=self.tied,
+            settings={"model": type(self.whole).__name__},
+            modality=replace(TEXT if self.reads == "input_ids" else TENSOR, pool="last"),
+            final=self.decoder.left,
+        )
+
+    def key(self, stack: Stack, name: str) -> str:
+        """What the whole model calls a weight of a stack; of tied ones all the same."""
+        key = f"{stack.path}.{name}"
+        return self.tied.get(key, (key,))[0]
+
+    def _stem(
+        self,
+        names: Mapping[str, Mapping[str, str]],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What both stacks make of what they read."""
+        outputs: State = {}
+        for stack in self.stacks:
+            weights = {name: parameters[key] for name, key in names[stack.name].items()}
+            entered = state if stack is self.encoder else {}
+            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
+        return outputs
+
+    def _block(self, stack: Stack, block: Layer) -> Layer:
+        """A stack's block in the chain of both. Norms are left alone, as the paper has it for language models."""
+        return replace(
+            block,
+            path=f"{stack.path}.{block.path}",
+            parameters={
+                name: replace(slot, key=self.key(stack, slot.key)) for name, slot in block.parameters.items()
+            },
+            call=partial(self._run_block, stack, block),
+            sites=tuple(replace(site, only_named=site.kind != "linear") for site in block.sites),
+            stream=stack.stream,
+            pool="mean" if stack is self.encoder else None,
+        )
+
+    def _run_block(
+        self,
+        stack: Stack,
+        block: Layer,
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        own_side = stack.side(side)
+        if stack is self.decoder:
+            own_side = replace(own_side, tensors={**own_side.tensors, f"inputs.{_READ}": state["encoder"]})
+        output = block.call(parameters, {"hidden": state[stack.stream]}, own_side, tap)
+        return {**state, stack.stream: output["hidden"]}
+
+    def _tail(self, stack: Stack) -> Layer:
+        """What is behind a stack's blocks: of the encoder a layer between two blocks, of the decoder the head."""
+        is_head = stack is self.decoder
+        head = stack.chain.layers[-1]
+        module = self.whole.get_submodule(stack.left)
+        sites: tuple[Site, ...] = ()
+        slots = {
+            name.removeprefix(f"{stack.tail}."): Slot(self.key(stack, slot.key))
+            for name, slot in head.parameters.items()
+            if stack.tail
+        }
+        if stack.tail and (kind := site_kind(module)) is not None:
+            eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+            sites = (Site(BLOCK_ITSELF, kind, stack.stream, eps=eps, only_named=True),)
+            slots = {f"{BLOCK_ITSELF}.{name}": slot for name, slot in slots.items()}
+        return Layer(
+            0,
+            "head" if is_head else "block",
+            stack.left if stack.tail else stack.path,
+            slots,
+            partial(self._run_tail, stack, module, sites),
+            sites,
+            stack.stream,
+            None if is_head else "mean",
+        )
+
+    def _run_tail(
+        self,
+        stack: Stack,
+        module: nn.Module,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        hidden = state[stack.stream]
+        if stack.tail:
+            weights = {
+                name.removeprefix(f"{BLOCK_ITSELF}." if sites else ""): x for name, x in parameters.items()
+            }
+            with tapped(module, sites, tap):
+                hidden = call(module, weights, (hidden,), {})
+            hidden = without_padding(stack.left, hidden, side.mask(stack.stream))
+        return {"hidden": hidden} if stack is self.decoder else {**state, stack.stream: hidden}
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """What enters the first blocks and leaves blocks and tails in one ordinary pass, which makes no scores."""
+        batch, finished = self.batch(inputs), list[Tensor]()
+        last = module.get_submodule(self.decoder.left)
+        blocks = {
+            stack.name: {
+                block.path: module.get_submodule(f"{stack.path}.{block.path}") for block in stack.chain.blocks
+            }
+            for stack in self.stacks
+        }
+
+        def forward() -> Tensor:
+            encoder = module.get_submodule(self.encoder.path)
+            hook = encoder.register_forward_hook(lambda *args: finished.append(result(args[-1])))
+            try:
+                return run_until(last, partial(run, module, raw_inputs(batch)), past=True)
+            finally:
+                hook.remove()
+
+        encoded = observe(
+            blocks["encoder"], lambda: observe(blocks["decoder"], forward, keep=True), keep=True
+        )
+        decoded = encoded.output
+        _, side = self.start(batch)
+
+        def unpadded(stack: Stack, hidden: Tensor) -> Tensor:
+            return without_padding(stack.path, hidden, side.mask(stack.stream))
+
+        encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded.features]
+        encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.tail else []
+        first, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded.features)
+        return [
+            *({"encoder": hidden, "hidden": first} for hidden in encoder_features),
+            *({"encoder": encoder_features[-1], "hidden": hidden} for hidden in decoder_features),
+            {"hidden": unpadded(self.decoder, decoded.output)},
+        ]
+
+    def require_shared(self, models: Any, inputs: Any) -> None:
+        """See `Dissection.require_shared`, of both stacks."""
+        batch, models = self.batch(inputs), list(models)
+        reads = {"encoder": self._asked(batch), "decoder": self._answered(batch, self._placeholder(batch))}
+        for stack in self.stacks:
+            assert stack.chain.require_shared is not None
+            parts = [(name, module.get_submodule(stack.path)) for name, module in models]
+            stack.chain.require_shared(parts, _taken(reads[stack.name], stack.takes))
+
+
+def _taken(inputs: dict[str, Tensor], takes: frozenset[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if name in takes}
+
+
+def _behind_blocks(name: str, parts: Dissection, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
+    """Path of the one module that finishes what leaves a stack's last block, "" for none; and what a stack returns."""
+    finals: list[Tensor] = []
+    behind: list[tuple[str, Tensor]] = []
+
+    def leave(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple | list) else output
+        if path == parts.paths[-1]:
+            finals.append(output)
+        elif finals and path and is_view(find_features(path, args, kwargs)[1], finals[0]):
+            behind.extend([] if is_view(output, finals[0]) else [(path, output)])
+
+    inside = tuple(f"{path}." for path in parts.paths)
+    with contextlib.ExitStack() as hooks:
+        for path, module in parts.module.named_modules():
+            if not path.startswith(inside):
+                hooks.callback(module.register_forward_hook(partial(leave, path), with_kwargs=True).remove)
+        output = parts.whole(dict(inputs))
+    finished = result(output)
+    if is_view(finished, finals[0]):
+        return "", type(output)
+    if len(behind) != 1 or not is_view(finished, behind[0][1]):
+        raise SpecError(
+            f"what its {name} returns is not what one module makes, once, of its last block's features"
+        )
+    return behind[0][0], type(output)
+
+
+NAME = "seq2seq"
+
+
+def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain, LmScores | None]:
+    """An encoder-decoder, perhaps with shapes only, taken apart, and what its head, if any, makes of final features.
+
+    Args:
+        whole: the library's model.
+        example: a batch as its processor makes it.
+
+    Raises:
+        IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
+    """
+    if any(name.endswith("experts") for name, _ in whole.named_modules()):
+        raise not_seq2seq(whole, "its blocks mix experts")
+    parts = Pair(whole, example)
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    return parts.chain(), None if head is None else _Scores(whole, parts, head).traced()
+
+
+def not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
+    """The refusal of an encoder-decoder that can't be taken apart, by the name of its kind."""
+    kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
+    return IncompatibleModelsError(f"{kind} can't be taken apart as an encoder-decoder: {reason}", hint=LIVE)
+
+
+@dataclass(eq=False)
+class _Scores:
+    """What a model does between the finished features of its decoder and its scores, seen without its stacks."""
+
+    whole: Any
+    parts: Pair
+    head: Any
+    numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def traced(self) -> LmScores:
+        """Return the head, its scale and bias, and what else is done; raise where that maps no score on its own."""
+        if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
+            raise not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
+        place = next(path for path, module in self.whole.named_modules() if module is self.head)
+        cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
+        behind = Behind(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
+        features, outputs = self._random(self.head.in_features), self._random(self.head.out_features)
+        inputs: list[Tensor] = []
+
+        def score(entered: Tensor) -> Tensor:
+            inputs.append(entered)
+            return outputs
+
+        scores = behind.scores(features, score)
+        scale = float((inputs[0] / features).median())
+        if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
+            raise not_seq2seq(
+                self.whole, "what its head reads is not what leaves its decoder, times a number"
+            )
+        bias = "" if self.head.bias is None else f"{place}.bias"
+        for key, value in self._outer_weights(place).items():
+            shift = self._random(value.numel())[0]
+            shifted = behind.scores(features, score, {key: shift.reshape(value.shape)})
+            if torch.equal(shifted, scores):
+                continue
+            if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
+                raise not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias of its head")
+            bias, scores = key, outputs
+        key = self.parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
+        lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
+        if torch.equal(scores, outputs):
+            return lm
+        for part in (slice(None), slice(1, 4)):
+            if not torch.equal(behind(outputs[:, 0, part]), scores[:, 0, part]):
+                raise not_seq2seq(self.whole, "its scores are not made of its head's output, one by one")
+        return replace(lm, behind=behind, slope=slope(behind, self.head.out_features))
+
+    def _random(self, width: int) -> Tensor:
+        return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)
+
+    def _outer_weights(self, place: str) -> dict[str, Tensor]:
+        """Weights outside the stacks and the head, which lies at `place`."""
+        inside = tuple(f"{path}." for path in (*(stack.path for stack in self.parts.stacks), place))
+        return {
+            key: value
+            for key, value in own_weights(self.whole).items()
+            if not key.startswith(inside) and key not in self.parts.tied
+        }
+
+
+class HfSeq2Seq:
+    """An encoder-decoder of transformers, taken apart."""
+
+    name = NAME
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether `module` says of itself that it is an encoder and a decoder, both modules of its own."""
+        return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False)) and all(
+            isinstance(getattr(module, f"get_{stack}", lambda: None)(), nn.Module)
+            for stack in ("encoder", "decoder")
+        )
+
+    def chain(self, module: nn.Module) -> LayerChain:
+        """The model taken apart; keys are those of `module.state_dict()`."""
+        return seq2seq_chain(module, _EXAMPLE)[0]
+
+
+adapters.register(NAME)(HfSeq2Seq())
+
+_EXAMPLE = {
+    "input_ids": torch.zeros(2, 3, dtype=torch.long),
+    "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+    "decoder_input_ids": torch.zeros(2, 2, dtype=torch.long),
+    "decoder_attention_mask": torch.tensor([[1, 0], [1, 1]]),
+}
+"""Two rows to look at a model by, one of them padded, where no tokenizer makes any."""
+
+
+@loaders.register("hf-seq2seq")
+def load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
+    return _loaded(request, "hf-seq2seq")
+
+
+@loaders.register("hf-t5")
+def load_hf_t5(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a T5, v1.0 or v1.1 (FLAN); its source is a folder or Hub id."""
+    return _loaded(request, "hf-t5")
+
+
+def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
+    """See `load_hf_seq2seq`; under the name of a loader."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    source, offline = request.source, request.access.offline
+    stated = read_plain_config(request, loader)
+    if not is_seq2seq(stated):
+        raise wrong_family(stated, source, "an encoder-decoder that answers by text")
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    model_class = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    skeleton = weightless(partial(built, model_class, config), source)
+    # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
+    _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
+    computed = _with_own_tables(skeleton)
+    preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
+    chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
+    return Architecture(
+        loader=loader,
+        source=source,
+        skeleton=skeleton,
+        chain=replace(chain, modality=replace(TEXT, pool="last")),
+        layout=_layout(skeleton, chain, computed),
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": stated},
+            usage=partial(usage_of_texts, _USAGE),
+        ),
+        lm=lm,
+    )
+
+
+def _tie(skeleton: Any, is_apart: bool) -> None:
+    """Tie what the library ties, as it does not without weights; with `is_apart` all but the head."""
+    head = skeleton.get_output_embeddings()
+    skeleton.tie_weights()
+    if is_apart:
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+
+
+def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
+    """Have the library compute what it never saves (Marian's positions), and say what files may hold of it in vain."""
+    unsaved = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
+    for key in unsaved:
+        owner, _, leaf = key.rpartition(".")
+        module = skeleton.get_submodule(owner).to_empty(device="cpu")
+        skeleton._init_weights(module)
+        value = module._parameters.pop(leaf).detach()
+        module.register_buffer(leaf, value, persistent=False)
+    return tuple(unsaved)
+
+
+def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
+    """Names in files, which hold what is tied under one name or several."""
+    copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
+    plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
+    names = [plain, *({**plain, same: copy} for copy, same in copies.items())]
+    return Spellings(names, (*copies, *computed), passed_over(skeleton), is_lenient=True)
+
+
+_USAGE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+folder = "."  # this one, or the model's id on the Hub
+model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer(["a prompt"], return_tensors="pt")
+answers = tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)
+"""

@@ -1,0 +1,130 @@
+"""Image models of timm, taken apart as their own modules run: by name, or a folder as timm saves to the Hub.
+
+The classifier is taken out: what it would have read is the final feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from driftlens.checkpoints.alignment import Spellings
+from driftlens.checkpoints.loading import needed_config
+from driftlens.checkpoints.unsupported import wrong_family
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architectures.module_list import sequential_chain
+from driftlens.models.chain import IMAGE
+from driftlens.models.preprocessing import image_preprocess
+from driftlens.models.saving import FolderFormat
+from driftlens.utils.errors import IncompatibleModelsError
+
+_USAGE = """\
+import timm
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model = timm.create_model(name, pretrained=True).eval()
+model.reset_classifier(0)  # every task has its own
+settings = timm.data.resolve_data_config({}, model=model)
+transform = timm.data.create_transform(**settings, is_training=False)
+features = model(transform(Image.open("image.png").convert("RGB"))[None])
+"""
+
+
+_LOADS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
+"""Options of `timm.create_model` that read other files."""
+_PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+@loaders.register("timm")
+def load_timm(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a model of timm; its source is a model name, a folder or a Hub id."""
+    import timm
+    from timm.data import create_transform, resolve_data_config
+
+    source = request.source.removeprefix("hf-hub:")
+    name, stated, options = source, dict[str, Any](), dict[str, Any]()
+    if not timm.is_model(source):
+        name, stated, options = _stated(source, offline=request.access.offline)
+    build = partial(timm.create_model, name, pretrained=False, **options)
+    skeleton = weightless(lambda: _with_buffers(build()), source)
+    # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
+    pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
+    if "input_size" not in pixels and (size := options.get("img_size")):
+        pixels["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
+    if pixels:
+        skeleton.pretrained_cfg = skeleton.default_cfg = {**skeleton.pretrained_cfg, **pixels}
+    classifier = _without_classifier(skeleton, name)
+    settings = resolve_data_config({}, model=skeleton)
+    preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
+    chain = sequential_chain(skeleton, preprocess.example(), blocks=request.blocks)
+    return Architecture(
+        loader="timm",
+        source=request.source,
+        skeleton=skeleton,
+        chain=replace(
+            chain,
+            architecture=f"timm {name}",
+            modality=replace(IMAGE, pool="cls" if getattr(skeleton, "num_prefix_tokens", 0) else "mean"),
+        ),
+        layout=Spellings(
+            [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
+        ),
+        preprocess=preprocess,
+        folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=lambda keys, files: _USAGE)
+        if stated
+        else None,
+        classifier=classifier,
+    )
+
+
+def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """timm's name for the model of a folder or on the Hub, its config.json, and options that timm builds it with."""
+    import timm
+
+    hint = "Give a model name of timm (timm.list_models()), or a folder as timm saves them."
+    stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
+    name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
+    if not timm.is_model(name):
+        raise wrong_family(stated, source, "a config.json of timm")
+    if odd := [key for key in options if key in _LOADS]:
+        raise IncompatibleModelsError(
+            f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
+            hint="Take it out of `model_args`.",
+        )
+    if "num_classes" in stated:
+        options.setdefault("num_classes", stated["num_classes"])
+    return name, stated, options
+
+
+def _with_buffers(skeleton: nn.Module) -> nn.Module:
+    """The same, where timm computed buffers on the device of weights that have shapes only: one module's at a time."""
+    for module in reversed(list(skeleton.modules())):  # inner ones first: what is made of theirs stands
+        fill = getattr(module, "_init_buffers", None)
+        if fill is None or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        weights = {id(part): dict(part._parameters) for part in module.modules() if part._parameters}
+        module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+        fill()
+        for part in module.modules():
+            part._parameters.update(weights.get(id(part), {}))
+    return skeleton
+
+
+def _without_classifier(skeleton: Any, name: str) -> str:
+    """Path of the classifier, which is taken out; "" where there is none."""
+    classifier = skeleton.get_classifier()
+    if isinstance(classifier, tuple | list):
+        raise IncompatibleModelsError(
+            f"{name} ends in {len(classifier)} classifiers, so it has no one final feature",
+            hint="Use the model of that name without distillation.",
+        )
+    if not isinstance(classifier, nn.Linear):
+        return ""
+    path = next(path for path, module in skeleton.named_modules() if module is classifier)
+    skeleton.set_submodule(path, nn.Identity())
+    return path

@@ -1,0 +1,613 @@
+"""Vision-language models of transformers: a vision tower, what projects its features, and a decoder that reads them.
+
+Where tasks are texts alone, the decoder is the chain, with the language-model head behind it, as `causal_chain` takes
+it apart; tower and projector see nothing then, and no layer has their weights. A plain language model of the same
+decoder is an expert, too: it is aligned by its keys, and what it lacks is the base's.
+
+With images, tower, projector and decoder are layers of one chain. `vision` [n, m, d] flows through the blocks of the
+tower, the m tokens of a sample's image with zeros behind those of smaller ones; the library's own blocks are given them
+as it has them, packed or image by image. What of the tower's blocks is read later too (features of several blocks,
+deepstack's) stays in the state as `vision_<block>`. The projector is a layer: all that happens between the last block
+of the tower and the first of the decoder, where image features take the place of image tokens in `hidden` [n, t, d].
+Deepstack's features depend on weights, so that they are states, too: `deepstack_<block>` [n, t, d] waits for what
+leaves that block of the decoder, and is added to it.
+
+Of a batch of texts alone `vision` has no tokens, [n, 0, d]: the tower passes it on and the decoder begins with texts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.checkpoints.alignment import Spellings
+from driftlens.checkpoints.loading import with_floats
+from driftlens.checkpoints.tensor_sources import Composed, StateSource
+from driftlens.checkpoints.unsupported import is_vision_language, wrong_family
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architectures.causal import causal_chain, not_causal
+from driftlens.models.architectures.hf_auto import (
+    PADDED,
+    built,
+    file_names,
+    passed_over,
+    read_plain_config,
+    spellings,
+    usage_of_texts,
+)
+from driftlens.models.architectures.module_list import Watch, among, block_list
+from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.preprocessing import (
+    Preprocess,
+    hf_picture_preprocess,
+    hf_text_preprocess,
+    processed_example,
+)
+from driftlens.models.saving import FolderFormat
+from driftlens.models.texts import WordReader, as_the_library
+from driftlens.models.tracing import block_inputs as carried
+from driftlens.models.tracing.block_call import Inputs, frame_at, inputs_in, on_host, padding_mask, raw_inputs
+from driftlens.models.tracing.block_runner import Dissection, forward_pass, own_weights, run
+from driftlens.models.tracing.hooks import (
+    Recording,
+    buffers_on,
+    call,
+    observe,
+    replaced_forwards,
+    run_until,
+    zeros_like_weights,
+)
+from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
+from driftlens.utils.devices import moved
+from driftlens.utils.errors import IncompatibleModelsError, SpecError
+
+_BLIND = "all samples are texts: the vision tower saw nothing and stays as merged, as does what projects its features"
+_USAGE = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+inputs = reader(text="a question", return_tensors="pt")
+answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
+"""
+
+
+@dataclass(frozen=True)
+class DecoderOrWhole(Spellings):
+    """Checkpoints of a whole vision-language model, or of a plain language model of the same decoder.
+
+    `decoder` names the tensors that both have, as the plain one calls them, by the skeleton's keys.
+    """
+
+    decoder: Mapping[str, str] = field(default_factory=dict)
+
+    def align(
+        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+    ) -> StateSource:
+        """See `Layout`; a language model gets what it has not from the base, `fallback`."""
+        stored = self.key_map(source.headers, wanted, source.name)
+        lacking = [key for key in wanted if key not in self.decoder]
+        if any(key in stored for key in lacking):
+            return super().align(source, wanted, fallback)
+        aligned = super().align(source, self.decoder, fallback)
+        if fallback is None:
+            raise IncompatibleModelsError(
+                f"{source.name} is a language model alone: it lacks {lacking[0]!r} and {len(lacking) - 1} more tensors "
+                "of a vision tower; expected a whole vision-language model as base",
+                hint="Give the vision-language model as base, and this one as an expert.",
+            )
+        places = {key: (aligned, key) for key in aligned.headers}
+        return Composed(source.name, places | {key: (fallback, key) for key in lacking})
+
+
+@loaders.register("hf-vlm")
+def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a vision-language model; its source is a folder or Hub id."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    source = request.source
+    stated = read_plain_config(request, "hf-vlm")
+    if not is_vision_language(stated):
+        raise wrong_family(stated, source, "a vision-language model")
+    if request.untied:
+        stated = stated | {"tie_word_embeddings": False}
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    skeleton = weightless(partial(built, model_class, config), source)
+    decoder = decoder_path(skeleton)
+    preprocess = _preprocess(request, config)
+    blocks, _ = block_list(skeleton.get_submodule(decoder), None)
+    chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
+    if preprocess is not None and request.pictured:
+        example = processed_example(preprocess, config, source)
+        chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
+    names, ignored = file_names(skeleton), passed_over(skeleton)
+    plain = plain_names(names, decoder, lm.head)
+    return Architecture(
+        loader="hf-vlm",
+        source=source,
+        skeleton=skeleton,
+        chain=chain,
+        layout=DecoderOrWhole(
+            [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
+        ),
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
+        ),
+        lm=lm,
+    )
+
+
+def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
+    """How samples become inputs; None where nobody reads any."""
+    if request.unread:
+        return None
+    if request.pictured:
+        return hf_picture_preprocess(request.source, config, request.access.offline)
+    texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
+    assert texts.texts is not None
+    reader = WordReader(**texts.texts.parts)
+    notice = " ".join(filter(None, (texts.notice, _BLIND)))
+    return replace(texts, transform=reader, texts=reader, notice=notice)
+
+
+def decoder_path(whole: Any) -> str:
+    """The path of a model's decoder, which reads embeddings of texts and features of images alike."""
+    decoder = whole.get_decoder()
+    path = next((name for name, part in whole.named_modules() if part is decoder), "")
+    if not path or whole.get_output_embeddings() is None:
+        raise not_causal(whole, "it has no decoder inside with a head behind it")
+    return path
+
+
+def plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
+    """The tensors of a decoder and its head by their keys -> what a plain language model calls them."""
+    before = f"{decoder}."
+    names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
+    ending = head.rpartition(".")[0]
+    return names | {
+        key: f"lm_head.{key.removeprefix(f'{ending}.')}" for key in keys if key.startswith(f"{ending}.")
+    }
+
+
+_OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
+_AT_IMAGES = "image_tokens"
+_DEEPSTACK = "deepstack_visual_embeds"
+"""What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
+
+
+def tower_list(whole: Any) -> str:
+    """The path of the list of blocks of what its library calls the encoder of images."""
+    encoder = whole.get_encoder(modality="image")
+    path = next((name for name, part in whole.named_modules() if part is encoder), "")
+    with contextlib.suppress(SpecError):
+        if path:
+            return f"{path}.{block_list(encoder, None)[0]}"
+    raise not_causal(whole, "nothing beside its decoder holds a list of blocks, which a vision tower does")
+
+
+def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> LayerChain:
+    """A vision-language model, perhaps with shapes only, taken apart on a batch with images.
+
+    Args:
+        whole: the library's model with its head.
+        example: a batch as `together` and the tokenizer make it.
+        tower: path of the list of the tower's blocks.
+        blind: the chain of its decoder alone.
+    """
+    parts = Sighted(whole, tower, blind)
+    layers = parts.traced(example)
+    return replace(
+        blind,
+        layers=layers,
+        start=parts.start,
+        library_states=parts.library_states,
+        require_shared=parts.require_shared,
+        modality=replace(TEXT, pool="last"),
+        token_weights={**blind.token_weights, "images": lambda _, side: side[_AT_IMAGES]},
+        settings={**blind.settings, "tower": tower},
+    )
+
+
+class Sighted(Dissection):
+    """The pieces of a vision-language model: blocks of the tower, then those of the decoder, and what lies between."""
+
+    def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
+        _, towers = block_list(whole, tower)
+        _, decoders = block_list(whole, str(blind.settings["blocks"]))
+        super().__init__(whole, {**towers, **decoders}, None, blind.final or "")
+        self.count, self.blind, self.tower = len(towers), blind, tower
+        self.decoder, self.image_token = whole.get_decoder(), int(whole.config.image_token_id)
+        self.kept: tuple[int, ...] = ()
+        self.width = 1
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """See `Dissection.start`; pixels are side inputs, as they come image by image and not sample by sample."""
+        if not is_pictured(inputs):
+            state, side = self.blind.start(inputs)
+            unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
+            tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
+            frames: Any = (*[None] * self.count, *side.frames)
+            return state, replace(side, tensors=tensors, frames=frames)
+        _, side = super().start(as_the_library(inputs))
+        return {}, replace(side, tensors={**side.tensors, **self._places(inputs)})
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """See `Dissection.library_states`."""
+        sees, named = is_pictured(inputs), raw_inputs(as_the_library(inputs))
+        side = SideInputs(self._places(inputs) if sees else {})
+        past, mask = module.get_submodule(self.final), padding_mask(named, None)
+        blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
+        with _given(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
+            recording = self._observed(module, named, keep=True, past=past)
+        tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
+        entered = [*[{}] * self.count, *entered]
+        states: list[State] = []
+        for boundary, native in enumerate(tower):
+            vision = _by_sample(native, side) if sees else native
+            rest = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
+            rest |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
+            states.append({**rest, "vision": vision})
+        deep = _deepstack(given)
+        for boundary, hidden in enumerate(decoder):
+            if boundary:
+                deep.pop(f"deepstack_{boundary - 1}", None)
+            beside = {**deep, **carried.entering(self.count + boundary, entered)}
+            states.append({**beside, "hidden": self._features(self.count + boundary, hidden, mask)})
+        return [*states, {"hidden": self._output(recording.output, mask)}]
+
+    def require_shared(self, models: Any, inputs: Any) -> None:
+        """See `Dissection.require_shared`."""
+        if is_pictured(inputs):
+            super().require_shared(models, as_the_library(inputs))
+        elif self.blind.require_shared is not None:
+            self.blind.require_shared(models, inputs)
+
+    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """What reaches the first block of the tower."""
+        if _AT_IMAGES not in side:
+            like = next(iter(parameters.values()))
+            return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
+        args, kwargs = inputs_in(side).arguments({})
+        native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
+        return {"vision": _by_sample(native, side)}
+
+    def tower_block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What leaves a block of the tower; sites hear of samples' tokens, however the block has them."""
+        if _AT_IMAGES not in side:
+            return state
+        shape = (-1, *frame_at(side, position).entered)
+        bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
+        features = {"hidden": _packed(state["vision"], side).reshape(shape)}
+        moves = partial(_by_sample, side=side), partial(_packed, side=side)
+        inner_tap = None if tap is None else _rearranged(tap, *moves)
+        native = super().block(position, sites, parameters, features, bare, inner_tap)["hidden"]
+        vision = _by_sample(native, side)
+        stored = {f"vision_{position}": vision} if position in self.kept else {}
+        return {**state, **stored, "vision": vision}
+
+    def projector(
+        self,
+        path: str,
+        slots: Mapping[str, Slot],
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What reaches the first block of the decoder, and what is added behind others.
+
+        Sites hear of image features as the decoder has them, [n, t, k], with zeros where a token is none.
+        """
+        weights = {slots[name].key: value for name, value in parameters.items()}
+        if _AT_IMAGES not in side:
+            return self._projected(weights, (), side)
+        mask = side[_AT_IMAGES]
+        inner_tap = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
+        with tapped(self.module.get_submodule(path), sites, inner_tap):
+            return self._projected(weights, self._tower_outputs(state, side), side)
+
+    def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
+        """See `projector`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
+        args, kwargs = inputs_in(side).arguments({})
+        bypassed = [
+            (block, lambda *_, output=output, **__: output)
+            for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
+        ]
+        with replaced_forwards(bypassed), _given(self.decoder) as given:
+            state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
+        return {**_deepstack(given), **state}
+
+    def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
+        """What the blocks of the tower returned, as far as the state holds it."""
+        frames = [frame_at(side, position) for position in range(self.count)]
+        visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
+        return [
+            frame.output(_packed(vision, side).reshape(-1, *frame.left))
+            for frame, vision in zip(frames, visions, strict=True)
+        ]
+
+    def decoder_block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """What leaves a block of the decoder, with the deepstack features that are added there."""
+        output = super().block(position, sites, parameters, state, side, tap)
+        waiting = {name: value for name, value in state.items() if name.startswith("deepstack_")}
+        added = waiting.pop(f"deepstack_{position - self.count}", None)
+        return waiting | output | ({} if added is None else {"hidden": output["hidden"] + added})
+
+    def traced(self, example: Any) -> tuple[Layer, ...]:
+        """The layers, with what a batch shows of them: which weights and sites each has."""
+        state, side = self.start(example)
+        outer = self.stand_ins(next(tensor.device for tensor in side.values()))
+        with torch.no_grad():
+            with Watch() as before:
+                state = self.stem(outer, state, side)
+            self.width = state["vision"].shape[-1]
+            outputs = self._tower_outputs(state, side)
+            with Watch() as between:
+                state = self._projected(outer, outputs, side)
+        features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
+        self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
+        blocks = list[tuple[Site, ...]]()
+        for position in range(len(self.blocks)):
+            sites, state = self._sites(position, side, state)
+            blocks.append(sites)
+        stem = [name for name in outer if name in among(outer, before)]
+        projected = [name for name in outer if name in among(outer, between)]
+        projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
+        return self._layers(blocks, stem, projector, side)
+
+    def _layers(
+        self,
+        blocks: list[tuple[Site, ...]],
+        stem: list[str],
+        projector: Layer,
+        side: SideInputs,
+    ) -> tuple[Layer, ...]:
+        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it."""
+        layers = [
+            Layer(
+                1,
+                "stem",
+                "stem",
+                {name: Slot(name) for name in stem},
+                self.stem,
+                stream="vision",
+                pool="mean",
+                needs=_AT_IMAGES,
+            )
+        ]
+        for position, sites in enumerate(blocks):
+            if position == self.count:
+                layers.append(replace(projector, index=len(layers) + 1))
+            is_tower, frame = position < self.count, frame_at(side, position)
+            run_block = self.tower_block if is_tower else self.decoder_block
+            layers.append(
+                Layer(
+                    index=len(layers) + 1,
+                    role="block",
+                    path=self.paths[position],
+                    parameters=self.parameters(position),
+                    call=partial(run_block, position, sites),
+                    sites=sites,
+                    stream="vision" if is_tower else "hidden",
+                    pool="mean" if is_tower else None,
+                    is_residual=frame.entered == frame.left,
+                    no_sites=no_sites(self.blocks[position], self.slots[position], sites),
+                    needs=_AT_IMAGES if is_tower else "",
+                )
+            )
+        head = self.blind.layers[-1]
+        return (*layers, replace(head, index=len(layers) + 1, call=self.head))
+
+    def _projector(
+        self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
+    ) -> Layer:
+        """The layer between tower and decoder; its sites are what `run` runs once on every feature of an image."""
+        inner = [name for name in projected if name not in stem]
+        path = self._projector_path(inner)
+        module, inside = self.module.get_submodule(path), f"{path}."
+        slots = {name.removeprefix(inside): Slot(name) for name in projected}
+        names = [name.removeprefix(inside) for name in inner if name.startswith(inside)]
+        count, rows = int(side[_AT_IMAGES].sum()), dict[str, int]()
+        called, _ = traced_sites(module, names, run, {"hidden": torch.empty(count, 1)})
+
+        def note(name: str, x: Tensor) -> None:
+            rows[name] = x.numel() // x.shape[-1]
+
+        with tapped(module, called, note):
+            run()
+        sites = tuple(
+            replace(site, token_weights="images")
+            for site in called
+            if site.runs == 1 and rows[site.name] == count
+        )
+        layer_call = partial(self.projector, path, slots, sites)
+        left_alone = no_sites(module, names, sites)
+        options: Any = {"no_sites": left_alone, "needs": _AT_IMAGES}
+        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
+
+    def _projector_path(self, names: list[str]) -> str:
+        """Of weights behind the tower the module that the last one lies in, those of texts left out."""
+        table = f"{self.blind.layers[0].path}."
+        single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
+        last = [name for name in single if not name.startswith(table)][-1:] or [table]
+        inside, tower = last[0].split("."), self.tower.split(".")
+        shared = next(
+            (depth for depth, pair in enumerate(zip(inside, tower, strict=False)) if len({*pair}) > 1), 0
+        )
+        return ".".join(inside[: shared + 1]).rstrip(".")
+
+    def _sites(self, position: int, side: SideInputs, state: State) -> tuple[tuple[Site, ...], State]:
+        """The sites of one block, run on features of the right shape, and the state with what it leaves beside them."""
+        frame, block, is_tower = frame_at(side, position), self.blocks[position], position < self.count
+        count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
+        tokens = frame.entered.numel() // frame.entered[-1] if is_tower else 1
+        # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
+        bare = self.is_hollow and not is_tower
+        device = torch.device("meta") if bare else side["inputs.input_ids"].device
+        features = {name: value.to(device) for name, value in state.items()}
+        features["hidden"] = torch.zeros(count // tokens, *frame.entered, device=device, dtype=frame.dtype)
+        weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
+        prefix = f"{self.paths[position]}."
+        parameters = {
+            name: slot.own(slot.of(weights[slot.key.removeprefix(prefix)].detach()).to(device))
+            for name, slot in self.parameters(position).items()
+        }
+        tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
+        alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
+        with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
+            sites, after = traced_sites(block, self.slots[position], alone, features)
+        return (*sites, *self.experts(position)), state if is_tower else after
+
+    def _observed(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        *,
+        keep: bool = False,
+        past: nn.Module | None = None,
+        outer: Parameters | None = None,
+    ) -> Recording:
+        """See `Dissection`; what the model adds to features behind the first blocks of the decoder is part of them."""
+
+        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
+        blocks = {path: module.get_submodule(path) for path in self.paths}
+        tower = dict(list(blocks.items())[: self.count])
+        decoder = dict(list(blocks.items())[self.count :])
+        if not is_pictured(inputs.values):
+            texts = observe(decoder, forward, keep=keep, is_added_to=True)
+            unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
+            return Recording(features=[*unseen, *texts.features], output=texts.output)
+        inner: list[Recording] = []
+
+        def decoded() -> Any:
+            inner.append(observe(decoder, forward, keep=keep, is_added_to=True))
+            return inner[0].output
+
+        outside = observe(tower, decoded, keep=keep)
+        frames, features = [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features]
+        return self._bare(Recording(frames, features, outside.output))
+
+    def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
+        counts = [self._num_tokens(row_of(batch, row)) for row in range(len(batch["input_ids"]))]
+        longest, device = max(counts), batch["input_ids"].device
+        ends = torch.tensor(counts).cumsum(0)
+        within = torch.arange(longest)[None]
+        mask = within < torch.tensor(counts)[:, None]
+        places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
+        rows = mask.flatten().nonzero()[:, 0]
+        if "image_position_ids" in batch:  # below zero where patches fill up an image
+            is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
+            mask = mask & is_patch[places]
+        at_images = torch.eq(on_host(batch["input_ids"]).cpu(), self.image_token)
+        tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
+        if bool(mask.all()):
+            del tensors["vision_mask"]
+        return {name: moved(tensor, device) for name, tensor in tensors.items()}
+
+    def _num_tokens(self, sample: Mapping[str, Tensor]) -> int:
+        """How many tokens reach the tower's first block of one sample's images."""
+        named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
+        outer = self.stand_ins(device) if self.is_hollow else None
+        native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
+        if native.dim() > 3:
+            raise not_causal(
+                self.module,
+                "its vision tower keeps features in space, channels beside it",
+                "Tasks of texts alone work: leave `image` out, and the tower stays as merged.",
+            )
+        return native.numel() // native.shape[-1]
+
+
+def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """One sample of a batch."""
+    return {name: value[row : row + 1] for name, value in batch.items()}
+
+
+def is_pictured(inputs: Any) -> bool:
+    """Return True if a batch has images beside texts."""
+    return any(name.startswith("pixel_values") for name in inputs)
+
+
+def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
+    """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], with zeros where there are fewer."""
+    count, size = len(side["vision_rows"]), native.shape[-1]
+    heads = () if native.numel() == count * size else native.shape[-2:-1]
+    rows = native.reshape(count, *heads, size)[side["vision_places"]]
+    mask = side.mask("vision")
+    return rows if mask is None else rows.masked_fill(~mask.reshape(*mask.shape, *[1] * (rows.dim() - 2)), 0)
+
+
+def _packed(vision: Tensor, side: SideInputs) -> Tensor:
+    """The tower's tokens by samples one after the other, [r, d]."""
+    return vision.flatten(0, 1)[side["vision_rows"]]
+
+
+def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
+    """Image features [..., d], one after the other, where their tokens are, [n, t, d], with zeros at all others."""
+    places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
+    return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
+
+
+def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
+    """A tap that hears of tokens by samples, of sites that are given them packed."""
+
+    def rearranged(name: str, native: Tensor) -> Any:
+        hear = tap(name, by_sample(native))
+        if hear is None:
+            return None
+
+        def hear_native(output: Tensor) -> Tensor | None:
+            changed = hear(by_sample(output))
+            return None if changed is None else pack(changed).reshape(output.shape)
+
+        return hear_native
+
+    return rearranged
+
+
+@contextlib.contextmanager
+def _given(decoder: nn.Module) -> Iterator[dict[str, Any]]:
+    """What the decoder is given by name, once it is called while this is open."""
+    given: dict[str, Any] = {}
+    hook = decoder.register_forward_pre_hook(
+        lambda _module, _args, kwargs: given.update(kwargs), with_kwargs=True, prepend=True
+    )
+    try:
+        yield given
+    finally:
+        hook.remove()
+
+
+def _deepstack(given: Mapping[str, Any]) -> State:
+    """What the decoder adds behind its first blocks, by their numbers, with zeros where it adds nothing, [n, t, d]."""
+    states: State = {}
+    for number, values in enumerate(given.get(_DEEPSTACK) or ()):
+        states[f"deepstack_{number}"] = _at_images(given["visual_pos_masks"], values)
+    return states

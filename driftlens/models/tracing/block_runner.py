@@ -1,0 +1,584 @@
+"""A live module run in pieces: up to its first block, one block, and from its last block on."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.tracing import block_inputs as carried
+from driftlens.models.tracing.block_call import (
+    Frame,
+    Inputs,
+    Mask,
+    features_of,
+    find_features,
+    frame_at,
+    inputs_in,
+    mapped,
+    padding_mask,
+    raw_inputs,
+    result,
+    side_inputs,
+    tensors_given,
+    unflattened,
+    with_tensors,
+    without_padding,
+)
+from driftlens.models.tracing.hooks import (
+    Recording,
+    bypassed,
+    call,
+    evaluating,
+    hollow,
+    observe,
+    replaced_forwards,
+    run_until,
+)
+from driftlens.models.tracing.mixtures import assembled, mixing, mixture_of
+from driftlens.models.tracing.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
+from driftlens.utils.devices import moved
+from driftlens.utils.errors import IncompatibleModelsError
+
+
+class _Positions(nn.Module):
+    """Returns what `method` of an encoder computes of relative positions for all its blocks, perhaps of features."""
+
+    def __init__(self, encoder: nn.Module, method: str, reads: Callable[[Tensor], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.encoder, self.method, self.reads = encoder, method, reads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        positions: Tensor = getattr(self.encoder, self.method)(*self.reads(hidden))
+        return positions
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """An argument of blocks that depends on weights alone, which blocks therefore count among theirs.
+
+    `positions` computes it of the weights `names`, by their names in the whole model, and of the features' shape; where
+    there are none, blocks compute it themselves as they are given nothing.
+    """
+
+    positions: nn.Module | None
+    names: Mapping[str, str]
+
+    def value(self, parameters: Parameters, hidden: Tensor) -> Tensor | None:
+        """What one model gives its blocks, of parameters that hold these weights under the whole model's names."""
+        if self.positions is None:
+            return None
+        weights = {name: parameters[key] for key, name in self.names.items()}
+        value: Tensor = call(self.positions, weights, (hidden,), {})
+        return value
+
+
+def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
+    """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
+    # DeBERTa's, by keyword, MPNet's and T5's, by place.
+    rules: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
+        ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
+        ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
+        ("2", "compute_bias", ("relative_attention_bias",), lambda hidden: (hidden.shape[1],) * 2),
+    )
+    places = list(inspect.signature(block.forward).parameters)
+    tables = sum(hasattr(part, "relative_attention_bias") for part in module.modules())
+    if tables != 1 or places[2:3] != ["position_bias"]:
+        rules = rules[:1]
+    for path, part in module.named_modules():
+        for argument, method, owners, reads in rules:
+            if not hasattr(part, method) or not isinstance(getattr(part, owners[0], None), nn.Embedding):
+                continue
+            inside = [(name, getattr(part, name, None)) for name in owners]
+            names = {
+                f"{path}.{name}.{leaf}".lstrip("."): f"encoder.{name}.{leaf}"
+                for name, owner in inside
+                if isinstance(owner, nn.Embedding | nn.LayerNorm)
+                for leaf, _ in owner.named_parameters()
+            }
+            computed = {argument: Computed(_Positions(part, method, reads), names)}
+            if "encoder_decoder_position_bias" in places:  # of no table: zeros
+                computed[str(places.index("encoder_decoder_position_bias"))] = Computed(None, {})
+            return computed
+    return {}
+
+
+class Dissection:
+    """The pieces of one module, as functions of parameters and features; the module stays as it is.
+
+    `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
+    feature leaves, or reaches where that makes the scores of a language model, "" what the model returns; `reads_last`
+    whether it is given what leaves the last block, and not what the model makes of that. `beside` is raw input -> the
+    stream that it is, of features of other tokens that blocks read.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        mask: Mask = None,
+        final: str = "",
+        beside: Mapping[str, str] = MappingProxyType({}),
+        reads_last: bool = True,
+    ) -> None:
+        self.module = module
+        self.mask = mask
+        self.final, self.reads_last = final, reads_last
+        scores = getattr(module, "get_output_embeddings", lambda: None)()
+        self.is_past = not final or module.get_submodule(final) is not scores
+        self.beside = beside
+        self.paths = list(blocks)
+        self.blocks = list(blocks.values())
+        self.computed = computed_arguments(module, self.blocks[0])
+        self.carries = any(carried.is_given(block) for block in self.blocks)
+        self.streams = carried.num_streams(self.blocks[0])
+        self.mixtures = [mixture_of(block) for block in self.blocks]
+        self._frames: list[Frame] | None = None
+        self.slots = [self._slots(position) for position in range(len(self.blocks))]
+        # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
+        convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
+        self.channels_last = [not convolves] * (len(self.blocks) + 1)
+        self._has_seen_readers = False
+        self._is_known_shared = False
+        self._beside_at: list[dict[str, str]] | None = None
+        self._fixed = [frozenset[str]()] * len(self.blocks)
+        self._forms: dict[str, Any] = {}
+
+    def outer_weights(self) -> dict[str, Tensor]:
+        """Names and values of the weights outside the blocks."""
+        inside = tuple(f"{path}." for path in self.paths)
+        return {
+            name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
+        }
+
+    def _slots(self, position: int) -> dict[str, Slot]:
+        """Names of a block's weights -> where they lie; those of a block that is one site are called after it."""
+        block, path = self.blocks[position], self.paths[position]
+        prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
+        mixture = self.mixtures[position]
+        experts = {} if mixture is None else mixture.slots(lambda name: f"{path}.{name}")
+        stacked = {slot.key for slot in experts.values()}
+        return {
+            f"{prefix}{name}": slot_of(block, name, key)
+            for name in own_weights(block)
+            if (key := f"{path}.{name}") not in stacked
+        } | experts
+
+    def parameters(self, position: int) -> dict[str, Slot]:
+        """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
+        slots, keys = self.slots[position], {key for value in self.computed.values() for key in value.names}
+        return slots | {key: Slot(key) for key in sorted(keys) if Slot(key) not in slots.values()}
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
+
+        Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
+        """
+        named = raw_inputs(inputs)
+        frames = self._frames
+        if frames is None:
+            frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
+            frames = self._with_streams(frames, named)
+        state = {
+            name: value
+            for name, value in named.values.items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        }
+        return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
+
+    def _with_streams(self, frames: list[Frame], inputs: Inputs) -> list[Frame]:
+        """Put the raw inputs' own tensors where a forward pass saw copies of the streams beside the features."""
+        if not self.beside:
+            return frames
+        if self._beside_at is None:
+            self._beside_at = [
+                {
+                    name: stream
+                    for name, tensor in tensors_given(frame).items()
+                    for stream in reversed(list(self.beside))
+                    if same_values(tensor, inputs.values[stream])
+                }
+                for frame in frames
+            ]
+        return [
+            with_tensors(frame, {name: inputs.values[stream] for name, stream in places.items()})
+            for frame, places in zip(frames, self._beside_at, strict=True)
+        ]
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the module has shapes only."""
+        return next((weight.is_meta for weight in self.module.parameters()), False)
+
+    def experts(self, position: int) -> tuple[Site, ...]:
+        """The sites of a block's experts, where it is a mixture."""
+        mixture = self.mixtures[position]
+        return () if mixture is None else mixture.sites()
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
+        modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
+        forwards = [
+            (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
+            for module in modules
+        ]
+        with replaced_forwards(forwards):
+            yield
+
+    def stand_ins(
+        self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
+        return {
+            name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
+            if weight.is_meta
+            else weight.detach()
+            for name, weight in self.outer_weights().items()
+        }
+
+    def _hollow(self, inputs: Inputs) -> list[Frame]:
+        """How the blocks are called on a batch; kept where features make features and nothing else is given."""
+        device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
+        numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
+        first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
+        for path, *frames in zip(self.paths, first, *others, strict=True):
+            tensors = [tensors_given(frame) for frame in frames]
+            for name in tensors[0].keys() - self.computed.keys():
+                if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
+                        "expected the same for all models",
+                        hint="Use the loader made for this family, or live modules wrapped so that this is computed "
+                        "inside each block.",
+                    )
+        if not self._is_known_shared:
+            self._fixed = self._of_fixed_dtype(inputs, device)
+        self._is_known_shared = True
+        first = [replace(frame, fixed=fixed) for frame, fixed in zip(first, self._fixed, strict=True)]
+        # A batch without padding may come without the mask that another has.
+        is_given = any(tensors_given(frame) for frame in first)
+        if not is_given and all(
+            isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
+        ):
+            self._frames = first
+        return first
+
+    def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
+        """By block the arguments that stay as they are where features are float64, such as rotary tables of ERNIE."""
+        try:
+            frames = self._shell_frames(inputs, self.stand_ins(device, dtype=torch.float64))
+        except Exception:  # whatever somebody's forward makes of float64, in which it isn't computed then
+            return self._fixed
+        tensors = [tensors_given(frame) if frame.dtype == torch.float64 else {} for frame in frames]
+        return [frozenset(name for name, x in each.items() if x.dtype == torch.float32) for each in tensors]
+
+    def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
+        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
+
+    def whole(self, inputs: Any) -> Any:
+        """What the module returns for a batch; hollow where it has shapes only."""
+        named = raw_inputs(inputs)
+        if not self.is_hollow:
+            return run(self.module, named)
+        device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
+        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            return run(self.module, named, self.stand_ins(device))
+
+    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """Features that reach the first block."""
+        args, kwargs = inputs_in(side).arguments(state)
+        return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
+
+    def _reaching(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
+        """What waits before a block while `whole` runs the model."""
+        block, mask = self.blocks[position], side.mask("hidden")
+        if not self.carries:
+            return {"hidden": self._features(position, run_until(block, whole), mask)}
+        # What the blocks are given beside features, too, of a pass through all in which none of them computes.
+        frames = [frame_at(side, index) for index in range(position, len(self.blocks))]
+        passing = [
+            (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
+            for block, frame in zip(self.blocks[position:], frames, strict=True)
+        ]
+        with replaced_forwards(passing), carried.watched(self.blocks[position:], mask) as entered:
+            hidden = run_until(self.blocks[-1], whole, past=True)
+        return {
+            **carried.entering(position, [*[{}] * position, *entered]),
+            "hidden": self._features(position, hidden, mask),
+        }
+
+    def block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """Features that leave one block."""
+        block = self.blocks[position]
+        # A copy, because blocks may write into their input (residual sums, in-place activations).
+        hidden = self._native(state["hidden"], side).clone()
+        positional, kwargs = frame_at(side, position).arguments(hidden)
+        args: list[Any] = list(positional)
+        for name, argument in self.computed.items():
+            if name in kwargs:
+                kwargs[name] = argument.value(parameters, state["hidden"])
+            elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
+                args[int(name)] = argument.value(parameters, state["hidden"])
+        shared = carried.given(block, position, state, args, kwargs) if self.carries else {}
+        path, slots = self.paths[position], self.slots[position]
+        weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
+        for name, slot in slots.items():
+            if slot.is_stacked:
+                stacks[slot.key.removeprefix(f"{path}.")].append(name)
+            else:
+                weights[slot.key.removeprefix(f"{path}.")] = slot.stored(parameters[name])
+        for stack, names in stacks.items():
+            weights[stack] = assembled([slots[name] for name in names], [parameters[name] for name in names])
+        mixed = mixing(block, self.mixtures[position], weights, sites, tap, side.routes)
+        with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
+            hidden = features_of(path, call(block, weights, tuple(args), kwargs))
+        mask = side.mask("hidden")
+        beside = carried.waiting(position, self.blocks, state, shared, mask)
+        return {**beside, "hidden": self._features(position + 1, hidden, mask)}
+
+    def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """What the module returns when the given features leave its last block.
+
+        The stem runs too, with this model's weights, for models whose head looks back at it; not where `final` is all
+        there is of a head.
+        """
+        if self.final and self.reads_last:
+            prefix = f"{self.final}."
+            weights = {
+                name.removeprefix(prefix): value
+                for name, value in parameters.items()
+                if name.startswith(prefix)
+            }
+            module = self.module.get_submodule(self.final)
+            return {
+                "hidden": self._output(call(module, weights, (state["hidden"],), {}), side.mask("hidden"))
+            }
+        args, kwargs = inputs_in(side).arguments({})
+        frames = [frame_at(side, position) for position in range(len(self.blocks))]
+        hidden = unflattened(self._native(state["hidden"], side).clone(), frames[-1].left)
+        if self.final:  # before which no weight but these moves what is behind the blocks
+            zero, outer = hidden.new_zeros(()), self.outer_weights()
+            parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
+                parameters
+            )
+        past = self.module.get_submodule(self.final) if self.final else None
+        whole = partial(call, self.module, parameters, args, kwargs)
+        with bypassed(self.blocks, frames, hidden):
+            output = whole() if past is None else run_until(past, whole, past=self.is_past)
+        return {"hidden": self._output(output, side.mask("hidden"))}
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
+        named = raw_inputs(inputs)
+        mask = padding_mask(named, self.mask)
+        past = module.get_submodule(self.final) if self.final else None
+        blocks = [module.get_submodule(path) for path in self.paths if self.carries]
+        with carried.watched(blocks, mask) as entered:
+            recording = self._observed(module, named, keep=True, past=past)
+        states = [
+            {**carried.entering(boundary, entered), "hidden": self._features(boundary, x, mask)}
+            for boundary, x in enumerate(recording.features)
+        ]
+        return [*states, {"hidden": self._output(recording.output, mask)}]
+
+    def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
+        """Refuse models whose blocks are given anything but features that differs, bit by bit, from model to model.
+
+        What blocks are given beside their features is recorded from one model and handed to all, which is right for
+        masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
+        position bias, an embedding of a condition.
+        """
+        first, first_given = "", dict[tuple[str, str], Tensor]()
+        for name, module in models:
+            given = self._given(module, raw_inputs(inputs))
+            first, first_given = (first, first_given) if first else (name, given)
+            for path, argument in {**first_given, **given}:
+                if not same_values(first_given.get((path, argument)), given.get((path, argument))):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
+                        f"and {name}: it is computed from weights; expected the same for all models",
+                        hint="Wrap the model so that this is part of the features or computed inside each block, or "
+                        "pass blocks= the path of another list.",
+                    )
+
+    def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
+        """The tensors that a model hands to its blocks beside their features, by block and argument."""
+        frames = self._observed(module, inputs).frames
+        return {
+            (path, argument): tensor
+            for path, frame in zip(self.paths, frames, strict=True)
+            for argument, tensor in tensors_given(frame).items()
+            if argument not in self.computed
+        }
+
+    def _native(self, hidden: Tensor, side: SideInputs) -> Tensor:
+        """Features as blocks are given them; streams at padding are cut off, where their derivatives are infinite."""
+        if self.streams == 1:
+            return hidden
+        return carried.apart(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
+
+    def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        if hidden.dim() > 3 and self.streams > 1:
+            hidden = carried.beside_each_other(hidden)
+        if hidden.dim() > 3 and self.channels_last[boundary]:
+            hidden = hidden.flatten(1, -2)
+        return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
+
+    def _output(self, output: Any, mask: Tensor | None) -> Tensor:
+        """The features a model returns, without padding where they are features of the same tokens."""
+        features = result(output)
+        is_masked = mask is not None and features.shape[:2] == mask.shape
+        return self._features(len(self.blocks), features, mask if is_masked else None)
+
+    def _observed(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        *,
+        keep: bool = False,
+        past: nn.Module | None = None,
+        outer: Parameters | None = None,
+    ) -> Recording:
+        """Observe an ordinary forward pass of `module`, up to what leaves `past`; see `observe`."""
+        is_final = bool(self.final) and past is module.get_submodule(self.final)
+        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
+        blocks = {path: module.get_submodule(path) for path in self.paths}
+        watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
+        with watch as next_readers:
+            recording = observe(blocks, forward, keep=keep)
+        if next_readers is not None:
+            shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
+            for boundary, (shape, reader) in enumerate(zip(shapes, next_readers, strict=True)):
+                # What nothing reads any more lies as it lay a block before.
+                otherwise = self.channels_last[max(boundary - 1, 0)]
+                self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
+            self._has_seen_readers = True
+        return self._bare(recording)
+
+    def _bare(self, recording: Recording) -> Recording:
+        """The same, without what waits in the state."""
+        if self.carries:
+            pairs = zip(recording.frames, self.blocks, strict=False)
+            recording.frames = [carried.bare(frame, block) for frame, block in pairs]
+        return recording
+
+
+def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> bool:
+    """Whether a sample's features of this shape have their channels behind space, by what reads such features next."""
+    if reader is None:
+        return otherwise
+    last = reader.channels_last
+    permuted = (*shape[1:], shape[0]) if last else (shape[-1], *shape[:-1])
+    return last != (reader.shape == permuted != shape)
+
+
+def forward_pass(
+    module: nn.Module,
+    inputs: Inputs,
+    past: nn.Module | None,
+    outer: Parameters | None,
+    *,
+    is_past: bool = True,
+) -> Callable[[], Any]:
+    """What runs a module, up to what leaves `past`, or reaches it; `outer` stands for weights of its own."""
+    whole = partial(run, module, inputs, outer)
+    return whole if past is None else partial(run_until, past, whole, past=is_past)
+
+
+def same_values(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two tensors are alike in shape and bit by bit, not-a-number included."""
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def is_view(one: Any, other: Tensor) -> bool:
+    """Whether one tensor is the other, or a view of it."""
+    return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
+    """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
+
+    With `weights` in the place of its own, all of one dtype, inputs are cast to that.
+    """
+    args, kwargs = fitted(module, inputs.arguments({}))
+    if weights:
+        dtype = next(iter(weights.values())).dtype
+        args, kwargs = mapped((args, kwargs), lambda value: _cast(value, dtype))
+    with torch.no_grad(), evaluating(module):
+        return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def fitted(module: nn.Module, inputs: Any) -> Any:
+    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
+    # While weights are streamed, those of blocks come last.
+    weight = next((weight for weight in _float_weights(module) if not weight.is_meta), None)
+    if weight is None:
+        return inputs
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return moved(value, weight.device, weight.dtype if value.is_floating_point() else None)
+
+    return mapped(inputs, fit)
+
+
+def _float_weights(module: nn.Module) -> Iterator[Tensor]:
+    """Floating-point parameters and saved buffers, one by one: whoever wants the first needs no names of all."""
+    for part in module.modules():
+        passing = part._non_persistent_buffers_set
+        buffers = [value for name, value in part._buffers.items() if name not in passing]
+        for value in (*part._parameters.values(), *buffers):
+            if value is not None and value.is_floating_point():
+                yield value
+
+
+def own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Floating-point parameters and saved buffers by their names in `state_dict()`; tied ones under each name."""
+    saved = module.state_dict()
+    return {
+        name: value
+        for path, part in module.named_modules()
+        for leaf, value in [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        if (name := f"{path}.{leaf}" if path else leaf) in saved and value.is_floating_point()
+    }
+
+
+def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of every weight that lies in several places of a module, the names it has there."""
+    names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            place = id(value) if value.is_meta else value.data_ptr()
+            names[place, value.shape, value.stride()].append(name)
+    return {name: tuple(tied) for tied in names.values() if len(tied) > 1 for name in tied}

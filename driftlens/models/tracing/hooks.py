@@ -1,0 +1,317 @@
+"""Running a module as it is, while watching or bypassing its blocks; afterwards nothing has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from driftlens.models.chain import Parameters
+from driftlens.models.tracing.block_call import OTHER_LIST, Frame, features_of, find_features, mapped
+from driftlens.models.tracing.block_inputs import SHARED
+from driftlens.utils.errors import SpecError
+
+_PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
+"""What configurations of transformers are set to while a module runs."""
+_NUMBERS = itertools.count(1)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode for `module` and all inside it, each put back to what it was.
+
+    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives. So are
+    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing; its
+    fused experts of a mixture, which know neither float64 nor derivatives; and what a module keeps of its weights from
+    pass to pass (timm's LeViT its biases), as the next pass may have others.
+    """
+    parts = _parts(module)
+    changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
+    changes += _of_configs(parts, _PLAIN)
+    changes += [
+        (part, name, {})
+        for part in parts
+        for name in vars(part)
+        if name.endswith("_cache") and isinstance(getattr(part, name), dict)
+    ]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _changed(changes):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While this is open, experts of a mixture run one by one, in whatever dtype: fused ones know no float64."""
+    return _changed(_of_configs(_parts(module), {"_experts_implementation": "eager"}))
+
+
+def _parts(module: nn.Module) -> dict[nn.Module, None]:
+    """A module and all inside it, in no order: its own `modules()` takes several times as long, in every call."""
+    parts, waiting = dict[nn.Module, None](), [module]
+    while waiting:
+        if (part := waiting.pop()) not in parts:
+            parts[part] = None
+            waiting += [inner for inner in part._modules.values() if inner is not None]
+    return parts
+
+
+def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
+    """What there is to change in the configurations of modules."""
+    configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
+    return [
+        (config, name, value)
+        for config in configs.values()
+        for name, value in plain.items()
+        if getattr(config, name, None) not in (None, value)
+    ]
+
+
+@contextlib.contextmanager
+def _changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes with other values, each put back to what it was."""
+    before = [getattr(owner, name) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            setattr(owner, name, value)
+
+
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Put all that a module holds on a device; weights that have shapes only stay."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """While this is open, all buffers of a module are on a device."""
+    owners = [
+        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+    ]
+    before = [owner._buffers[name] for owner, name in owners]
+    try:
+        for owner, name in owners:
+            buffer = owner._buffers[name]
+            assert buffer is not None
+            owner._buffers[name] = buffer.to(device)
+        yield
+    finally:
+        for (owner, name), buffer in zip(owners, before, strict=True):
+            owner._buffers[name] = buffer
+
+
+def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `module` returns in eval mode with `parameters` in the place of its own."""
+    with evaluating(module):
+        # What is tied is a property of the weights given, not of the module that lends its structure.
+        return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
+
+
+class _Reached(BaseException):
+    """Ends a forward pass at a module. Not an `Exception`: no handler in the model may catch it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
+    """The features that reach `module`, or with `past` those that leave it, while `run` runs, which ends there."""
+
+    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
+        raise _Reached(
+            features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
+        )
+
+    with contextlib.ExitStack() as hooks:
+        if past:
+            hooks.callback(module.register_forward_hook(stop, with_kwargs=True).remove)
+        else:
+            hooks.callback(module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
+        try:
+            run()
+        except _Reached as reached:
+            return reached.hidden
+    raise SpecError("the model ran without one of its blocks", hint=OTHER_LIST)
+
+
+@contextlib.contextmanager
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """While this is open, modules run these functions in the place of their own forward."""
+    with contextlib.ExitStack() as restored:
+        for module, forward in forwards:
+            before = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
+            restored.callback(module.__dict__.update, before)
+            restored.callback(module.__dict__.pop, "forward")
+            module.__dict__["forward"] = forward
+        yield
+
+
+def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """While this is open, blocks that have shapes only take real features, and return zeros in the place of theirs.
+
+    These have the shape of the block's features and are dressed as its own: what the blocks behind are given beside
+    features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
+    shape is remembered in `forms`; they are not asked again.
+    """
+    shared: dict[str, Any] = {}
+    return replaced_forwards(
+        (block, partial(_shell, path, block, forms, shared)) for path, block in blocks.items()
+    )
+
+
+def _shell(
+    path: str, block: nn.Module, forms: dict[str, Any], shared: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    features = find_features(path, args, kwargs)[1]
+    if path in forms:
+        return forms[path](features.new_zeros(features.shape))
+
+    def bare(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    try:
+        with buffers_on(block, torch.device("meta")):
+            keywords = mapped(kwargs, bare)
+            if SHARED in keywords:  # to which a block adds what those behind it read
+                keywords[SHARED] = shared
+            output = type(block).forward(block, *mapped(args, bare), **keywords)
+    except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
+        zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
+        output = call(_Unheard(block), zeros, args, kwargs)
+    rest = None if isinstance(output, Tensor) else list(output[1:])
+    form = partial(_dressed, type(output), rest, features.device)
+    shape = features_of(path, output).shape
+    if shape == features.shape and not any(isinstance(value, Tensor) for value in rest or ()):
+        forms[path] = form
+    return form(features.new_zeros(shape))
+
+
+class _Unheard(nn.Module):
+    """Runs the forward of its module's class, of which no hook hears."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def zeros_like_weights(module: nn.Module, like: Tensor) -> dict[str, Tensor]:
+    """Zeros for weights that have shapes only, of another tensor's dtype and device; they take no memory."""
+    weights = module.named_parameters()
+    return {name: like.new_zeros(()).expand(weight.shape) for name, weight in weights if weight.is_meta}
+
+
+def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
+    """Tensors of the rest depend on weights; they are another number each time, so that their readers are found."""
+
+    def other(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.full(value.shape, next(_NUMBERS), dtype=value.dtype, device=device)
+
+    return hidden if rest is None else kind([hidden, *mapped(rest, other)])
+
+
+def bypassed(
+    blocks: Sequence[nn.Module], frames: Sequence[Frame], hidden: Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
+    outputs = [frame.output(hidden) for frame in frames]
+    return replaced_forwards(
+        (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
+    )
+
+
+@dataclass
+class Recording:
+    """What flowed through blocks in one ordinary forward pass; `features`, if kept, into the first, out of each."""
+
+    frames: list[Frame] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    output: Any = None
+
+
+def observe(
+    blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool, is_added_to: bool = False
+) -> Recording:
+    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards.
+
+    Where features are added to between blocks, what was kept of a block is what the next one is given.
+    """
+    recording, paths = Recording(), list(blocks)
+    returned: tuple[Tensor, int] | None = None
+
+    def enter(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        path = paths[position]
+        if position != len(recording.frames):
+            raise SpecError(
+                f"block {path!r} runs out of turn, as number {len(recording.frames)}", hint=OTHER_LIST
+            )
+        _, hidden = find_features(path, args, kwargs)
+        if returned is not None and not _unchanged(*returned, hidden):
+            if is_added_to:
+                recording.features[-1:] = [hidden.clone()] * keep
+                return
+            raise SpecError(
+                f"the model changes the features between {paths[position - 1]!r} and {path!r}",
+                hint=OTHER_LIST,
+            )
+        if keep and not recording.features:
+            recording.features.append(hidden.clone())
+
+    def leave(
+        position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        nonlocal returned
+        path = paths[position]
+        hidden = features_of(path, output)
+        if keep:
+            # A copy, because the next block may write into its input.
+            recording.features.append(hidden.clone())
+        returned = hidden, _version(hidden)
+        place, reached = find_features(path, args, kwargs)
+        frame = Frame(
+            args=tuple(None if index == place else value for index, value in enumerate(args)),
+            kwargs={name: None if name == place else value for name, value in kwargs.items()},
+            place=place,
+            rest=None if isinstance(output, Tensor) else output[1:],
+            dtype=reached.dtype,
+            entered=reached.shape[1:],
+            left=hidden.shape[1:],
+        )
+        recording.frames.append(frame)
+
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for position, block in enumerate(blocks.values()):
+            before, behind = partial(enter, position), partial(leave, position)
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+            hooks.callback(block.register_forward_hook(behind, with_kwargs=True).remove)
+        recording.output = run()
+    if len(recording.frames) < len(blocks):
+        raise SpecError(f"block {paths[len(recording.frames)]!r} never runs", hint=OTHER_LIST)
+    return recording
+
+
+def _unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
+    if arriving is returned:
+        return _version(returned) == version
+    return arriving.shape == returned.shape and torch.equal(arriving, returned)
+
+
+def _version(tensor: Tensor) -> int:
+    """A number that grows when the tensor is written to; inference tensors don't count."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,521 @@
+"""The main job: from a spec to a finished run directory, phase by phase, each of which can be resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import driftlens.config
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.config.requests import AnalysisRequest
+from driftlens.data.samples import DRAWN_BY
+from driftlens.experiment import resume as reopening
+from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
+from driftlens.experiment.merging import merge_of, save_merge
+from driftlens.experiment.resume import (
+    MERGED_FILE,
+    Phase,
+    deterministic_algorithms,
+    difference,
+    lead,
+    resumable,
+    run_phases,
+    writing,
+)
+from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
+from driftlens.experiment.study import Study, TaskSamples
+from driftlens.models.heads import is_of_vocabulary
+from driftlens.pipelines.attribution import adjoint_columns, attribution_of, group_rows
+from driftlens.pipelines.drift import TaskDiagnosis, diagnose, stacked
+from driftlens.pipelines.evaluation import scores_of
+from driftlens.runs import layout
+from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
+from driftlens.runs.manifest import LayerInfo, read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run_state import command_to_resume, is_live, require_analyzed
+from driftlens.runs.schema import LAYERS, TABLES
+from driftlens.runs.writer import RunWriter
+from driftlens.utils.access import Context
+from driftlens.utils.devices import device_name, host_work
+from driftlens.utils.diagnostic import Diagnostic, chosen, diagnostics
+from driftlens.utils.errors import SpecError, did_you_mean
+from driftlens.utils.files import PathLike, write_text_atomic
+from driftlens.utils.progress import Reporter
+from driftlens.utils.variants import calibrated, is_explained
+
+if TYPE_CHECKING:
+    from driftlens.config import RunSpec
+    from driftlens.data.sources import Picture
+
+_ROUNDING = 1e-5
+"""Relative to the largest feature: more than products of batches of several sizes differ by in float32."""
+
+
+def analyze(
+    spec: Path | str | Mapping[str, Any] | RunSpec,
+    request: AnalysisRequest = AnalysisRequest(),
+    context: Context = Context(),
+) -> DriftRun:
+    """Measure the drift of every variant of a spec, and write it all into a run directory."""
+    resolved = driftlens.config.load_spec(spec, request.overrides)
+    out = request.out or Path("runs", resolved.name)
+    # First of all: nothing need be opened to see that a setting is wrong.
+    if resolved.merge is not None:
+        merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
+    calibration_settings(resolved)
+    study, models = open_study(resolved, access=context.access)
+    # A run says how it pooled, also where its spec left that to the models.
+    layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
+    resolved = resolved.model_copy(update={"layers": layers})
+    team = context.access.team
+    goes_on = team.once(lambda: request.resume and (out / "manifest.json").exists())
+    if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
+        team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
+    text, digest = resolved.dump(), resolved.digest()
+    create = partial(
+        RunWriter.create, out, spec_yaml=text, spec_digest=digest, name=resolved.name, force=request.force
+    )
+    less = " --no-attribution" * (not request.attribution)
+    again = f"`{command_to_resume(out)}{less}` goes on"
+    begun = writing(team, partial(RunWriter.resume, out) if goes_on else create)
+    with begun as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
+        reporter = context.reporter(writer.progress)
+
+        def begin() -> None:
+            if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
+                write_text_atomic(writer.folder / layout.SPEC, text)
+            describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
+            changes = task_vectors(models)
+            writer.describe(changes={name: vars(change) for name, change in changes.items()})
+            for finding in (
+                *suspicions(models.architecture.chain, models.sources),
+                *companions(models, changes),
+            ):
+                if finding.level == "notice":
+                    writer.notice(finding.text)
+
+        lead(team, writer, begin)
+        if resolved.merge is not None:
+            _merge(writer, resolved, study, models, reporter)
+        with deterministic_algorithms(study.settings.deterministic):
+            phases = Phases(writer, study, reporter)
+            run_phases(writer, phases.analysis(attribution=request.attribution, weights=request.weights))
+    return open_run(out)
+
+
+def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
+    """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
+    manifest = read_manifest(folder)
+    if manifest.spec_digest != spec.digest():
+        # The digest that an earlier version wrote counts keys that were taken out since.
+        begun = spec if is_live(manifest) else driftlens.config.load_spec(folder / layout.SPEC)
+        if is_live(manifest) or begun != spec:
+            raise SpecError(
+                f"{folder} was begun with {difference(begun.as_dict(), spec.as_dict()) or 'another spec'}",
+                hint=f"Resume with `{command_to_resume(folder)}`, choose another --out, or replace it with --force.",
+            )
+    reopening.require_same_models(manifest, study, reporter)
+
+
+def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter) -> None:
+    assert spec.merge is not None
+    merge = merge_of(spec, spec.merge.method, spec.merge.parameters)
+    writer.describe(merge=merge.record)
+
+    def save() -> None:
+        with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
+            record, notices = save_merge(models, merge, path, study, reporter)
+        writer.describe(merge=record)
+        for notice in notices:
+            writer.notice(notice)
+
+    run_phases(writer, [Phase("merge", lambda: lead(study.team, writer, save))])
+    saved = open_checkpoint(writer.folder / MERGED_FILE)
+    study.pool.add("merged", models.architecture.align(saved))
+
+
+def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
+    """Measure in place what a run lacks: scores, the attribution of drift to layers, optional diagnostics.
+
+    Args:
+        path: the run directory.
+        context: device, progress and cancellation.
+        add: options of optional diagnostics, such as `cka`; variants that have them are left as they are.
+
+    Returns:
+        The run, opened anew.
+
+    Raises:
+        RunError: the analysis of the run is unfinished.
+        SpecError: there is no such diagnostic, or the run is of live modules.
+    """
+    folder = Path(path)
+    require_analyzed(folder, scored=True)
+    # Before the lock: a refusal must not turn a finished run into a failed one.
+    study, _ = reopening.reopened(folder, context, with_jacobian=True)
+    study = asking(study, add)
+    manifest = read_manifest(folder)
+    context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
+    context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
+    with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
+        reporter = context.reporter(writer.progress)
+        calibration_of = {calibrated(name): name for name in manifest.calibrations}
+        calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
+        with deterministic_algorithms(study.settings.deterministic):
+            phases = Phases(writer, study, reporter)
+            measured = phases.measuring((*study.variants, "expert"))
+            run_phases(writer, (phase for phase in measured if phase.name.startswith("evaluate:")))
+            uncalibrated = [variant for variant in study.explained_variants if variant not in calibration_of]
+            run_phases(writer, phases.explaining(uncalibrated, add))
+            for name in manifest.calibrations:
+                variants = [variant for variant in study.variants if calibration_of.get(variant) == name]
+                phases = Phases(writer, study, reporter, f"calibrate:{name}:")
+                run_phases(writer, phases.completing(variants))
+                run_phases(writer, phases.explaining(variants, add))
+            run_phases(writer, Additions(writer, study, reporter, tuple(add)).phases())
+    return open_run(folder)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases that measure variants, which the study's pool holds, into a run; `prefix` begins their names."""
+
+    writer: RunWriter
+    study: Study
+    reporter: Reporter
+    prefix: str = ""
+
+    def analysis(self, *, attribution: bool = True, weights: bool = True) -> Iterator[Phase]:
+        """Drift and accuracy of all tasks first, then how weights lie, then, with `attribution`, causes of drift."""
+        study = self.study
+        yield Phase("digests", lambda: self.digest_models(study.pool.names))
+        yield from self.measuring((*study.variants, "expert"))
+        if study.has_base and weights:
+            yield Phase("params", lambda: self._compare_parameters(study.explained_variants), study)
+        if attribution:
+            yield from self.explaining(study.explained_variants)
+
+    def measuring(self, variants: Sequence[str]) -> Iterator[Phase]:
+        """Drift and accuracy, what is asked for first; `expert` is each task's own."""
+        named = tuple(name for name in variants if name != "expert")
+        new = dataclasses.replace(self, study=dataclasses.replace(self.study, variants=named))
+        for task in self.study.tasks:
+            work = partial(new._diagnose, task, variants)
+            yield Phase(f"{self.prefix}analyze:{task}", work, new.study)
+        for task in self.study.tasks:
+            work = partial(self._score, task, variants)
+            yield Phase(f"{self.prefix}evaluate:{task}", work, self.study)
+
+    def completing(self, variants: Sequence[str]) -> Iterator[Phase]:
+        """What nobody waits for: digests of the models, and how their task vectors lie."""
+        yield Phase(f"{self.prefix}digests", lambda: self.digest_models(variants))
+        if self.study.has_base:
+            yield Phase(f"{self.prefix}params", lambda: self._compare_parameters(variants), self.study)
+
+    def explaining(self, variants: Sequence[str], add: Sequence[str] = ()) -> Iterator[Phase]:
+        """What traces drift back to layers, for tasks and variants whose rows lack it, as the study's settings say."""
+        if self.study.settings.jacobian is None:
+            return
+
+        def explained_already() -> set[tuple[str, str]]:
+            rows = open_run(self.writer.folder).layers()
+            filled = rows.groupby(["task", "variant"])[columns_of_attribution(add)].count().gt(0).all(axis=1)
+            return {*filled[filled].index}
+
+        explained = self.study.team.once(explained_already)
+        for task in self.study.tasks:
+            missing = [name for name in variants if is_explained(name) and (task, name) not in explained]
+            name = f"{self.prefix}explain:{task}"
+            # A phase that was stopped behind its last row is recorded as done now.
+            if missing or name in self.writer.manifest.phases:
+                work = partial(self._explain, task, missing)
+                yield Phase(name, work, self.study, again=bool(missing))
+
+    def digest_models(self, names: Sequence[str]) -> None:
+        """Write down digest, size and origin of these models of the study's pool."""
+        self.writer.describe(models=self.study.team.each(names, self.study.model_info))
+
+    def _compare_parameters(self, variants: Sequence[str]) -> None:
+        """Compare the task vectors of these variants with the experts'."""
+        import pandas as pd
+
+        study, rows = self.study, list[dict[str, Any]]()
+
+        def compared(task: str, variant: str) -> list[dict[str, Any]]:
+            return [
+                {"task": task, "variant": variant, **row}
+                for entry in chosen(study.settings.options, "weights")
+                for row in entry.measure(study.pool, task, variant)
+            ]
+
+        pairs = [(task, variant) for task in study.tasks for variant in variants]
+        for task, variant in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
+            rows += study.of_task(task, partial(compared, task, variant)) or []
+        self.writer.append("params", pd.DataFrame(rows), replace=True)
+
+    def _score(self, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        scores = scores_of(self.study, task, list(variants), self.reporter)
+        if scores is None:
+            return
+        for notice in scores.notices:
+            self.writer.notice(notice)
+        for name, rows in (("scores", scores.results), ("accuracy", scores.rows)):
+            if rows:
+                self.writer.append(name, pd.DataFrame(rows), replace=True)
+
+    def _diagnose(self, task: str, variants: Sequence[str]) -> None:
+        """Put what one task's walk finds into the run; rows with other keys keep their exact values."""
+        import pandas as pd
+
+        study, writer = self.study, self.writer
+
+        diagnosis = study.of_task(task, partial(diagnosed, writer, study, task, self.reporter))
+        if diagnosis is None:
+            return
+        tables = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
+        if diagnosis.outputs:
+            tables["outputs"] = stacked(diagnosis.outputs)
+        if diagnosis.routing:
+            writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
+        for name, frame in tables.items():
+            filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
+            columns = [column for entry in filling for column in entry.columns]
+            writer.append(name, frame, replace=True, columns=columns)
+        for warning in diagnosis.warnings:
+            writer.warn(warning)
+        for notice in diagnosis.notices:
+            writer.notice(notice)
+        if not math.isnan(diagnosis.precision_error):
+            writer.describe(precision={task: diagnosis.precision_error})
+        for (variant, layer), array in diagnosis.features.items():
+            if variant in variants:  # the expert's may be in the run, too
+                writer.write_features(task, variant, layer, array)
+        if "expert" in variants:
+            _store_shown(writer, task, study.tasks[task])
+            if are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
+                writer.notice(
+                    f"{task}: all samples have the same final feature, so its numbers are of one input; look whether "
+                    "the samples are what they should be"
+                )
+
+    def _explain(self, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        explanation = attribution_of(self.study, task, variants, self.reporter)
+        if explanation is None:
+            return
+        for warning in explanation.warnings:
+            self.writer.warn(warning)
+        if explanation.adjoint:
+            self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
+        if explanation.groups:
+            self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
+        if explanation.layers:
+            self.writer.fill("samples", stacked(explanation.samples))
+            # Last: by these rows it is known what is explained.
+            self.writer.fill("layers", pd.DataFrame(explanation.layers))
+
+
+def are_alike(features: NDArray[np.floating[Any]]) -> bool:
+    """Whether several samples have one feature [n, d], but for the rounding of batches of other sizes."""
+    return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
+
+
+def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
+    """Write down what is known before anything is computed: models, layers, samples, classes."""
+    pool = study.pool
+    writer.describe(
+        synthetic=synthetic,
+        device=device_name(pool.device),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        threads={"torch": torch.get_num_threads()},
+        deterministic=study.settings.deterministic,
+        seeds={"samples": study.seed},
+        drawn_by=DRAWN_BY,
+        tasks=list(study.tasks),
+        variants=list(study.variants),
+        layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],
+        architecture={
+            **{"adapter": pool.chain.architecture, "reads": pool.chain.modality.name},
+            **study.architecture,
+            **pool.chain.settings,
+        },
+        preprocessing=study.preprocessing,
+        classes={
+            task: list(data.head.classes)
+            for task, data in study.tasks.items()
+            if data.head is not None and not is_of_vocabulary(data.head)
+        },
+    )
+    for task, data in study.tasks.items():
+        if data.calibration is not None:
+            writer.write_sample_ids(task, "calibration", data.calibration.ids)
+        for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
+            if samples is not None:
+                writer.write_sample_ids(task, split, samples.ids, samples.origin())
+    for notice in [*host_work(pool.device), *study.notices]:
+        writer.notice(notice)
+
+
+def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
+    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
+    ids = data.diagnosis.ids[:MOST_THUMBS]
+    if data.diagnosis.texts is not None:
+        texts, half = [data.diagnosis.text(position).input for position in range(len(ids))], LONGEST_TEXT // 2
+        short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in texts]
+        with writer.file(texts_file(task)) as path:
+            path.write_text(json.dumps(dict(zip(ids, short, strict=True))), encoding="utf-8")
+    if data.picture is None or not ids:
+        return
+    pictures = np.stack([thumb(data.picture(sample)) for sample in ids])
+    with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
+        np.savez_compressed(file, pictures=pictures)
+
+
+def thumb(picture: Picture) -> NDArray[np.uint8]:
+    """The picture [side, side, 3], whole, with grey bars where it is not square."""
+    from PIL import Image, ImageOps
+
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    square = ImageOps.pad(image.convert("RGB"), (THUMB_SIDE, THUMB_SIDE), color=(128, 128, 128))
+    return np.asarray(square, dtype=np.uint8)
+
+
+_FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
+"""Options with a table of their own, which the way back through known quadratures fills."""
+
+
+def addable() -> tuple[str, ...]:
+    """Options of all diagnostics that can be left out of an analysis."""
+    declared = [column.option for table in TABLES.values() for column in table.columns]
+    return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
+
+
+def asking(study: Study, add: Collection[str]) -> Study:
+    """The study that measures these options too; its attribution is on."""
+    for name in add:
+        if name not in addable():
+            raise SpecError(
+                f"there is no diagnostic {name!r} to add; there are {', '.join(addable())}",
+                hint=did_you_mean(name, addable()),
+            )
+    settings = study.settings
+    jacobian = settings.jacobian
+    if jacobian is not None:
+        named = {field: field in add for field in ("contributions", "prefix")}
+        named["spectral"] = "jacobian.spectral" in add
+        jacobian = dataclasses.replace(jacobian, **{name: True for name, is_on in named.items() if is_on})
+    return dataclasses.replace(
+        study, settings=dataclasses.replace(settings, options=settings.options | {*add}, jacobian=jacobian)
+    )
+
+
+def columns_of_attribution(add: Collection[str]) -> list[str]:
+    """Columns of the layer table without which a variant's attribution lacks some of these options."""
+    first = {column.option: column.name for column in reversed(LAYERS.columns)}
+    parts = [name for name in add if name in ("contributions", "prefix", "jacobian.spectral")]
+    return ["jacobian_samples", *(first[name] for name in parts)]
+
+
+@dataclass(frozen=True)
+class Additions:
+    """The phases that measure options for variants that lack them."""
+
+    writer: RunWriter
+    study: Study
+    reporter: Reporter
+    add: tuple[str, ...]
+
+    def phases(self) -> Iterator[Phase]:
+        """One per option, or all of the walk and task; none where every variant has it."""
+        team, tasks = self.study.team, self.study.tasks
+        for option in (name for name in _FOLLOWED if name in self.add):
+            table = _FOLLOWED[option]
+            present = team.once(partial(self._present, table, ()))
+            for task in tasks:
+                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
+                if lacking:
+                    work = partial(self._follow, option, task, lacking)
+                    yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
+        entries = [entry for entry in chosen(self.add) if entry.option]
+        for task in tasks:
+            lacking = [
+                name
+                for name in self.study.variants
+                if any((task, name) not in team.once(partial(self._has, entry)) for entry in entries)
+            ]
+            if lacking:
+                work = partial(self._walk, task, lacking, entries)
+                named = "+".join(dict.fromkeys(entry.option for entry in entries))
+                yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
+
+    def _has(self, entry: Diagnostic) -> set[tuple[str, str]]:
+        return self._present(entry.table, [column.name for column in entry.columns])
+
+    def _present(self, table: str, columns: Sequence[str]) -> set[tuple[str, str]]:
+        """Tasks and variants with rows in a table, and a number in one of these columns where any are named."""
+        rows = getattr(open_run(self.writer.folder), table)()
+        if columns:
+            present = [name for name in columns if name in rows]
+            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
+        return set(zip(rows["task"], rows["variant"], strict=True))
+
+    def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
+        import pandas as pd
+
+        study, layers = self.study, open_run(self.writer.folder).layers(task)
+        follow: Callable[..., Iterator[dict[str, Any]]] = (
+            adjoint_columns if option == "adjoint" else group_rows
+        )
+
+        def rows_of(variant: str) -> list[dict[str, Any]]:
+            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
+            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
+            return list(follow(study, task, variant, nodes))
+
+        for variant in self.reporter.track(
+            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
+        ):
+            rows = study.of_task(task, partial(rows_of, variant))
+            if rows:
+                frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
+                self.writer.append(_FOLLOWED[option], frame, replace=True)
+
+    def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
+        import pandas as pd
+
+        study = dataclasses.replace(self.study, variants=tuple(variants))
+
+        tables = study.of_task(task, partial(diagnosed, self.writer, study, task, self.reporter))
+        if tables is None:
+            return
+        frames = {"layers": pd.DataFrame(tables.layers)}
+        frames |= {name: stacked(rows) for name in ("samples", "outputs") if (rows := getattr(tables, name))}
+        for table, frame in frames.items():
+            columns = [column for entry in entries if entry.table == table for column in entry.columns]
+            if columns:
+                names = [*TABLES[table].key, *(column.name for column in columns)]
+                self.writer.fill(table, frame[names], columns)
+
+
+def diagnosed(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
+    """Diagnose a task, with the base's drift from the run where the base is not among the variants."""
+    base = None
+    if "base" in study.pool and "base" not in study.variants:
+        rows = open_run(writer.folder).samples(task, "base")
+        base = {
+            layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in rows["layer"].unique()
+        }
+    return diagnose(study, task, reporter, base)

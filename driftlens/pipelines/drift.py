@@ -1,0 +1,416 @@
+"""One task through the walk: rows of the layer, sample and output tables, and the features worth keeping.
+
+Its drift is held against the models' own forward pass, and against float64, on a few samples. Both stop the work:
+numbers that follow from a model taken apart wrongly, or from products of eight bits, are worse than none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.data.samples import Batch, SampleSet
+from driftlens.engine.walk import (
+    ROUNDING,
+    LayerView,
+    layer_states,
+    not_closed,
+    tolerance,
+    waiting_bytes,
+    walk,
+)
+from driftlens.experiment.study import Study
+from driftlens.linalg.state import norm, subtract
+from driftlens.models.chain import Layer, Pool, State
+from driftlens.utils.diagnostic import Diagnostic, Seen
+from driftlens.utils.errors import NumericsError, SpecError
+from driftlens.utils.progress import Reporter, TaskMeter
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[np.float64]
+K = TypeVar("K")
+Row = dict[str, object]
+
+
+@dataclass
+class TaskDiagnosis:
+    """What one task's walk found: rows, and pooled features [n, d] (float32) by (variant, layer), the expert's too."""
+
+    layers: list[Row] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    routing: list[Row] = field(default_factory=list)
+    features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    precision_error: float = float("nan")
+
+
+@torch.no_grad()
+def diagnose(
+    study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
+) -> TaskDiagnosis:
+    """Return the tables of one task: what every diagnostic sees of every variant on its diagnosis samples.
+
+    `base` is the base's drift [n] by layer, where it is measured already.
+    """
+    diagnosis, data, measured = TaskDiagnosis(), study.tasks[task], study.settings.measured
+    recorder, closure = _walked(study, task, reporter, diagnosis)
+    all_columns = recorder.columns()
+    for (variant, index), (tokens, gates) in recorder.routing.items():
+        of_layer = {"task": task, "variant": variant, "layer": index}
+        for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
+            mean = total / count if count else math.nan
+            diagnosis.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
+    layers, stored, samples = study.pool.chain.layers, study.settings.stored_layers, data.diagnosis
+    labels = samples.labels if samples.labels is not None else [None] * len(samples)
+    identified = {"sample_id": list(samples.ids), "label": list(labels)}
+    if "base" in study.variants:
+        base = {index: all_columns["base", index]["drift_l2"] for index in stored}
+    for variant in study.variants:
+        for layer in (layer for layer in layers if layer.index in stored):
+            seen = Seen(
+                diagnosis.features[variant, layer.index],
+                diagnosis.features["expert", layer.index],
+                all_columns[variant, layer.index],
+                None if base is None else {"drift_l2": base[layer.index]},
+                study.pool.score_map(data.own_heads.get(variant, data.head), variant),
+                data.head,
+                data.diagnosis.labels,
+            )
+            of_task: Row = {"task": task, "variant": variant}
+            key = of_task | {"layer": layer.index}
+            is_of: Row = {"role": layer.role, "stream": layer.stream}
+            is_of |= {"path": layer.path, "n": len(data.diagnosis), "reference": "expert"}
+            row = key | is_of | {"closure_error": closure[variant, layer.index]}
+            diagnosis.layers.append(row | _measured(measured, "layers", seen))
+            diagnosis.samples.append(key | identified | _measured(measured, "samples", seen))
+            if layer is layers[-1] and data.head is not None:
+                diagnosis.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
+    diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
+    return diagnosis
+
+
+def _walked(
+    study: Study, task: str, reporter: Reporter, diagnosis: TaskDiagnosis
+) -> tuple[_Recorder, Mapping[tuple[str, int], float]]:
+    """Walk the samples of a task; return what was recorded, and by variant and layer the closure error."""
+    samples = study.tasks[task].diagnosis
+    num_layers = len(study.pool.chain.layers)
+    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
+    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
+    library = LibraryDrift(study, task)
+    for chunk in _chunks(study, task, samples):
+        for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
+            if view.variant == study.variants[0]:
+                index = view.layer.index
+                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
+            recorder.add(view)
+            if view.start == 0:
+                library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
+    diagnosis.features = recorder.features()
+    diagnosis.notices += filter(None, [library.unheld])
+    if task == next(iter(study.tasks)):
+        try:
+            diagnosis.precision_error = precision_error(study, task, diagnosis.features)
+        except RuntimeError as error:  # a model's own code may insist on float32
+            reason = str(error).splitlines()[0]
+            diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
+        except NumericsError as error:
+            if not any(layer.num_experts for layer in study.pool.chain.layers):
+                raise
+            tie = "a token whose router is near a tie goes to other experts there"
+            diagnosis.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
+    meter.finish()
+    return recorder, library.error
+
+
+def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
+    """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
+    models = 1 + len(study.variants)
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    length = samples.fitting(per_sample, study.settings.feature_budget)
+    for first in range(0, len(samples), length):
+        yield samples.batches(first, min(first + length, len(samples)))
+
+
+class _Recorder:
+    """Collects per-sample columns and pooled features, in sample order, by variant and layer."""
+
+    def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
+        self._pool = pool
+        self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
+        self._first_variant = first_variant
+        self._names: dict[tuple[str, int], list[str]] = {}
+        self._columns: defaultdict[tuple[str, int], list[Array]] = defaultdict(list)
+        self._features: defaultdict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
+        self.routing: dict[tuple[str, int], Array] = {}
+
+    def add(self, view: LayerView) -> None:
+        key = (view.variant, view.layer.index)
+        columns: dict[str, Tensor] = {}
+        for look in self._per_view:
+            columns |= look(view, self._pool)
+        self._names[key] = list(columns)
+        self._columns[key].append(torch.stack([*columns.values()]).cpu().double().numpy())
+        self._add_model(key, view, view.merged_out, "merged")
+        if view.variant == self._first_variant:
+            self._add_model(("expert", view.layer.index), view, view.expert_out, "expert")
+
+    def _add_model(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
+        """Keep pooled features and, of a mixture of experts, who went where."""
+        vectors = view.layer.vectors(state, view.side, self._pool)
+        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
+        self._features[key].append(vectors.to("cpu", torch.float32, copy=True).numpy())
+        if model in view.routes:
+            mask = view.side.mask(view.layer.stream)
+            counts = view.routes[model].counts(view.layer.num_experts, mask)
+            # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
+            self.routing[key] = self.routing.get(key, np.zeros(())) + counts.cpu().double().numpy()
+
+    def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
+        return {
+            key: dict(zip(self._names[key], np.concatenate(parts, axis=1), strict=True))
+            for key, parts in self._columns.items()
+        }
+
+    def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        return {key: np.concatenate(parts) for key, parts in self._features.items()}
+
+
+def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows of a table, from its columns part by part."""
+    import pandas as pd
+
+    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
+
+
+def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
+    """Return the columns of one table from all diagnostics that fill some of them."""
+    columns: dict[str, Any] = {}
+    shape = () if table == "layers" else (len(seen.variant),)
+    for entry in measured:
+        if entry.table == table:
+            found = entry.measure(seen)
+            names = {column.name for column in entry.columns} - columns.keys()
+            odd = {name: np.shape(value) for name, value in found.items() if np.shape(value) != shape}
+            if odd or not names >= found.keys():
+                raise SpecError(
+                    f"diagnostic {entry.name!r} returned {odd or ', '.join(found)}; expected {shape} by {names}",
+                    hint="It returns values by the names of its columns: a number for `layers`, else one per sample.",
+                )
+            columns |= found
+    return columns
+
+
+VERIFIED_SAMPLES = 2
+"""Samples of the first task whose drift is computed once more in float64."""
+
+
+class LibraryDrift:
+    """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
+
+    They are a batch, or less where all its boundaries' features don't fit into the budget of features, or `most` are
+    wanted. `error` is |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    """
+
+    def __init__(self, study: Study, task: str, most: int | None = None) -> None:
+        pool, samples = study.pool, study.tasks[task].diagnosis
+        self._task = task
+        num_states = len(pool.chain.layers) * (1 + len(study.variants))
+        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
+        fitting = max(1, study.settings.feature_budget // max(1, per_sample))
+        # Not fewer samples read, for texts are padded to the longest of their batch.
+        self.batch = next(samples.batches()).first(min(fitting, most or fitting))
+        self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
+        self._dtype = str(pool.dtype).removeprefix("torch.")
+        with pool.sent(self.batch.inputs) as inputs:
+            expert = pool.library_states(pool.expert(task), inputs)
+            self.unheld = require_as_peft(study, task, inputs, expert[-1])
+            self._drift: dict[str, list[State]] = {
+                variant: [
+                    subtract(*pair)
+                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+                ]
+                for variant in study.variants
+            }
+        self.error: dict[tuple[str, int], float] = {}
+
+    def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
+        """Note the closure error of the first samples at a layer.
+
+        Raises:
+            NumericsError: drift that the models' own library doesn't give.
+        """
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
+        )
+        sizes = _sizes(subtract(merged, expert), self._drift[variant][layer.index - 1], expert)
+        error, limit, is_off = _apart(sizes.tolist(), self._dtype)
+        self.error[variant, layer.index] = error
+        if is_off:
+            raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
+
+
+def _sizes(ours: State, theirs: State, features: State) -> Tensor:
+    """Of a difference, of how far two computations of it are apart, and of the features it is of, [3]."""
+    return torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
+
+
+def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
+    """How far two computations of one difference are apart, relative to it; what rounding explains; if it is more."""
+    size, apart, scale = sizes
+    error = apart / size if size > 0 else math.nan
+    limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
+    # Where one sees no difference at all, the other must see none either.
+    return error, limit, error > limit or (size == 0 and apart > ROUNDING[dtype] * scale)
+
+
+def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
+    """Refuse an expert of adapters whose final features are not those of peft's own model; says where none runs."""
+    adapters = study.adapters.get(study.pool.expert(task))
+    if adapters is None:
+        return ""
+    theirs = unmerged(study, adapters, inputs)
+    if isinstance(theirs, str):
+        return unheld(task, theirs)
+    base, adapted = ({name: state[name] for name in expert} for state in theirs)
+    dtype = str(study.pool.dtype).removeprefix("torch.")
+    sizes = _sizes(subtract(expert, base), subtract(adapted, base), expert).tolist()
+    error, limit, is_off = _apart(sizes, dtype)
+    if is_off:
+        raise NumericsError(
+            f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
+            f"{error:.2g} of what the adapters change of them is off, at most {limit:.1g} is rounding",
+            hint="Merge them with peft and give that folder: PeftModel.from_pretrained(model, FOLDER)"
+            ".merge_and_unload().save_pretrained(OUT).",
+            task=task,
+            closure_error=error,
+            tolerance=limit,
+        )
+    return ""
+
+
+def unheld(task: str, reason: str) -> str:
+    """What is said of adapters that peft did not run."""
+    return (
+        f"the features of the expert of {task} were not held against its adapters as peft runs them: {reason}"
+    )
+
+
+def unmerged_bytes(study: Study) -> int:
+    """Of the module that `unmerged` loads beside a study; 0 where it loads none."""
+    return study.pool.weight_bytes("base") if study.adapters and not no_room(study) else 0
+
+
+def no_room(study: Study) -> str:
+    """Why peft can't run adapters beside a study: it is not there, or the base exceeds the budget of features."""
+    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed"
+    return (
+        ""
+        if needed <= budget
+        else f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
+    )
+
+
+@torch.no_grad()
+def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
+    """Final states of the base and of an expert's adapters on it, as peft runs them; else why nothing is claimed."""
+    if reason := no_room(study):
+        return reason
+    pool = study.pool
+    module = pool.copied("base")
+    base = pool.chain.library_states(module, inputs)[-1]
+    fitting = adapters.for_modules({name for name, _ in module.named_modules()})
+    unlike = "peft can't put them on the modules as they are taken apart"
+    if fitting is None:
+        return unlike
+    settings, tensors = fitting
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+    # What it starts adapters from is drawn from the one generator of the process.
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        try:
+            wrapped = PeftModel(module, LoraConfig(**settings)).eval()
+            unexpected = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
+            return unlike
+    return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
+
+
+@torch.no_grad()
+def check_closure(study: Study, most: int | None = None) -> None:
+    """Hold the first samples of every task, a batch or `most`, against the library's own forward passes."""
+    pool = study.pool
+    for task in study.tasks:
+        library = LibraryDrift(study, task, most)
+        models = pool.expert(task), *study.variants
+        passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
+        for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
+            for variant, (_, [(_, state, _)]) in zip(study.variants, of_variants, strict=True):
+                library.compare(layer, variant, state, expert)
+
+
+def precision_error(
+    study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
+) -> float:
+    """Largest relative error of the pooled drift of the first samples against float64, over variants and layers.
+
+    The float64 pass reads the same weights and shares no product with the run, so that products of fewer bits show,
+    however they came to be chosen. NaN where there is no drift, and for a run that is computed in float64.
+    """
+    if study.pool.dtype == torch.float64:
+        return math.nan
+    dtype = str(study.pool.dtype).removeprefix("torch.")
+    samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
+    first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
+    worst = math.nan
+    # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
+    views = itertools.chain.from_iterable(
+        walk(exact_pool, task, [variant], first) for variant in study.variants
+    )
+    for view in views:
+        exact_merged, exact_expert = (
+            view.layer.vectors(state, view.side, study.settings.pool).cpu().double()
+            for state in (view.merged_out, view.expert_out)
+        )
+        exact = (exact_merged - exact_expert).numpy()
+        rows = slice(view.start, view.stop)
+        merged, expert = (
+            features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")
+        )
+        size, scale = np.linalg.norm(exact), np.linalg.norm(expert)
+        if not size or not scale:
+            continue
+        error = float(np.linalg.norm(merged - expert - exact) / size)
+        worst = error if math.isnan(worst) else max(worst, error)
+        limit = tolerance(dtype, float(size / scale))
+        if error > limit:
+            raise NumericsError(
+                f"the drift of {view.variant} behind layer {view.layer.index} ({view.layer.path}), task {task!r}, is "
+                f"{error:.2g} off that computed in float64; at most {limit:.1g} is rounding",
+                hint="Something computes products in fewer bits than the features have: TF32, bfloat16 or autocast "
+                "inside the model. Switch it off, or compute in float64.",
+                layer=view.layer.index,
+                task=task,
+                precision_error=error,
+                tolerance=limit,
+            )
+    return worst

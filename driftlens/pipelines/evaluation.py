@@ -1,0 +1,398 @@
+"""Scores of every variant on the test split: accuracy by classes, and language models by what they answer.
+
+Who answers is whole in memory, one variant at a time and once per task, for all the task's metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from driftlens.data.related import Comparison, Related, number_of
+from driftlens.data.samples import SampleSet
+from driftlens.engine.pool import ModelPool, input_bytes
+from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.experiment.study import Study
+from driftlens.linalg.measures import DEEPEST, RANKINGS, similarities
+from driftlens.linalg.state import expert_cosine, lengths
+from driftlens.models.chain import Pool
+from driftlens.models.generation import generate, log_likelihoods
+from driftlens.models.heads import gives_one_score, is_of_vocabulary
+from driftlens.models.texts import Text, TextReader
+from driftlens.results.measures import interval_of
+from driftlens.utils.devices import wide
+from driftlens.utils.errors import DataError
+from driftlens.utils.metrics import ACCURACY, METRICS, metric_called
+from driftlens.utils.progress import Reporter, TaskMeter
+from driftlens.utils.variants import expert_of
+
+CHUNK_BYTES = 256 << 20
+"""Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
+
+
+@dataclass
+class Scores:
+    """What the variants score on one task: rows of `accuracy` and `scores`, and what a reader should know."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
+    """What variants score on a task's test samples by all its metrics; None in all but the first process."""
+
+    def measured() -> Scores:
+        if study.tasks[task].test is None:
+            return Scores()
+        by_class, by_text = (measure(study, task, variants, reporter) for measure in (accuracies, answers))
+        return _scores(study, task, Answers(by_class.results | by_text.results, by_text.notices))
+
+    return study.of_task(task, measured)
+
+
+def _scores(study: Study, task: str, answered: Answers) -> Scores:
+    scores, samples = Scores(notices=answered.notices), study.tasks[task].test
+    for (variant, name), rows in answered.results.items():
+        values, references = (
+            np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
+            for column in (0, 1)
+        )
+        score = interval_of(metric_called(name), values, references)
+        key = {"task": task, "variant": variant, "metric": name}
+        ends = {"ci_low": score.low, "ci_high": score.high}
+        scores.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
+        columns = ("value", "reference", "answer", "target")[: len(rows[0])]
+        assert samples is not None
+        scores.results += [
+            {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
+            for sample, row in zip(samples.ids, rows, strict=True)
+        ]
+    return scores
+
+
+@torch.no_grad()
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
+    """Whether variants are right about the test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
+    result, samples = Answers(), study.tasks[task].test
+    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
+        return result
+    modality = study.pool.chain.modality
+    maps = {variant: study.head(task, variant) for variant in variants}
+    result.results = {(variant, modality.metric): [] for variant in variants}
+    sample = samples.load([0])
+    per_sample = input_bytes(sample) + waiting_bytes(study.pool, expert_of(task), sample)
+    length = samples.fitting(per_sample, CHUNK_BYTES)
+    # Of every task as many as rows come of: none without a test split or a head.
+    units = {
+        name: len(variants) * len(data.test) if data.test and ACCURACY.name in metrics_of(study, name) else 0
+        for name, data in study.tasks.items()
+    }
+    meter, done = TaskMeter(reporter, "evaluate", units, task), 0
+    for first in range(0, len(samples), length):
+        chunk = list(samples.batches(first, min(first + length, len(samples))))
+        for variant in variants:
+            meter.step(done, variant)
+            done += sum(batch.stop - batch.start for batch in chunk)
+            model = expert_of(task) if variant == "expert" else variant
+            # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
+            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
+                head = maps[variant]
+                assert head is not None
+                labels = samples.labels[start : start + len(features)]
+                hits = modality.is_right(head, features, labels).cpu().double().tolist()
+                result.results[variant, modality.metric] += [(hit,) for hit in hits]
+    meter.finish()
+    return result
+
+
+@torch.no_grad()
+def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
+    """What leaves the last layer of one model, one vector per sample, [n, d]."""
+    length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
+    parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
+    chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
+    return torch.cat([features for chunk in chunks for _, features in chunk])
+
+
+def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
+    """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
+    drift = wide(lengths(features - expert))
+    size = float(wide(lengths(expert)).sum())
+    relative = float(drift.sum()) / size if size else math.nan
+    cosine = float(wide(expert_cosine(features, expert)).nanmean())
+    return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
+
+
+SPARE_TOKENS = 8
+"""What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""
+
+
+@dataclass
+class Answers:
+    """What was said to the test samples, by variant and metric: of every sample value, reference, answer, target."""
+
+    results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
+    """What variants answer to test samples of a task, by the metrics that ask for that; `expert` is the task's own.
+
+    A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
+    """
+    result, samples = Answers(), study.tasks[task].test
+    metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
+    if samples is None or not metrics:
+        return result
+    if samples.texts is not None and samples.texts.compared is not None:
+        return _compared(study, task, variants, reporter)
+    test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
+    total, at_once = len(variants) * len(samples), samples.at_once
+    scored = gives_one_score(study.tasks[task].head)
+    for place, variant in enumerate(variants):
+        model = expert_of(task) if variant == "expert" else variant
+        try:
+            if not scored:
+                study.pool.require_room(model)
+        except DataError as error:
+            reason = f"{error.message}. {error.hint}"
+            result.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
+            continue
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
+        one_score = partial(_one_score, study, task, variant, samples, test.reader)
+        with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
+            for first in range(0, len(samples), at_once):
+                done = place * len(samples) + first
+                reporter.step("answer", done, total, f"task {task}: {variant}")
+                for name in metrics:
+                    batch = range(first, min(first + at_once, len(samples)))
+                    rows[name] += _MEASURES[name](test, module, batch)
+        result.results |= {(variant, name): results for name, results in rows.items()}
+    reporter.step("answer", total, total, f"task {task}")
+    return result
+
+
+def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
+    """How alike test samples and what they are compared with are, by each metric; as `answers`."""
+    result, samples = Answers(), study.tasks[task].test
+    assert samples is not None and samples.texts is not None and samples.texts.compared is not None
+    beside, metrics = samples.texts.compared, metrics_of(study, task)
+    related = [beside.of(position) for position in range(len(samples))]
+    total = len(variants) * len(samples)
+    for place, variant in enumerate(variants):
+        reporter.step("answer", place * len(samples), total, f"task {task}: {variant}")
+        rows = _likeness(study, task, variant, samples)
+        if beside.passages is None:
+            targets = [samples.text(position).target.strip() for position in range(len(samples))]
+            pairs = zip(rows, targets, strict=True)
+            result.results[variant, "spearman"] = [
+                (float(similarity), float(target), None, target) for similarity, target in pairs
+            ]
+            continue
+        ranked = [_ranked(beside, other, row) for other, row in zip(related, rows, strict=True)]
+        for name in metrics:
+            result.results[variant, name] = [
+                (RANKINGS[name](hits, count), None, best and best[:_SHOWN], other.positive[0][:_SHOWN])
+                for (hits, count, best), other in zip(ranked, related, strict=True)
+            ]
+    reporter.step("answer", total, total, f"task {task}")
+    return result
+
+
+_SHOWN = 300
+"""Characters of a passage that are kept beside a score."""
+
+
+def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list[Tensor]:
+    """Return similarities of embeddings: of each test sample and its pair, [1], or its candidates, [c]."""
+    assert samples.texts is not None and samples.texts.compared is not None
+    beside, reader = samples.texts.compared, samples.texts.reader
+    part = range(len(samples))
+    passages, texts = beside.passages, [samples.text(position).input for position in part]
+    places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
+    model = expert_of(task) if variant == "expert" else variant
+    queries = _embeddings(study, model, samples, reader, [Text(text) for text in texts])
+    paired = [beside.of(position).pair for position in part] if passages is None else passages.texts
+    embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in paired])
+    if passages is None:
+        return [*similarities(queries, embedded, beside.similarity, paired=True)[:, None]]
+    return [
+        similarities(query[None], embedded, beside.similarity)[0][candidates]
+        for query, candidates in zip(queries, places, strict=True)
+    ]
+
+
+def _embeddings(
+    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
+) -> Tensor:
+    """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
+    assert reader is not None
+    unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
+    samples_of_texts = dataclasses.replace(
+        samples,
+        ids=tuple(map(str, range(len(unique)))),
+        labels=None,
+        texts=None,
+        load=lambda positions: reader([unique[position] for position in positions]),
+    )
+    features = final_features(study.pool, model, samples.task, samples_of_texts, study.settings.pool)
+    place = {text: index for index, text in enumerate(unique)}
+    return features[[place[text] for text in texts]]
+
+
+def _ranked(beside: Comparison, relation: Related, likeness: Tensor) -> tuple[list[bool], int, str | None]:
+    """Whether each candidate in the order of likeness answers a query, how many passages do, and the first of them."""
+    assert beside.passages is not None
+    places, answers = beside.passages.candidates(relation), beside.passages.answers(relation)
+    order = likeness.argsort(descending=True, stable=True)[:DEEPEST].tolist()
+    ranked = [places[rank] for rank in order]
+    best = beside.passages.texts[ranked[0]] if ranked else None
+    return [place in answers for place in ranked], len(answers), best
+
+
+def metrics_of(study: Study, task: str) -> tuple[str, ...]:
+    """What a task is scored by: its data entry's metrics, else accuracy by classes, else the answers themselves."""
+    data = study.tasks[task]
+    if data.metrics or (test := data.test) is None:
+        return data.metrics
+    if test.labels is not None and data.head is not None and not is_of_vocabulary(data.head):
+        return (ACCURACY.name,)
+    texts = test.texts
+    if texts is not None and texts.compared is not None:
+        needs = "number" if texts.compared.passages is None else "passages"
+        return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
+    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not test.text(0).target:
+        return ()
+    return ("choice",) if data.choices else ("exact_match",)
+
+
+@dataclass(frozen=True)
+class _TestTexts:
+    """Questions and wanted answers of all test samples of a task."""
+
+    texts: list[Text]
+    labels: tuple[str, ...] | None
+    reader: TextReader
+    choices: Mapping[str, str]
+    new_tokens: int
+    numbers: list[float]
+
+    @classmethod
+    def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _TestTexts:
+        assert samples.texts is not None and samples.texts.reader is not None
+        texts, reader = samples.all_texts, samples.texts.reader
+        bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
+        if bare:
+            raise DataError(
+                f"task {samples.task}: test sample {bare[0]} has no target, so it can't be scored",
+                hint="Give all test samples one, or leave them out.",
+            )
+        numbers = []
+        for name, text in zip(samples.ids, texts, strict=True) if "spearman" in metrics else ():
+            numbers.append(number_of(text.target))
+            if math.isnan(numbers[-1]):
+                raise DataError(
+                    f"task {samples.task}: the target of test sample {name}, {text.target!r}, is no number",
+                    hint="The metric spearman ranks numbers; name another as data.TASK.metric.",
+                )
+        longest = max(len(reader.answer_tokens(text.target)) for text in texts)
+        return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
+
+    def generated(self, module: Any, part: range) -> list[str]:
+        """Greedy answers, up to the first line break where no target has one."""
+        questions = [self.reader.asked(self.texts[position]) for position in part]
+        answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
+        if any("\n" in text.target.strip() for text in self.texts):
+            return answers
+        return [answer.strip().partition("\n")[0] for answer in answers]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+Results = Iterator[tuple[Any, Any, str | None, str]]
+"""Of every sample: value and reference as the table `scores` has them, what was answered and what was wanted."""
+
+
+def _exact_match(test: _TestTexts, module: Any, part: range) -> Results:
+    for position, answer in zip(part, test.generated(module, part), strict=True):
+        target = test.texts[position].target.strip()
+        yield float(_plain(answer) == _plain(target)), None, answer, target
+
+
+_AT_ONCE = 4096
+"""Texts whose features are held together where one number of each is kept."""
+
+
+def _one_score(
+    study: Study,
+    task: str,
+    variant: str,
+    samples: SampleSet,
+    reader: TextReader | None,
+    texts: Sequence[Text],
+) -> list[float]:
+    """The number that a variant's head gives each text, by features that are read layer by layer."""
+    model, head = expert_of(task) if variant == "expert" else variant, study.head(task, variant)
+    assert head is not None
+    scores: list[float] = []
+    for first in range(0, len(texts), _AT_ONCE):
+        features = _embeddings(study, model, samples, reader, texts[first : first + _AT_ONCE])
+        scores += head.scores(features)[:, 0].tolist()
+    return scores
+
+
+def _preference(test: _TestTexts, one_score: Any, part: range) -> Results:
+    texts = [test.texts[position] for position in part]
+    preferred, rejected = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
+    for text, better, worse in zip(texts, preferred, rejected, strict=True):
+        yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
+
+
+def _spearman(test: _TestTexts, module: Any, part: range) -> Results:
+    if not isinstance(module, nn.Module):
+        scores = module([Text(test.texts[position].input) for position in part])
+        for position, score in zip(part, scores, strict=True):
+            yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
+        return
+    for position, answer in zip(part, test.generated(module, part), strict=True):
+        number = number_of(answer)
+        score = 0.0 if math.isnan(number) else number
+        yield score, test.numbers[position], answer, test.texts[position].target.strip()
+
+
+def _choice(test: _TestTexts, module: Any, part: range) -> Results:
+    assert test.labels is not None
+    names, answers = [*test.choices], [*test.choices.values()]
+    questions = [test.reader.asked(test.texts[position]) for position in part]
+    sums, _ = log_likelihoods(module, test.reader, questions, [answers] * len(questions))
+    for position, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
+        yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
+
+
+def _perplexity(test: _TestTexts, module: Any, part: range) -> Results:
+    texts = [test.texts[position] for position in part]
+    questions, answers = map(test.reader.asked, texts), [[text.target] for text in texts]
+    sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
+    for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
+        yield -total, count, None, text.target.strip()
+
+
+_MEASURES: dict[str, Callable[[_TestTexts, Any, range], Results]] = {
+    "exact_match": _exact_match,
+    "choice": _choice,
+    "spearman": _spearman,
+    "preference": _preference,
+    "perplexity": _perplexity,
+}

@@ -1,0 +1,337 @@
+"""From models alone to a spec: what they are, which data suits them, and how little of it tells why a merge is bad."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from driftlens.checkpoints.loading import (
+    fetched,
+    files_beside_weights,
+    is_hub_id,
+    library_folder,
+    open_checkpoint,
+    read_config,
+    read_json,
+)
+from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_images, route
+from driftlens.checkpoints.weight_files import is_lora_folder
+from driftlens.config import RunSpec, load_spec
+from driftlens.config.mergekit import Recipe, is_recipe, recipe_of
+from driftlens.config.run import override
+from driftlens.config.yaml_text import read_mapping, to_yaml
+from driftlens.data.library import data_entry
+from driftlens.data.sources import SplitView, open_split
+from driftlens.demo import PROBES
+from driftlens.utils.access import Access
+from driftlens.utils.errors import DataError, SpecError
+from driftlens.utils.files import expanded
+from driftlens.utils.words import counted
+
+CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
+"""Samples per task at most: enough for an interval, few enough for minutes."""
+BATCH = 8
+"""Samples per batch: the first is held against the library's own passes, and short texts are padded to their like."""
+FOLLOWED, NODES = 4, 2
+"""Samples per task whose drift is followed back to layers, and nodes of each integral."""
+MOST_ANSWERS = 20
+"""Different answers of a task at most, for them to be classes."""
+_PROMPT = "a photo of a {}."
+_IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
+_CLIPS = ("open-clip", "hf-clip")
+_PLAIN = re.compile(
+    r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
+)
+"""Names of files and folders that say nothing of the task."""
+_OPEN_CLIP = "model_config.json"
+"""How people call a configuration of open_clip that lies beside weights."""
+_CONFIGS = ("open_clip_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Models to ask about: a base (None where a recipe has none), experts by task, and their merge, or how to merge."""
+
+    base: str | None
+    experts: Mapping[str, str]
+    merged: str | Mapping[str, Any]
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A spec made of what was given, what of it says so, and what was chosen on the way, in sentences."""
+
+    spec: RunSpec
+    text: str
+    chosen: tuple[str, ...]
+
+
+def recipe_in(models: Sequence[str]) -> Recipe | None:
+    """The recipe of mergekit that stands in the place of a base and experts; None where models do.
+
+    Raises:
+        SpecError: it is a YAML file of another kind.
+    """
+    if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
+        return None
+    content = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
+    if not is_recipe(content):
+        raise SpecError(
+            f"{models[0]} is no recipe of mergekit",
+            hint=f"If it is a spec: driftlens analyze {shlex.quote(models[0])}. Else give BASE EXPERT... MERGED.",
+        )
+    return recipe_of(content)
+
+
+def merge_by_mergekit(recipe: str, out: Path, *, offline: bool) -> None:
+    """Run `mergekit-yaml` on a recipe.
+
+    Raises:
+        SpecError: mergekit is not installed, or its run failed.
+    """
+    file, place = shlex.quote(recipe), shlex.quote(str(out))
+    program = shutil.which("mergekit-yaml")
+    if program is None:
+        raise SpecError(
+            f"mergekit-yaml, which makes the merge of {recipe}, is not installed",
+            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+        )
+    command = [program, recipe, str(out), "--no-write-model-card"]  # the card would ask the Hub
+    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise SpecError(
+            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
+            hint=f"Run it alone to see all that it says: mergekit-yaml {file} {place}",
+        )
+
+
+def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
+    """The models by what they are; of a recipe its own, and the merge behind it, unless there is none yet.
+
+    Raises:
+        SpecError: they are too few, one is given twice, or one is not there.
+    """
+    base, names, chosen = None, dict[str, str](), tuple[str, ...]()
+    merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
+    if not is_merged:
+        models = [*models, ""]
+    if recipe is not None:
+        base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
+        if base is None:
+            chosen = (f"the recipe ({recipe.method}) names no base, so nothing is measured that needs one",)
+        if not is_merged:
+            near = f"the recipe says {recipe.method}, and the spec {merge['method']}, which is nearest"
+            chosen = (*chosen, f"{near}; `driftlens why RECIPE MERGED` measures what mergekit made")
+    else:
+        if len(models) < 3:
+            raise SpecError(
+                f"expected a base, one expert or more{', and their merge' * is_merged}, in this order; got "
+                f"{counted(len([*filter(None, models)]), 'model')}",
+                hint=f"Give BASE EXPERT EXPERT{' MERGED' * is_merged}, each a folder, a file of weights or a Hub "
+                f"id; or a recipe of mergekit{' and the folder that it made' * is_merged}.",
+            )
+        base, merged = models[0], models[-1]
+        pairs = [_task_and_model(expert) for expert in models[1:-1]]
+        experts, names = [place for _, place in pairs], {place: task for task, place in pairs if task}
+    every = [name for name in (base, *experts, merged) if name]
+    twice = next((name for name, count in Counter(every).items() if count > 1), None)
+    if twice is not None:
+        raise SpecError(f"{twice} is given twice", hint="The order is BASE EXPERT... MERGED.")
+    for name in every:
+        part = name if expanded(name).exists() else name.partition("+")[0]
+        if not expanded(part).exists() and not is_hub_id(part):
+            raise SpecError(f"there is no file or folder {name}", hint="Check the path.")
+    for role, whole in (("base", base), ("merged model", merged)):
+        if whole and is_lora_folder(expanded(whole)):
+            raise SpecError(
+                f"{whole}, the {role}, holds LoRA adapters, not a whole model",
+                hint="The order is BASE EXPERT... MERGED; adapters may be experts.",
+            )
+    tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
+    if twice := next((task for task, count in Counter(tasks).items() if count > 1), None):
+        raise SpecError(f"two tasks are called {twice}", hint="Give each a name of its own: TASK=EXPERT.")
+    return Asked(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
+
+
+def _task_and_model(expert: str) -> tuple[str, str]:
+    """The task and the model of TASK=MODEL; no task where only a model is given."""
+    task, sign, place = expert.partition("=")
+    return (task, place) if sign and not expanded(expert).exists() else ("", expert)
+
+
+def _tasks(experts: Sequence[str]) -> list[str]:
+    """Names of tasks after the experts' own; where these say nothing, after their folders."""
+    names = list[str]()
+    for place in experts:
+        parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
+        stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
+        stem = next((word for word in stems if not _PLAIN.fullmatch(word.lower())), stems[0])
+        names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
+    counts, numbered = Counter(names), Counter[str]()
+    for index, name in enumerate(names):
+        numbered[name] += 1
+        names[index] = f"{name}-{numbered[name]}" if counts[name] > 1 or name == "defaults" else name
+    return names
+
+
+def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: Access = Access()) -> Draft:
+    """A spec of the smallest analysis that tells why; built-in samples are read if there is no data.
+
+    Args:
+        asked: the models.
+        data: paths: one for all tasks, one per expert in their order, or TASK=PATH.
+        overrides: `a.b=value` each, over what is made here.
+        access: what may be used.
+
+    Raises:
+        DriftLensError: nothing says of which family the models are, or data can't be read.
+    """
+    names_loader = any(text.startswith("architecture.loader=") for text in overrides)
+    architecture = (
+        {} if names_loader else _architecture(asked.base or next(iter(asked.experts.values())), access)
+    )
+    loader = architecture.get("loader") or _override(overrides, "architecture.loader")
+    source = architecture.get("source") or _override(overrides, "architecture.source")
+    is_image = loader in _IMAGE_LOADERS or (loader == "hf-auto" and _reads_images(source, access))
+    reads = "image" if is_image else "text"
+    entries, chosen = _entries(asked, data, reads)
+    chosen += asked.chosen
+    content: dict[str, Any] = {
+        "version": 1,
+        "name": "why" if isinstance(asked.merged, str) else "picked",
+        "architecture": architecture,
+        **({"base": {"weights": _absolute(asked.base)}} if asked.base else {}),
+        "experts": {task: {"weights": _absolute(place)} for task, place in asked.experts.items()},
+        **(
+            {"merged": {"weights": _absolute(asked.merged)}}
+            if isinstance(asked.merged, str)
+            else {"merge": dict(asked.merged)}
+        ),
+        "data": {
+            "defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST, "batch_size": BATCH},
+            **entries,
+        },
+        "metrics": {
+            "jacobian": {"nodes": NODES, "max_nodes": 4 * NODES, "samples": FOLLOWED, "tolerance": 1e-2},
+            "prefix": False,
+        },
+    }
+    spec = load_spec(content, overrides)
+    heads: dict[str, Any] = {}
+    reads_words = loader in _CLIPS and asked.base is not None and _has_text_tower(asked.base, access)
+    for task, entry in spec.data.tasks.items():
+        views = {split: open_split(entry, split, access) for split in ("calibration", "test")}
+        content["data"][task] |= _counts(views["calibration"], views["test"], task)
+        words = views["test"].class_names
+        if reads == "text":
+            content["data"][task] |= _judged(views["test"], loader)
+        elif words and reads_words and not all(word.isdecimal() for word in words):
+            heads[task] = {"templates": [_PROMPT]}
+    if heads:
+        content["heads"] = heads
+        chosen.append(f"accuracy is by the prompt {_PROMPT!r}, as nothing else says how classes are named")
+    for text in overrides:
+        override(content, text)
+    return Draft(load_spec(content), to_yaml(content), tuple(chosen))
+
+
+def _reads_images(source: str, access: Access) -> bool:
+    return reads_images(read_config(source, "config.json", offline=access.offline) or {})
+
+
+def _has_text_tower(place: str, access: Access) -> bool:
+    keys = open_checkpoint(fetched(place, offline=access.offline), offline=access.offline).headers
+    return any(key.endswith("token_embedding.weight") for key in keys)
+
+
+def _override(overrides: Sequence[str], key: str) -> str:
+    return next((text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")), "")
+
+
+def _absolute(place: str) -> str:
+    """A path as it means the same from everywhere; Hub ids, and models with an adapter behind a plus, likewise."""
+    parts = [place] if expanded(place).exists() else place.split("+")
+    return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
+
+
+def _architecture(place: str, access: Access) -> dict[str, str]:
+    """Which loader takes a model, by the configuration in its folder, or beside its file."""
+    whole = place if expanded(place).exists() else place.partition("+")[0]
+    folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
+    for name in _CONFIGS if folder is not None else ():
+        assert folder is not None
+        if not (folder / name).is_file():
+            continue
+        source = str(folder / name) if name != "config.json" else _absolute(whole)
+        if expanded(source).is_file() and name == "config.json":
+            source = str(folder.resolve())
+        if loader := loader_of(read_json(folder / name)):
+            return {"loader": loader, "source": source}
+    keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
+    family = family_of_keys(keys)
+    by_keys = f" (by its keys, {family.what})" if family else ""
+    beside = expanded(whole).parent / _OPEN_CLIP
+    if family and family.loader == "open-clip" and beside.is_file():
+        return {"loader": family.loader, "source": str(beside.resolve())}
+    loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
+    raise SpecError(
+        f"nothing beside {place} says how the model is built{by_keys}",
+        hint=f"Give the folder that its library saved, or say it: --set architecture.loader={loader} --set "
+        "architecture.source=SOURCE, a Hub id, a folder or a name of open_clip."
+        if loader != "LOADER" or not family
+        else route(""),
+    )
+
+
+def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What the spec says of every task's data, and what was chosen for want of it."""
+    tasks = [*asked.experts]
+    if not data:
+        entry, samples = PROBES[reads]
+        notice = f"no --data: {samples} are read, of no task; your own samples may show more"
+        return {task: dict(entry) for task in tasks}, [notice]
+    named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
+    named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
+    places = named or dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=False))
+    if {*places} != {*tasks} or len(data) not in (1, len(tasks)):
+        raise SpecError(
+            f"--data is given for {', '.join(places)}; the tasks are {', '.join(tasks)}",
+            hint=f"Give it once for all, or once each: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
+        )
+    entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}
+    return {task: dict(entry) for task, entry in entries.items()}, []
+
+
+def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
+    """How many samples are drawn; of one place for all, most are measured on."""
+    num_left = len(test)
+    is_one = calibration.origin == test.origin
+    drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
+    num_left -= drawn if is_one else 0
+    if drawn < 1 or num_left < 2:
+        raise DataError(
+            f"task {task}: {test.origin} holds {len(test)} samples, too few to measure anything on",
+            hint="Give a few dozen; a task of its own needs no labels.",
+        )
+    return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, num_left), "n_test": min(TEST, num_left)}
+
+
+def _judged(view: SplitView, loader: str) -> dict[str, Any]:
+    """How the answers of a task of texts are judged: as classes where they are few, else by how likely they are."""
+    answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
+    if not all(answers):
+        return {}
+    if len({*answers}) <= min(MOST_ANSWERS, len(answers) // 2):
+        return {"classes": True}
+    return {"metric": "perplexity"} if loader in ("hf-decoder", "hf-seq2seq", "hf-t5", "hf-vlm") else {}

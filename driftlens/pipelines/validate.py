@@ -1,0 +1,502 @@
+"""Preflight: check a spec, its checkpoints, data and heads, and sum up what an analysis needs. Entry: `preflight`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.config import RunSpec
+from driftlens.config.requests import CalibrationRequest, PreflightRequest
+from driftlens.config.sections import TextHead
+from driftlens.data.samples import few_of
+from driftlens.data.task_data import TaskData
+from driftlens.engine.pool import require_same_parameters
+from driftlens.engine.sites import coverage, select_layers, select_sites
+from driftlens.experiment import loading as opening
+from driftlens.experiment.merging import merge_of, no_scores
+from driftlens.experiment.sanity_checks import Finding, companions, label, problem, suspicions
+from driftlens.experiment.study import Study
+from driftlens.merging.method import READS, Merge, merge_methods
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import LayerChain
+from driftlens.models.heads import Head as ClipHead
+from driftlens.models.heads import LinearHead, ScoreMap
+from driftlens.models.own_heads import OwnHead
+from driftlens.pipelines.calibration_plan import calibrator_of
+from driftlens.pipelines.drift import no_room, require_as_peft, unheld
+from driftlens.pipelines.evaluation import scores_of
+from driftlens.pipelines.resource_estimates import Needs, needs_of
+from driftlens.results.formatting import estimate as with_interval
+from driftlens.utils.access import Access
+from driftlens.utils.devices import resolve_device
+from driftlens.utils.errors import DataError, DriftLensError, from_library
+from driftlens.utils.intervals import Interval
+from driftlens.utils.metrics import Metric, metric_called
+from driftlens.utils.progress import Reporter
+
+T = TypeVar("T")
+
+
+@dataclass
+class Preflight:
+    """All checks of one spec, each of which becomes a finding instead of stopping at the first error.
+
+    Attributes:
+        findings: what was found, in order.
+        needs: memory and disk by job, `analyze` and `calibrate`; empty where problems come first.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    needs: Mapping[str, Needs] = field(default_factory=dict)
+
+    def ok(self, subject: str, text: str, hint: str = "") -> None:
+        """Say that something is as it should be."""
+        self.findings.append(Finding("ok", subject, text, hint))
+
+    def notice(self, subject: str, text: str, hint: str = "") -> None:
+        """Say what the reader should judge."""
+        self.findings.append(Finding("notice", subject, text, hint))
+
+    def problem(self, subject: str, error: DriftLensError) -> None:
+        """Say what must be dealt with first."""
+        self.findings.append(problem(subject, error))
+
+    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
+        """Return what `work` does, or None after filing the error that it raised about its input."""
+        try:
+            return work()
+        except Exception as error:
+            if (told := from_library(error)) is None:
+                raise
+            self.problem(subject, told)
+            return None
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that must be dealt with first."""
+        return [finding for finding in self.findings if finding.level == "problem"]
+
+    @property
+    def exit_code(self) -> int:
+        """0 without problems, otherwise the code of the gravest."""
+        return max((finding.exit_code for finding in self.problems), default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return {
+            "ready": not self.problems,
+            "exit_code": self.exit_code,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "needs": {job: needs.as_dict() for job, needs in self.needs.items()},
+        }
+
+    def text(self) -> str:
+        """The same for a person: aligned lines, the needs of each job, and `ready` or the number of problems last."""
+        width = max((len(finding.subject) for finding in self.findings), default=0)
+        lines = [line for finding in self.findings for line in _lines(finding, width)]
+        if self.needs:
+            lines += ["", *(f"{job:<9}  {needs.text()}" for job, needs in self.needs.items())]
+        count = len(self.problems)
+        return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
+
+
+def _lines(finding: Finding, width: int) -> list[str]:
+    level = "PROBLEM" if finding.level == "problem" else finding.level
+    first, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
+    start = f"{level:<7}  {finding.subject:<{width}}  "
+    return [start + first, *(" " * len(start) + line for line in others)]
+
+
+def preflight(
+    spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Access = Access()
+) -> Preflight:
+    """Check a spec, its checkpoints and its data, and sum up what the jobs need.
+
+    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read, and
+    of an expert that is an adapter all weights, for one sample.
+    """
+    checks = Preflight()
+    device = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
+    if device is not None:
+        checks.ok("device", f"{device}, {spec.compute.dtype}")
+    architecture = _check_architecture(spec, checks, access)
+    models = None if architecture is None else check_models(spec, architecture, checks, access)
+    data = _check_data(spec, architecture, checks, access)
+    heads: dict[str, ScoreMap] = {}
+    if models is not None:
+        heads = _check_heads(spec, models, data, checks)
+        checks.findings += suspicions(models.architecture.chain, models.sources)
+        checks.findings += companions(models)
+    merge = _check_merge(spec, models, data, checks)
+    if spec.calibration is not None:
+        settings = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
+        if settings is not None:
+            listed = ", ".join(f"{name} {value}" for name, value in settings.items())
+            checks.ok("calibration", f"{spec.calibration.method}: {listed}")
+    # A calibration that is refused says of no sites what it solves for; one by default may.
+    calibrator = None
+    if (
+        models is not None
+        and models.sources
+        and not any(problem.subject == "calibration" for problem in checks.problems)
+    ):
+        calibrator = _check_sites(
+            spec, models.architecture.chain, next(iter(models.sources.values())), checks
+        )
+    checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
+    if models is not None and not checks.problems:
+        _check_study(spec, models, data, heads, checks, access, merge, calibrator)
+    if request.deep and checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
+    elif request.deep:
+        study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
+        if study is not None:
+            _score_experts(study, checks)
+    return checks
+
+
+def _check_study(
+    spec: RunSpec,
+    models: opening.OpenModels,
+    data: Mapping[str, TaskData],
+    heads: Mapping[str, ScoreMap],
+    checks: Preflight,
+    access: Access,
+    merge: Merge | None,
+    calibrator: Calibrator | None,
+) -> None:
+    """Check what needs all models and samples together, and sum up what the jobs need."""
+    study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
+    if study is None:
+        return
+    for task in study.tasks:
+        _check_adapters(study, task, checks)
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    method = None if merge is None else merge.method
+    if not checks.problems:
+        checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
+
+
+def check_models(
+    spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
+) -> opening.OpenModels:
+    """The models of a spec that can be opened and fit the architecture; the others become findings."""
+    origins = opening.origins_of(spec)
+
+    def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
+        def fitting() -> StateSource:
+            source = opened()
+            require_same_parameters(architecture.skeleton, architecture.chain, source)
+            return source
+
+        source = checks.attempt(label(name), fitting)
+        if source is not None:
+            checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
+        return source
+
+    models = opening.open_models(spec, access, architecture=architecture, attempt=attempt)
+    for text in models.notices:
+        checks.notice("models", text)
+    for text in opening.dtype_notices(models):
+        checks.notice("dtypes", text)
+    return models
+
+
+def _described(architecture: Architecture, source: StateSource) -> str:
+    headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
+    count = sum(header.nbytes // header.dtype.itemsize for header in headers)
+    dtypes = sorted({str(header.dtype).removeprefix("torch.") for header in headers})
+    return f"{count:,} parameters in {len(headers)} tensors, {' and '.join(dtypes)}"
+
+
+def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
+    opened = checks.attempt("architecture", lambda: opening.open_architecture(spec, access))
+    if opened is None:
+        return None
+    paths = [layer.path for layer in opened.chain.layers]
+    settings = ", ".join(f"{name} {value}" for name, value in opened.chain.settings.items())
+    checks.ok(
+        "architecture", f"{opened.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(opened)
+    )
+    for text in opened.notices:
+        checks.notice("architecture", text)
+    check_ties(opened.chain, checks)
+    stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
+    if stored is not None:
+        checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
+    return opened
+
+
+def _quick_gelu_hint(architecture: Architecture) -> str:
+    """What weights don't show and users of OpenAI's get wrong most often."""
+    if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
+        return ""
+    import open_clip
+
+    twin = f"{architecture.source.replace('/', '-')}-quickgelu"
+    if twin not in open_clip.list_models():
+        return ""
+    return f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
+
+
+def _check_merge(
+    spec: RunSpec,
+    models: opening.OpenModels | None,
+    data: Mapping[str, TaskData],
+    checks: Preflight,
+) -> Merge | None:
+    """File what the spec's merge reads, and return it unless something is wrong with it."""
+    section = spec.merge
+    if section is None:
+        return None
+    merge = checks.attempt("merge", lambda: merge_of(spec, section.method, section.parameters))
+    if merge is None:
+        return None
+    entry, settings = merge
+    if models is not None and models.sources and entry.scores:
+        scored = spec.tasks if models.architecture.lm is not None else opening.heads_of(spec, models)
+        without = [task for task in spec.tasks if task not in scored]
+        if without:
+            checks.problem("merge", no_scores(entry, without))
+            return None
+        lm, headers = models.architecture.lm, next(iter(models.sources.values())).headers
+        rows = 1 if lm is None else headers[lm.key].shape[0]
+        for task in data.values():
+            classes = len(task.class_names or task.answers()) or rows
+            if checks.attempt("merge", partial(entry.runs, settings, len(task.calibration), classes)) is None:
+                return None
+    parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
+    text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
+    if entry.reads_sites and entry.others != entry.name:
+        text += f", and merges all else by {merge_methods[entry.others].title}"
+    checks.ok("merge", text)
+    return merge
+
+
+def _check_sites(
+    spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight
+) -> Calibrator | None:
+    """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
+    try:
+        calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
+        if not calibrator.takes_sites:  # it trains something
+            return calibrator
+        patterns = None if spec.calibration is None else spec.calibration.sites
+        sites = select_sites(chain, sites=patterns, update=calibrator.update)
+    except DriftLensError as error:
+        if spec.calibration is not None:
+            checks.problem("sites", error)
+        else:  # an analysis can do without
+            checks.notice("sites", error.message, error.hint)
+        return None
+    share, text = coverage(chain, weights, sites, calibrator.update)
+    file = checks.ok if share == 1 or patterns is not None else checks.notice
+    file("sites", text)
+    return calibrator
+
+
+def _check_data(
+    spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
+) -> dict[str, TaskData]:
+    """The data of every task that can be opened; without an architecture no sample is read."""
+    opened = {}
+    for task in spec.tasks:
+
+        def open_one(task: str = task) -> TaskData:
+            data = opening.open_data(spec, task, architecture, access=access)
+            if architecture is not None:
+                data.diagnosis.load([0])
+            return data
+
+        data = checks.attempt(f"data of {task}", open_one)
+        if data is not None:
+            opened[task] = data
+            _describe_data(data, checks)
+    splits = {  # test sets differ in size by nature
+        "calibration": {task: len(data.calibration) for task, data in opened.items()},
+        "diagnosis": {task: len(data.diagnosis) for task, data in opened.items()},
+    }
+    for split, counts in splits.items():
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{task} {count}" for task, count in counts.items())
+            checks.notice("data", f"tasks have different numbers of {split} samples: {listed}")
+    return opened
+
+
+def _describe_data(data: TaskData, checks: Preflight) -> None:
+    subject = f"data of {data.task}"
+    counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
+    classes = len(data.class_names or data.answers())
+    labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
+    checks.ok(subject, f"{counts} samples, {labels}")
+    for text in data.notices:
+        checks.notice(subject, text)
+
+
+def _check_heads(
+    spec: RunSpec,
+    models: opening.OpenModels,
+    data: Mapping[str, TaskData],
+    checks: Preflight,
+) -> dict[str, ScoreMap]:
+    """File what is wrong with the heads, and return those that are sound.
+
+    Heads that are made of prompts, which takes long to read, are of random numbers.
+    """
+    sound: dict[str, ScoreMap] = {}
+    width = _final_width(models)
+    named = {task: opened.class_names for task, opened in data.items()}
+    base = models.base
+    if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
+        checks.attempt("text tower", lambda: models.architecture.text_tower(base))
+    entries = opening.heads_of(spec, models)
+    for task in spec.tasks:
+        entry, subject = entries.get(task), f"head of {task}"
+        if entry is None and models.architecture.lm is not None:
+            checks.ok(subject, "the language model's own")
+        elif entry is None and task in data and (texts := data[task].test.texts) and texts.compared:
+            checks.ok(subject, "none: how alike embeddings are is scored")
+        elif entry is None:
+            checks.ok(subject, "none, so there will be no scores and no accuracy")
+        elif entry.classes is None and task not in data:
+            continue  # what the data would have named is unknown, and its own problem is filed
+        elif isinstance(entry, TextHead) and spec.base is not None:  # to read the prompts would take long
+            names = checks.attempt(subject, partial(opening.classes_of, task, entry, named.get(task)))
+            if names is not None:
+                checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+                sound[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
+        else:
+            alone = spec.model_copy(update={"heads": {task: entry}})
+            heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))
+            if heads is not None:
+                _check_width(task, heads[task], width, checks)
+                sound |= heads
+    return sound
+
+
+def _final_width(models: opening.OpenModels) -> int | None:
+    """Return the width of the final features: the outputs of the head's last module. None if that has no weight."""
+    head, source = models.architecture.chain.layers[-1], next(iter(models.sources.values()), None)
+    slots = [head.parameters.get(f"{site.name}.weight") for site in head.sites]
+    if source is None or not slots or slots[-1] is None:
+        return None
+    return slots[-1].shape(source.headers[slots[-1].key].shape)[0]
+
+
+def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
+    if isinstance(head, OwnHead):
+        checks.ok(
+            f"head of {task}",
+            f"the expert's own, of {len(head.weights)} tensors and {len(head.classes)} classes",
+        )
+        return
+    what = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
+    rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
+    if width is None or columns == width:
+        checks.ok(f"head of {task}", f"{rows} {what} of {columns} entries")
+        return
+    error = DataError(
+        f"the {what} of {task} have {columns} entries, the models' features have {width}",
+        hint=f"heads.{task} was made with another model; take the one that belongs to these.",
+    )
+    checks.problem(f"head of {task}", error)
+
+
+def _score_experts(study: Study, checks: Preflight) -> None:
+    """File what every expert scores, and the base beside it, on as many test samples as a diagnosis has."""
+    scored = {
+        task: dataclasses.replace(data, test=data.test and few_of(data.test, len(data.diagnosis)))
+        for task, data in study.tasks.items()
+    }
+    study = dataclasses.replace(study, tasks=scored)
+    variants = ["expert", *(["base"] if study.has_base else [])]
+    for task in study.tasks:
+        subject = f"expert of {task}"
+        scores = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
+        if scores is None:
+            continue
+        rows = [row for row in scores.rows if row["metric"] == scores.rows[0]["metric"]]
+        if not rows:
+            why = "; ".join(scores.notices) or f"{task} has no head, or no labels"
+            checks.notice(subject, f"the {subject} is not scored: {why}")
+            continue
+        metric, data = metric_called(str(rows[0]["metric"])), study.tasks[task]
+        classes: dict[str, Any] = {"choices": data.choices, "head": data.head.classes if data.head else ()}
+        _judge(
+            checks,
+            subject,
+            {str(row["variant"]): row for row in rows},
+            metric,
+            len(classes.get(metric.needs, ())),
+        )
+
+
+@torch.no_grad()
+def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
+    """Hold an expert of adapters against peft on one sample, as the analysis does on more."""
+    pool, samples, name = study.pool, study.tasks[task].diagnosis, study.pool.expert(task)
+    if name not in study.adapters:
+        return
+    if reason := no_room(study):
+        checks.notice(f"expert of {task}", unheld(task, reason))
+        return
+    with pool.sent(samples.load([0])) as inputs:
+        states = pool.library_states(name, inputs)
+    notice = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
+    if notice:
+        checks.notice(f"expert of {task}", notice)
+    elif notice is not None:
+        checks.ok(f"expert of {task}", "its final features are those of its adapters as peft runs them")
+
+
+def _judge(
+    checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
+) -> None:
+    scores = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
+    shown = {name: with_interval(value, metric.kind) for name, value in scores.items()}
+    expert, base, chance = scores["expert"], scores.get("base"), 1 / max(num_classes, 1)
+    text = f"the {subject} scores {shown['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
+    if num_classes > 1 and expert.low <= chance:
+        error = DataError(
+            f"{text}, which can't be told from guessing among {num_classes} classes ({100 * chance:.1f} %)",
+            hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
+        )
+        checks.problem(subject, error)
+    elif base is None:
+        checks.ok(subject, text)
+    elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:
+        checks.ok(subject, f"{text}, the base {shown['base']}")
+    else:
+        checks.notice(
+            subject, f"{text}, the base {shown['base']}: no better", "Was it fine-tuned on this task?"
+        )
+
+
+def check_ties(chain: LayerChain, checks: Preflight) -> None:
+    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other.
+
+    What no calibration solves for is left out, such as a table of positions that all blocks read.
+    """
+    sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
+    places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
+    solved = set[tuple[str, tuple[int, int] | None]]()
+    for layer in chain.layers:
+        for name, slot in layer.parameters.items():
+            places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
+            if (layer.index, name.rpartition(".")[0]) in sites:
+                solved.add((slot.key, slot.rows))
+    tied = {slot[0]: names for slot, names in places.items() if len(names) > 1 and slot in solved}
+    for key, names in tied.items():
+        checks.notice(
+            "ties", f"{key} is {' and '.join(names)}", "To calibrate one of them changes the others too."
+        )
+    if not tied:
+        checks.ok("ties", "none: every weight stands in one place")

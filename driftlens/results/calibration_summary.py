@@ -1,0 +1,475 @@
+"""A calibration's before and after, in tables; its anchor alone is a row like the others.
+
+With rho other than 1 the anchor is another merge of the same experts, and its variant, the control, is analysed like
+any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from driftlens.results.formatting import Kind, brief, is_measured, signed
+from driftlens.results.frame import Finding, Measure, paired_by_task, pairing
+from driftlens.results.measures import (
+    COSINE,
+    DRIFT,
+    DRIFT_CHANGE,
+    RELATIVE,
+    SCORE,
+    change,
+    common,
+    level,
+    mean,
+    mean_change,
+    score_of,
+)
+from driftlens.results.table import Table
+from driftlens.runs.run import DriftRun, remembered
+from driftlens.runs.tables import plain
+from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
+from driftlens.utils.metrics import ACCURACY, metric_called, says_of, title_of
+from driftlens.utils.variants import calibrated, title
+from driftlens.utils.words import counted
+
+_MOST_MOVES = 5
+
+
+def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
+    """The variants of a calibration's table: merged, the control where there is one, calibrated, expert."""
+    control = run.calibration_info(name).control
+    return ("merged", *([control] if control else []), calibrated(name), "expert")
+
+
+def before_after(run: DriftRun, name: str) -> pd.DataFrame:
+    """The numbers of a calibration's table, one row per task and model.
+
+    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
+    (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
+    high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
+    NaN.
+    `attrs["notices"]` are the calibration's.
+    """
+    rows = []
+    for task in run.tasks:
+        for variant in compared_variants(run, name):
+            row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
+            for about in (DRIFT, RELATIVE, COSINE):
+                finding = level(run, about, task, variant)
+                row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
+            score = level(run, SCORE, task, variant)
+            metric = score.about.name
+            row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
+            row |= {"low": score.low, "high": score.high}
+            rows.append(row | {"n": score.n, "metric": metric, "score": score.value})
+    frame = pd.DataFrame(rows)
+    frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
+    return frame
+
+
+def _changes_of(run: DriftRun, name: str, about: Measure) -> list[Finding]:
+    """By task, from the merged to the calibrated model; none in a run that has no merged model, or not this variant."""
+    pair = ("merged", compared_variants(run, name)[-2])
+    return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
+
+
+def score_changes(run: DriftRun, name: str) -> list[Finding]:
+    """One entry per task that was scored before and after, or whose answers are stored."""
+    return [row for row in _changes_of(run, name, SCORE) if row.n or row.answers is not None]
+
+
+def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
+    """How the mean final drift changes on each task whose samples are stored, and that against the drift before."""
+    if not run.manifest.layers:
+        return []
+    both = (_changes_of(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
+    return [(drift, relative) for drift, relative in zip(*both, strict=True) if relative.n]
+
+
+def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
+    """What `driftlens calibrate --json` tells of what a calibration changes."""
+    rows, pair = before_after(run, name), ("merged", compared_variants(run, name)[-2])
+    variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
+    scores = [
+        {
+            **{"task": row.task, "change": row.value, "low": row.low, "high": row.high, "n": row.n},
+            **{"is_paired": row.paired, "paired": row.answers, "split": row.answered},
+            "metric": row.about.name,
+            **{
+                side: score_of(run, row.task, variant, metric_called(row.about.name))
+                for side, variant in zip(("before", "after"), pair, strict=True)
+            },
+        }
+        for row in score_changes(run, name)
+    ]
+    drifts = [
+        {"task": drift.task, "is_paired": drift.paired, **vars(drift.interval), "relative": relative.interval}
+        for drift, relative in final_drift_changes(run, name)
+    ]
+    means = [
+        {
+            **{"measure": about.name, "tasks": tasks},
+            "means": {variant: mean(run, about, tasks, variant).interval for variant in variants},
+            "change": mean_change(run, about, tasks, (variants[0], variants[-1])).interval
+            if len(variants) > 1
+            else Interval(math.nan),
+            "about": about,
+        }
+        for about, tasks in common(run, variants)
+    ]
+    return {"before_after": rows, "accuracy_changes": scores, "drift_changes": drifts, "means": means}
+
+
+def score_change_note(rows: Sequence[Finding]) -> str:
+    """What a reader must know about the intervals of these changes."""
+    is_counted = any(row.answered == "diagnosis" for row in rows)
+    counted = "Answers that changed are counted on the diagnosis samples." if is_counted else ""
+    return " ".join(filter(None, [pairing(paired_by_task(rows)), counted]))
+
+
+def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
+    """The tables of a calibration, wherever it is told of; those without rows are left out."""
+    changes = score_changes(run, name)
+    rows = before_after(run, name)
+    sheets = (
+        *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
+        *(_changes(name, changes), _answers(name, changes), _moves(run, name)),
+        _shares(run, name),
+    )
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
+    scored = ["accuracy", "low", "high", "n", "metric", "score"]
+    shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
+    return Table.of(
+        f"before-after-{name}",
+        f"{title(calibrated(name))}: final feature of every model on every task",
+        {
+            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
+            **{"relative drift": "share", "relative drift +-": "share"},
+            **{"cosine": "number", "cosine +-": "number"},
+        },
+        shown.to_numpy(dtype=object).tolist(),
+        f"Means over {_counted(run)} with half their 95 % interval (Student's t; the expert's norm is taken as known).",
+    )
+
+
+def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
+    """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
+    measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
+    says = [] if measures == [ACCURACY] else says_of(measures)
+    return title_of(measures), all(metric.kind == "share" for metric in measures), says
+
+
+def _scores(rows: pd.DataFrame, name: str) -> Table:
+    scored = rows[rows["score"].notna()]
+    score, is_share, says = _told(scored["metric"])
+    columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
+    kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
+    kind: Kind = "share" if is_share else "number"
+    kinds |= dict.fromkeys(("score" if says else "accuracy", "95 % low", "95 % high"), kind)
+    kinds["test samples"] = "count"
+    interval = "Wilson's interval" if is_share else "95 % intervals"
+    return Table.of(
+        f"{'scores' if says else 'accuracies'}-{name}",
+        f"{title(calibrated(name))}: {score} of every model on every task",
+        kinds,
+        scored[columns].to_numpy(dtype=object).tolist(),
+        " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
+    )
+
+
+def _counted(run: DriftRun) -> str:
+    """How many diagnosis samples the final drift of a task rests on."""
+    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+    counts = rows["n"].dropna()
+    if counts.empty:
+        return "diagnosis samples"
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low if low == high else f'{low} to {high}'} diagnosis samples per task"
+
+
+def _drifts(run: DriftRun, name: str) -> Table:
+    changes = final_drift_changes(run, name)
+    paired = ", paired by sample" if all(drift.paired for drift, _ in changes) else ""
+    return Table.of(
+        f"drift-change-{name}",
+        f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
+        {
+            **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
+            **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
+        },
+        [(drift.task, *drift.ends, *relative.ends, drift.n) for drift, relative in changes],
+        f"Of the mean over diagnosis samples; intervals are Student's{paired}.",
+    )
+
+
+def _changes(name: str, changes: Sequence[Finding]) -> Table:
+    measured = [row for row in changes if row.n]
+    score, is_share, says = _told(row.about.name for row in measured)
+    kind: Kind = "points" if is_share else "number"
+    kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
+    return Table.of(
+        f"{'score' if says else 'accuracy'}-change-{name}",
+        f"{title(calibrated(name))}: change of {score} against the merged model{', in points' if is_share else ''}",
+        {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
+        [(row.task, *([row.about.name] if says else []), *row.ends, row.n) for row in measured],
+        score_change_note(changes),
+    )
+
+
+def _answers(name: str, changes: Sequence[Finding]) -> Table:
+    rows: list[tuple[Any, ...]] = [
+        (row.task, row.answered, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        for row in changes
+        if (at := row.answers) is not None
+    ]
+    if len(rows) > 1 and len({row[1] for row in rows}) == 1:
+        mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
+        sums = [sum(row[column] for row in rows) for column in (2, 3, 4)]
+        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, p_of(mean)))
+    return Table.of(
+        f"answers-changed-{name}",
+        f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
+        {
+            **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
+            **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
+        },
+        rows,
+        f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} on these samples, with "
+        "Tango's interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals "
+        "(MOVER; samples of different tasks are independent) and has its p from its own.",
+    )
+
+
+def _moves(run: DriftRun, name: str) -> Table:
+    """The solved modules whose weights moved furthest, relative to their norm, the furthest first."""
+    rows = run.calibration(name)
+    rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
+    before = rows["objective_before"].astype(float)
+    rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
+    return Table.of(
+        f"weight-moves-{name}",
+        f"{title(calibrated(name))}: largest weight moves",
+        {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
+        rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
+        "Norm of the change against the norm of the weights; objective after against before, on calibration samples "
+        "(100 % is unchanged).",
+    )
+
+
+_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
+"""Entries of the records of choices among methods."""
+
+
+def selection_sentences(run: DriftRun, name: str) -> list[str]:
+    """What was chosen, by which held-out advantage and at what cost; none where nothing was chosen."""
+    info = run.calibration_info(name)
+    shrunk = [_shrink_sentence(info.shrink)] if info.shrink else []
+    if not info.automatic:
+        return shrunk
+    if info.selection.keys() >= _COMPARED:
+        return [*_comparison_sentences(info.selection), *shrunk]
+    # An older run, or a chooser of the caller's own, which may keep any record.
+    return [
+        f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how.",
+        *shrunk,
+    ]
+
+
+def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
+    """Which share of the way from the base is kept, and by what it was chosen."""
+    why = f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
+    return f"All weights are base + {shrink['share']:g} (repaired - base){why}."
+
+
+def judged_by(record: Mapping[str, Any]) -> str:
+    """What candidates were compared by, in a word or two; older records have it in words of their own."""
+    if "judged_by" in record:
+        return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
+    score = record.get("what") or record["score"]
+    return next((name for name in ("KL", "Hellinger distance") if score.startswith(name)), "relative drift")
+
+
+def _shares(run: DriftRun, name: str) -> Table:
+    """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
+    shrink = run.calibration_info(name).shrink
+    curve = shrink.get("curve", [])
+    what = judged_by(curve[0]) if curve else ""
+    columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
+    return Table.of(
+        f"shares-{name}",
+        f"{title(calibrated(name))}: held-out {what} and drift by share of the way from the base",
+        {
+            **{"share": "number", what: "number", f"{what} low": "number", f"{what} high": "number"},
+            **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
+        },
+        [[entry["share"], *(entry[column] for column in columns), entry["n"]] for entry in curve],
+        "Means over tasks with 95 % intervals (Student's t), of samples that this repair was fitted without; drift is "
+        "that of the final feature, against the expert's norm. What was chosen is fitted to all samples.",
+    )
+
+
+def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
+    """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
+    candidates = {entry["name"]: entry for entry in record["compared"]}
+    choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
+    what = judged_by(record)
+    interval = f"95 % interval, {record['correction']}"
+    if choice["name"] == "merged":
+        text = "nothing was clearly better than the merged model"
+        if best:
+            text += f": the best of the others, {best['title']}, {_lower(best, what, interval)}"
+    elif choice["name"] == "base":
+        text = f"the base was chosen, which {_lower(choice, what, interval)}, and nothing was clearly better"
+    else:
+        text = f"{choice['title']} was chosen, which {_lower(choice, what, interval)}"
+    sentences = [
+        f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
+        f"{record['seconds']:.0f} s."
+    ]
+    if record["base_stands"]:
+        sentences.append("Advice: don't use the merge, as the base is as near to the experts.")
+    numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
+    n = choice["n"]
+    return [
+        *sentences,
+        f"Held-out {what} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
+    ]
+
+
+def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
+    """By how much a candidate is better than the merged model."""
+    if entry.get("advantage") is None:
+        return "could not be solved for"
+    gap, low, high = entry["advantage"], entry["low"], entry["high"]
+    way = "lower"
+    if gap < 0:
+        way, gap = "higher", -gap
+        low, high = (None, None) if low is None else (-high, -low)
+    unit = " nat" if what == "KL" else ""
+    ends = "" if low is None else f" ({interval}: {brief(low)} to {brief(high)})"
+    return f"has a held-out {what} {way} than the merged model's by {brief(gap)}{unit}{ends}"
+
+
+def _scored(entry: Mapping[str, Any]) -> str:
+    if entry.get("score") is None:
+        return entry.get("error") or "could not be solved for"
+    if entry.get("advantage") is None:
+        return brief(entry["score"])
+    ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
+    return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
+
+
+_MIB = 2**20
+
+
+def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """A row per calibration, best score first, below base and merged model and above the experts.
+
+    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
+    first calibration, whose score is best, with its ends, both paired by sample, relative and
+    cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that
+    are attached), task_id (whether the task of an input must be known), found_out (mean share of test samples whose
+    task was found out, where nobody tells it; scores are so), n (test samples of the mean). What was not
+    measured is NaN, or None. `names` are of calibrations; None takes all.
+    """
+    wanted = [*run.manifest.calibrations] if names is None else [*names]
+    for name in wanted:
+        run.calibration_info(name)
+    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
+    rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
+    scored = [row for row in rows if math.isfinite(row["score"])]
+    leader = next((row["model"] for row in scored), "")
+    for row in scored:
+        if row["model"] != leader:
+            row |= _behind(run, calibrated(leader), calibrated(row["model"]))
+    starts = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
+    return [*starts, *rows, _measured(run, "expert", "experts")]
+
+
+def arena_sheet(
+    run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
+) -> Table:
+    """The rows to be read, without columns that nothing was measured for; `failed` says why repairs are missing."""
+    rows = arena_rows(run, names)
+    leader = "against the first"
+    columns: dict[str, tuple[Kind, str]] = {
+        "model": ("text", "model"),
+        **{"score": ("share", "score"), "95 % low": ("share", "low"), "95 % high": ("share", "high")},
+        "against merged": ("points", "change"),
+        **{f"change {end}": ("points", f"change_{end}") for end in ("low", "high")},
+        leader: ("points", "behind"),
+        **{f"{leader}, {end}": ("points", f"behind_{end}") for end in ("low", "high")},
+        **{"relative drift": ("share", "relative"), "cosine": ("number", "cosine")},
+        **{"seconds": ("number", "seconds"), "energy (Wh)": ("number", "energy_wh")},
+        **{"memory (MiB)": ("count", "peak_mib"), "added numbers": ("count", "added")},
+        "needs task": ("text", "task_id"),
+        "task found out": ("share", "found_out"),
+    }
+    columns = {
+        head: (kind, key)
+        for head, (kind, key) in columns.items()
+        if head == "model" or any(is_measured(row.get(key)) for row in rows)
+    }
+    n = max((row["n"] for row in rows), default=0)
+    paired = {
+        row["model"]: row.get("change_paired", True) and row.get("behind_paired", True)
+        for row in rows
+        if is_measured(row.get("change_low")) or is_measured(row.get("behind_low"))
+    }
+    notes = [
+        f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
+        pairing(paired),
+        "The first repair stands first on these very samples, which flatters it a little against the others. One draw "
+        "of calibration samples. Seconds are of calibrating alone; memory is the process's peak by then, and energy "
+        "that of all programs.",
+    ]
+    notes += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
+    title, note = f"Repairs of {run.name} beside each other", " ".join(filter(None, notes))
+    return Table.from_rows("arena", title, columns, rows, note)
+
+
+@remembered
+def _cost(run: DriftRun, name: str) -> dict[str, Any]:
+    """What a calibration is and takes; None what was not measured."""
+    info, used = run.calibration_info(name), run.resources()
+    phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
+    peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
+    row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
+    row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
+    found_out = fmean(info.found_out.values()) if info.found_out else None
+    return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found_out}
+
+
+@remembered
+def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
+    """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
+    scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
+    return _change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
+
+
+def _change(name: str, change: Finding) -> dict[str, Any]:
+    ends = {f"{name}_{end}": getattr(change, end) for end in ("low", "high", "paired")}
+    return {name: change.value, **ends}
+
+
+@remembered
+def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
+    """Means of one variant, and what changes from the merged model to it."""
+    is_after = variant not in ("base", "merged") and "merged" in run.variants
+    row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
+    for about, tasks in common(run, ["merged", variant] if is_after else [variant]):
+        average = mean(run, about, tasks, variant)
+        if about.role == SCORE.role:
+            row |= {"score": average.value, "low": average.low, "high": average.high, "n": average.n}
+            if is_after:
+                row |= _change("change", mean_change(run, about, tasks, ("merged", variant)))
+        elif about in (RELATIVE, COSINE):
+            row[about.name] = average.value
+    return row

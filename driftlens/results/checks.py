@@ -1,0 +1,452 @@
+"""Checks of a run's numbers against bounds: what a continuous integration job asks of a merge.
+
+A check passes only on numbers that are there. What was not measured is skipped, with the reason. `self_checks` are
+claims that are exact in theory, with the error up to which they count as holding: this is the one home of those limits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from driftlens.results.checks_file import Check, Relation, load_checks
+from driftlens.results.formatting import Kind, number
+from driftlens.results.measures import changed_score, drift_changes, score_of
+from driftlens.results.table import Table
+from driftlens.runs.run import DriftRun, open_run, remembered
+from driftlens.runs.schema import TABLES
+from driftlens.utils.errors import ChecksFailedError, LayerNotFoundError, harmless
+from driftlens.utils.files import PathLike
+from driftlens.utils.intervals import Interval
+from driftlens.utils.metrics import metric_called
+from driftlens.utils.variants import calibrated
+
+Status = Literal["pass", "warn", "fail", "skip"]
+Array = NDArray[np.float64]
+Number = TypeVar("Number", float, Array)
+
+_GAPS_BY = {"layers": "layer", "calibration": "kind"}
+"""A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
+_DIGITS = 4
+"""Of a judged number: one more than elsewhere, as it stands beside its limit."""
+_WRITTEN = {"<=": "≤", ">=": "≥"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """How one check ended for one group of rows.
+
+    Attributes:
+        group: what the rows share, by `per`.
+        status: pass, warn or fail; skip where the numbers it needs are not all there.
+        value: what was held against the bound; NaN where there is none.
+        relation: of the bound that is nearest to being broken.
+        threshold: that bound.
+        margin: how far the value is on the right side of it; negative where it is broken.
+        n: measured rows behind the value.
+        samples: samples behind a value that is one row's; 0 where the table doesn't count them.
+        where: the row that the value is of, where it is of one.
+        reason: why it was skipped, or how it failed; empty where it passed.
+        ci_low: lower end of the 95 % interval of a row's score, change of score, or change of mean drift; else NaN.
+        ci_high: its upper end.
+    """
+
+    name: str
+    metric: str
+    group: Mapping[str, str | int]
+    status: Status
+    value: float
+    relation: Relation
+    threshold: float
+    margin: float
+    n: int
+    where: str = ""
+    reason: str = ""
+    ci_low: float = math.nan
+    ci_high: float = math.nan
+    samples: int = 0
+
+    @property
+    def claim(self) -> str:
+        """The name without the metric before it: of a self-check, what is exact in theory."""
+        return self.name.removeprefix(f"{self.metric}: ")
+
+    @property
+    def title(self) -> str:
+        """The check's name, with its group."""
+        group = ", ".join(f"{key} {value}" for key, value in self.group.items())
+        return f"{self.name} [{group}]" if group else self.name
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How all checks of a run ended, in the order they were given."""
+
+    run: DriftRun
+    results: tuple[CheckResult, ...]
+
+    def count(self, status: Status) -> int:
+        """How many checks ended so."""
+        return sum(result.status == status for result in self.results)
+
+    @property
+    def executed(self) -> int:
+        """How many checks had the numbers they need."""
+        return len(self.results) - self.count("skip")
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        """The results that fail the run."""
+        return tuple(result for result in self.results if result.status == "fail")
+
+    def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
+        """A row per check, its value written as `kind` says."""
+        columns: dict[str, tuple[Kind, str]] = {
+            **{"check": ("text", "title"), "status": ("text", "status"), "value": (kind, "value")},
+            **{"wanted": ("text", "wanted"), "margin": (kind, "margin"), "rows": ("count", "n")},
+            **{"where": ("text", "where"), "reason": ("text", "reason")},
+        }
+        rows = [
+            vars(at)
+            | {"title": at.title, "wanted": f"{_WRITTEN.get(at.relation, at.relation)} {at.threshold:g}"}
+            for at in self.results
+        ]
+        return Table.from_rows(name, heading, columns, rows)
+
+    def _repr_html_(self) -> str:
+        """Every check in a row, for notebooks."""
+        return self.table()._repr_html_()
+
+    def raise_if_failed(self) -> CheckReport:
+        """This report, unless a check failed. One that was skipped or only warns does not.
+
+        Raises:
+            ChecksFailedError: a check failed; each is named with its value and bound.
+        """
+        if self.failed:
+            lines = [f"{result.title}: {result.reason}" for result in self.failed]
+            count = f"{len(lines)} of {self.executed} checks failed"
+            raise ChecksFailedError("; ".join([count, *lines]), results=self.failed)
+        return self
+
+
+def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
+    """The verdicts on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
+
+    Args:
+        run: a run, or its folder.
+        tests: a YAML file of checks, or the mapping in it; None runs the built-in self-checks.
+
+    Raises:
+        SpecError: the checks make no sense; path, value and remedy are named.
+        RunError: the run, or one of its tables, can't be read.
+    """
+    checks = None if tests is None else load_checks(tests)
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    if checks is None:
+        return self_checks(opened)
+    return CheckReport(opened, tuple(result for check in checks for result in _judge(opened, check)))
+
+
+def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
+    chosen = _select(run, check)
+    if isinstance(chosen, str):
+        return [_skipped(check, {}, chosen)]
+    rows, shown, tasks = chosen
+    absent = [task for task in tasks if not (rows["task"] == task).any()]
+    is_by_task = "task" in check.per
+    results = []
+    for values, part in rows.groupby(list(check.per), sort=False) if check.per else [((), rows)]:
+        plain = [
+            value if isinstance(value, str) else int(value)  # type: ignore[call-overload]
+            for value in values
+        ]
+        group = dict(zip(check.per, plain, strict=True))
+        results.append(_judge_group(check, group, part, shown, [] if is_by_task else absent))
+    alone = absent if is_by_task else []
+    return results + [_skipped(check, {"task": task}, "not measured on this task") for task in alone]
+
+
+def _judge_group(
+    check: Check,
+    group: Mapping[str, str | int],
+    rows: pd.DataFrame,
+    shown: Sequence[str],
+    absent_tasks: Sequence[str],
+) -> CheckResult:
+    """The verdict on one group of rows; `shown` are the columns that tell them apart."""
+    lacking = _lacking(rows, shown, absent_tasks)
+    measured = np.flatnonzero(rows["value"].notna())
+    values = rows["value"].to_numpy(dtype=float)[measured]
+    if not len(values):
+        return _skipped(check, group, lacking)
+    judged = _judged_row(check, values)
+    with np.errstate(invalid="ignore"):
+        value = float(getattr(np, check.agg)(values) if judged is None else values[judged])
+    if math.isnan(value):
+        return _skipped(check, group, f"the {check.agg} of infinite values is no number")
+    margin, relation = min(
+        (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
+    )
+    holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
+    if holds and lacking:
+        return _skipped(check, group, lacking)
+    row = pd.Series(dtype=float) if judged is None else rows.iloc[measured[judged]]
+    low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
+    place = "" if judged is None else _row_name(row, shown)
+    size = "" if pd.isna(samples) else f" (n = {int(samples)})"
+    reason = (
+        f"{number(value, _DIGITS)}{size}{f' at {place}' if place else ''}, "
+        f"wanted {relation} {_exact(check.bounds[relation])}"
+    )
+    status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
+    result = CheckResult(
+        *(check.title, check.metric, group, status, value, relation, check.bounds[relation], margin),
+        n=len(values),
+        where=place,
+        reason="" if holds else reason,
+    )
+    count = 0 if pd.isna(samples) else int(samples)
+    return replace(result, ci_low=float(low), ci_high=float(high), samples=count)
+
+
+def _exact(value: float) -> str:
+    """A number with all digits that matter and no exponent."""
+    return format(Decimal(f"{value:.10g}"), "f")
+
+
+def _judged_row(check: Check, values: Array) -> int | None:
+    """The row whose value is judged; None where it is no row's."""
+    if check.agg == "worst":
+        margins = [_margin(relation, bound, values) for relation, bound in check.bounds.items()]
+        return int(np.min(margins, axis=0).argmin())
+    if check.agg in ("max", "min"):
+        return int(values.argmax() if check.agg == "max" else values.argmin())
+    return None
+
+
+def _margin(relation: Relation, bound: float, value: Number) -> Number:
+    """How far a value is on the right side of a bound."""
+    return value - bound if relation in (">=", ">") else bound - value
+
+
+def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> CheckResult:
+    relation, bound = next(iter(check.bounds.items()))
+    return CheckResult(
+        check.title, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
+    )
+
+
+def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]] | str:
+    """The rows that a check is about, the columns that tell them apart, the tasks it is about; or why there are none.
+
+    The metric stands in the column `value`, NaN where it was not measured; of a change of mean drift, `low` and `high`
+    are the ends of its 95 % interval.
+    """
+    rows = _measured(run, check)
+    if isinstance(rows, str):
+        return rows
+    try:
+        wanted = _wanted(run, check)
+    except LayerNotFoundError as error:
+        return error.message
+    for column, value in wanted.items():
+        rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
+        if rows.empty:
+            return _no_row(run, check, column, value)
+    key = [column for column in TABLES[check.home].key if column in rows]
+    if check.change is not None:
+        for variant in check.ends:
+            if not (rows["variant"] == variant).any():
+                return _no_row(run, check, "variant", variant)
+        key = [column for column in key if column not in ("variant", "name")]
+        rows = _changes(rows, key, *check.ends, relative=check.relative)
+        if check.home == "accuracy" or check.metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, check, check.ends)
+    elif check.home == "accuracy" and check.metric == "value":
+        rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
+    shown = [column for column in key if column not in wanted and column not in check.per]
+    tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
+    return rows, shown, tasks
+
+
+def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
+    """The table's rows with the metric as `value`, where it exists; or why there is none."""
+    rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
+    if rows.empty:
+        return f"the run has no rows in its table {check.home!r}"
+    if check.home == "calibration":
+        rows = rows.assign(variant=rows["name"].map(calibrated))
+    rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
+    if rows["value"].isna().all():
+        return f"{check.metric} was not measured"
+    if check.home not in _GAPS_BY:
+        return rows
+    return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
+
+
+def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
+    """Which rows, by column, with the index of the layer."""
+    wanted = dict(check.where)
+    if check.home == "params" and not {"scope", "path"} & set(wanted):
+        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
+    if "layer" in wanted:
+        wanted["layer"] = run.layer_index(wanted["layer"])
+    return wanted
+
+
+def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
+    names = {"task": run.tasks, "variant": run.variants}.get(column, ())
+    if names and value not in names and value != "expert":
+        return f"the run has no {column} {value!r}; it has {', '.join(names)}"
+    return f"{check.metric} was not measured where {column} is {value}"
+
+
+def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool) -> pd.DataFrame:
+    """Change of each row from one variant to another; NaN where one lacks the row, or a relative one starts from 0."""
+    sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
+    both = pd.concat(sides, axis=1, keys=["start", "end"])
+    size = both["start"].abs()
+    change = (both["end"] - both["start"]) / (size.where(size > 0) if relative else 1.0)
+    return change.rename("value").reset_index()
+
+
+def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
+    """The rows with what is known of their changes' intervals, those of shares of a score left out."""
+    ends: list[Interval] = []
+    if check.home == "accuracy":
+        for task, name in zip(rows["task"], rows["metric"], strict=True):
+            metric = metric_called(name)
+            score = changed_score(run, run, task, change, metric)
+            interval = Interval(math.nan) if check.relative else score.interval
+            ends.append(replace(interval, n=score_of(run, task, change[1], metric).n))
+    else:
+        by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
+        kind = "relative" if check.relative else "difference"
+        places = zip(rows["task"], rows["layer"], strict=True)
+        changes = [by_task[task].get(layer) for task, layer in places]
+        ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in changes]
+    return rows.assign(
+        low=[e.low for e in ends], high=[e.high for e in ends], n=[e.n or math.nan for e in ends]
+    )
+
+
+def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
+    if absent_tasks:
+        return f"not measured on {', '.join(absent_tasks)}"
+    missing = rows[rows["value"].isna()]
+    if missing.empty:
+        return ""
+    first = _row_name(missing.iloc[0], shown)
+    return f"{len(missing)} of {len(rows)} rows were not measured" + (f", first {first}" if first else "")
+
+
+def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
+    """A row in words, by what tells it apart."""
+    return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
+
+
+# Shares by prefix swaps are not among them: they telescope to the very drift that they are divided by.
+_CLAIMS = {
+    "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
+    "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
+    "contributions": ("shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
+    "groups": ("parts of groups sum to the local mismatch", "group_contributions", "split_error", 1e-2),
+    "closed form": ("weights solve their normal equations", "calibration", "stationarity_error", 1e-5),
+    "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
+    "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
+}
+"""What is exact in theory, by name: table and column of its error, and up to which error it counts as holding."""
+
+
+_PLACE = {
+    **{"task": "task ", "variant": "", "name": "calibration ", "layer": "", "site": ""},
+    "sample_id": "sample ",
+}
+"""Columns that say where an error is, and what is put before them."""
+
+
+def measured_by(claim: str) -> str:
+    """The command that adds to a run what the claim of this short name is checked on."""
+    _, table, column, _ = _CLAIMS[claim]
+    return TABLES[table].filled_by([column])
+
+
+@remembered
+def self_checks(run: DriftRun) -> CheckReport:
+    """The largest error of each claim that a run checks about itself; `metric` is the claim's short name."""
+    results = (
+        _self_check(run, getattr(run, table)(), column, name, claim, limit)
+        for name, (claim, table, column, limit) in _CLAIMS.items()
+    )
+    return CheckReport(run, tuple(results))
+
+
+def _self_check(
+    run: DriftRun, rows: pd.DataFrame, column: str, name: str, claim: str, limit: float
+) -> CheckResult:
+    measured = rows[rows[column].notna()]
+    errors = measured[column].abs().to_numpy(dtype=float)
+    status: Status = "skip"
+    largest, where, reason = math.nan, "", "not measured"
+    if len(errors):
+        worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
+        place = {key: worst[key] for key in _PLACE if key in rows}
+        place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
+        where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
+        status = "pass" if largest <= limit else "fail"
+        reason = (
+            "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
+        )
+    title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
+    return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
+
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML document may hold, escaped or not."""
+
+
+def junit_xml(report: CheckReport) -> str:
+    """One test suite, called like the run, with a test case per result; a warning passes and says so."""
+    counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
+    attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
+    root = ElementTree.Element("testsuites", attributes)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": _safe(report.run.name), **attributes})
+    for result in report.results:
+        case = ElementTree.SubElement(
+            suite, "testcase", {"classname": f"driftlens.{result.metric}", "name": _safe(result.title)}
+        )
+        _add_outcome(case, result)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
+
+
+def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
+    reason = _safe(result.reason)
+    if result.status != "skip":
+        measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
+        measured["n"] = result.samples
+        bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
+        numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
+        properties = ElementTree.SubElement(case, "properties")
+        for name, text in {**numbers, **bound}.items():
+            ElementTree.SubElement(properties, "property", {"name": name, "value": text})
+    if result.status == "fail":
+        ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
+    elif result.status == "skip":
+        ElementTree.SubElement(case, "skipped", {"message": reason})
+    elif result.status == "warn":
+        ElementTree.SubElement(case, "system-out").text = f"warning: {reason}"
+
+
+def _safe(text: str) -> str:
+    return _NOT_XML.sub("\ufffd", harmless(text))

@@ -1,0 +1,296 @@
+"""Two runs, or two variants of one run, side by side: changes of drift, cosine, flips and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from driftlens.results.formatting import Kind
+from driftlens.results.frame import Finding, pairing
+from driftlens.results.measures import (
+    COSINE,
+    DRIFT,
+    DRIFT_CHANGE,
+    FLIPS,
+    changed_score,
+    changes_between,
+    drift_changes,
+    level,
+    main_metrics,
+    same_samples,
+    score_of,
+)
+from driftlens.results.table import Table, with_ends
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.utils.errors import DataError
+from driftlens.utils.files import PathLike
+from driftlens.utils.intervals import Interval, MeanChange, Paired, mean_over_tasks
+from driftlens.utils.metrics import ACCURACY, metric_called, title_of
+from driftlens.utils.variants import expert_of, part_of
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from `before` to `after`; a change is after minus before, NaN where either was not measured.
+
+    Attributes:
+        before: the run that the first variant of each pair is taken from.
+        after: the run of the second ones; the same one when two variants of one run are compared.
+        pairs: the variants compared, (before, after) each.
+        layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
+            drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`, over
+            `drift_n` samples after; it is paired by sample where `drift_paired` says that both measured the same ones.
+        tasks: one row per task and pair: final drift and cosine, flips, the `metric` that the task is judged by and its
+            `score_*`, which stand as `accuracy_*` too where it is accuracy. Its interval is paired by test sample where
+            `score_paired` says that both sides' single results are stored, else from the counts alone (too wide then);
+            `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are `paired_n`
+            in the split `paired_split`.
+        mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
+        notes: what a reader must know about the intervals.
+    """
+
+    before: DriftRun
+    after: DriftRun
+    pairs: tuple[tuple[str, str], ...]
+    layers: pd.DataFrame = field(repr=False)
+    tasks: pd.DataFrame = field(repr=False)
+    mismatches: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """What changes on every task, for notebooks."""
+        names = ["task", "before", "after", "metric", "score_before", "score_after", "score_change"]
+        names += ["score_ci_low", "score_ci_high", "drift_before", "drift_after"]
+        return self.tasks[names].to_html(index=False, float_format="{:.3g}".format)
+
+
+def compare(
+    a: DriftRun | PathLike,
+    b: DriftRun | PathLike | None = None,
+    *,
+    before: str | None = None,
+    after: str | None = None,
+    allow_mismatch: bool = False,
+) -> Comparison:
+    """What changes from run `a` to run `b`, or from one variant of `a` to another.
+
+    Args:
+        a: the run before, or its folder.
+        b: the run after; None compares two variants of `a`.
+        before: variant of `a`. Left out: every variant the two runs share, or "merged" within one run.
+        after: variant of the run after. Left out: the one called like `before`, or within one run the calibration
+            added last.
+        allow_mismatch: whether to go on where tasks, samples, classes or experts differ; what both have is compared.
+
+    Raises:
+        DataError: a variant is not there; nothing is shared; or something differs and that is not allowed.
+        RunError: a run can't be read.
+    """
+    first = a if isinstance(a, DriftRun) else open_run(a)
+    second = first if b is None else b if isinstance(b, DriftRun) else open_run(b)
+    differences = mismatches(first, second)
+    if differences and not allow_mismatch:
+        raise DataError(
+            f"the runs differ in {'; '.join(differences)}",
+            hint="Such numbers are no before and after. In Python, compare(allow_mismatch=True) compares the rest.",
+            mismatches=differences,
+        )
+    pairs = _pairs(first, second, before, after, within=b is None)
+    tasks = [task for task in first.tasks if task in second.tasks]
+    if not tasks:
+        raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
+    places = [(task, pair) for task in tasks for pair in pairs]
+    return Comparison(
+        first,
+        second,
+        pairs,
+        layers=pd.concat([_layer_rows(first, second, *place) for place in places], ignore_index=True),
+        tasks=pd.DataFrame([_task_row(first, second, *place) for place in places]),
+        mismatches=differences,
+        notes=tuple(_unverified(first, second, tasks)),
+    )
+
+
+def comparison_table(rows: pd.DataFrame) -> Table:
+    """The rows of one pair of a comparison's `tasks` to be read; scores are in percent where all are shares."""
+    metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
+    what = title_of(metrics) if len(metrics) == 1 else "score"
+    is_share = all(metric.kind == "share" for metric in metrics)
+    score: Kind = "share" if is_share else "number"
+    change: Kind = "points" if is_share else "signed"
+    columns: dict[str, tuple[Kind, str]] = {
+        "task": ("text", "task"),
+        **({"metric": ("text", "metric")} if len(metrics) > 1 else {}),
+        **_both_sides("L2 drift", "number", "drift"),
+        **with_ends(
+            *("change of drift", "relative"),
+            ("drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"),
+        ),
+        "samples": ("count", "drift_n"),
+        **_both_sides("cosine", "number", "cos"),
+        "change of cosine": ("signed", "cos_change"),
+        **_both_sides("flips", "share", "flips"),
+        **_both_sides(what, score, "score"),
+        **with_ends(f"change of {what}", change, ("score_change", "score_ci_low", "score_ci_high")),
+        "test samples": ("count", "n_test_after"),
+    }
+    scored = rows[rows["score_ci_low"].notna()]
+    note = pairing(dict(zip(scored["task"], scored["score_paired"], strict=True)))
+    return Table.from_rows("changes", "Change by task", columns, rows.to_dict("records"), note)
+
+
+def _both_sides(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]:
+    return {f"{head} {side}": (kind, f"{name}_{side}") for side in ("before", "after")}
+
+
+def mean_score_change(rows: pd.DataFrame) -> Interval:
+    """The mean over the tasks of one pair, each with its own interval; NaN where metrics differ, or one is missing."""
+    ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
+    return mean_over_tasks([Interval(*row) for row in ends] if rows["metric"].nunique() == 1 else [])
+
+
+def _pairs(
+    first: DriftRun, second: DriftRun, before: str | None, after: str | None, *, within: bool
+) -> tuple[tuple[str, str], ...]:
+    if within:
+        before = before or "merged"
+        after = after or _last_calibration(first)
+    elif before is None and after is None:
+        shared = [variant for variant in first.variants if variant in second.variants]
+        if not shared:
+            raise DataError(
+                "the runs have no variant in common", hint="Name one of each: `before` and `after`."
+            )
+        return tuple((variant, variant) for variant in shared)
+    pair = (before or after or "", after or before or "")
+    for run, variant in zip((first, second), pair, strict=True):
+        run.layers(variant=variant)  # says which variants there are when this is none
+    return (pair,)
+
+
+def _last_calibration(run: DriftRun) -> str:
+    calibrations = [variant for variant in run.variants if part_of(variant) == "calibrated"]
+    if not calibrations:
+        raise DataError(
+            f"the run {run.name!r} has no calibrated variant to compare with",
+            hint="`driftlens calibrate` adds one; or name two variants: `before` and `after`.",
+        )
+    return calibrations[-1]
+
+
+def _layer_rows(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
+    columns = {"drift_l2_mean": "drift", "cos_mean": "cos"}
+    sides = [
+        run.layers(task, variant)[["layer", "path", *columns]].rename(columns=columns)
+        for run, variant in zip((first, second), pair, strict=True)
+    ]
+    rows = sides[0].merge(sides[1].drop(columns="path"), on="layer", suffixes=("_before", "_after"))
+    for quantity in columns.values():
+        rows[f"{quantity}_change"] = rows[f"{quantity}_after"] - rows[f"{quantity}_before"]
+    rows["drift_relative"] = rows["drift_change"] / rows["drift_before"].where(rows["drift_before"] != 0)
+    changes = drift_changes(first, second, task, pair)
+    ends = pd.DataFrame([_ends(changes.get(layer)) for layer in rows["layer"]])
+    rows = pd.concat([rows, ends], axis=1)
+    for place, (name, value) in enumerate((("task", task), ("before", pair[0]), ("after", pair[1]))):
+        rows.insert(place, name, value)
+    return rows
+
+
+def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"task": task, "before": pair[0], "after": pair[1]}
+    sides = ((first, pair[0]), (second, pair[1]))
+    for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
+        start, end = (level(run, about, task, variant).value for run, variant in sides)
+        row |= {f"{name}_before": start, f"{name}_after": end, f"{name}_change": end - start}
+    row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
+    changes = changes_between(first, second, DRIFT, task, pair)
+    drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
+    row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
+    metric = main_metrics(first).get(task, ACCURACY)
+    scores = [score_of(run, task, variant, metric) for run, variant in sides]
+    row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
+    change = changed_score(first, second, task, pair, metric)
+    return row | _score_columns(change, *(score.value for score in scores))
+
+
+def _ends(change: MeanChange | None) -> dict[str, Any]:
+    nothing = Interval(math.nan)
+    change = change or MeanChange(nothing, nothing, is_paired=False)
+    both = {"drift": change.difference, "drift_relative": change.relative}
+    ends = {f"{name}_ci_{end}": getattr(mean, end) for name, mean in both.items() for end in ("low", "high")}
+    return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
+
+
+def _score_columns(change: Finding, start: float, end: float) -> dict[str, Any]:
+    row = {
+        "before": start,
+        "after": end,
+        "change": change.value,
+        "ci_low": change.low,
+        "ci_high": change.high,
+    }
+    is_accuracy = change.about.name == ACCURACY.name
+    answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
+    return {
+        **{f"score_{name}": value for name, value in row.items()},
+        # Under this name nobody may find anything else.
+        **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
+        **{"score_paired": change.paired, "paired_change": answers.difference},
+        **{f"paired_{end}": getattr(answers, end) for end in ("ci_low", "ci_high")},
+        **{name: getattr(answers, name) for name in ("p_value", "gained", "lost")},
+        **{"paired_n": answers.n, "paired_split": change.answered or None},
+    }
+
+
+def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]:
+    unknown = [task for task in tasks if same_samples(a, b, task) is None]
+    if unknown:
+        yield (
+            f"whether both runs measured the same samples of {', '.join(unknown)} can't be verified, as one was "
+            "written before runs said what their sample ids are ids of: intervals take the samples for different ones"
+        )
+
+
+def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
+    """The fields in which runs differ, in words: tasks, layers, samples, classes, experts; empty where none does.
+
+    Calibration samples may differ: that is what calibrations are compared for.
+    """
+    return () if a is b else tuple(_differences(a, b))
+
+
+def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
+    if set(a.tasks) != set(b.tasks):
+        yield f"tasks ({', '.join(a.tasks) or 'none'} against {', '.join(b.tasks) or 'none'})"
+    if a.manifest.layers != b.manifest.layers:
+        yield f"layers ({_chain(a)} against {_chain(b)})"
+    shared = [task for task in a.tasks if task in b.tasks]
+    for split in ("diagnosis", "test"):
+        ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
+        unlike = [task for task in shared if same_samples(a, b, task, split) is False]
+        yield from _differing(f"{split} samples", shared, ids, other_ids, unlike)
+    yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
+    yield from _differing("experts", shared, _experts(a), _experts(b))
+
+
+def _differing(
+    what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
+) -> Iterator[str]:
+    """Tasks on which both runs say something, and not the same."""
+    unequal = [task for task in tasks if task in unlike or (task in a and task in b and a[task] != b[task])]
+    if unequal:
+        yield f"{what} of {', '.join(unequal)}"
+
+
+def _experts(run: DriftRun) -> Mapping[str, str]:
+    models = run.manifest.models
+    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
+
+
+def _chain(run: DriftRun) -> str:
+    layers = run.manifest.layers
+    return f"{len(layers)} layers, {layers[0].path} to {layers[-1].path}" if layers else "none"

@@ -1,0 +1,134 @@
+"""The runs in a folder, one line each; a run that can't be read keeps its line and says why."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from driftlens.results.measures import DRIFT, RELATIVE, SCORE, level, main_metrics
+from driftlens.runs.layout import LOCK, MANIFEST, STATUS
+from driftlens.runs.manifest import Manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run_state import current_state, is_live, left_undone
+from driftlens.utils.errors import DriftLensError, RunError
+from driftlens.utils.files import PathLike
+from driftlens.utils.variants import part_of
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run as a list shows it; one that can't be read has its folder's name, a `problem` and often a `hint`.
+
+    Attributes:
+        state: see `current_state`; "unreadable" with a `problem`.
+        final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
+        merge: how the merged model was made; empty where the run was given it.
+        scores: mean over the tasks on which all of them were measured, of base, merged model, the last calibration
+            and experts, by variant; empty where tasks have scores of different kinds.
+        relative: mean relative final drift, of the last calibration or else of the merged model; NaN if not measured.
+        bytes: size of the files that the manifest lists.
+        left: what later work left undone, in sentences; see `left_undone`.
+    """
+
+    path: pathlib.Path
+    id: str = ""
+    name: str = ""
+    created: str = ""
+    tasks: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    state: str = "unreadable"
+    final_drift: Mapping[str, float] = field(default_factory=dict)
+    merge: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    relative: float = math.nan
+    bytes: int = 0
+    problem: str = ""
+    hint: str = ""
+    left: tuple[str, ...] = ()
+    is_live: bool = False
+
+
+def find_runs(root: PathLike) -> list[RunSummary]:
+    """Return the run in `root`, if it is one, or else the runs directly inside it, by name of folder.
+
+    Raises:
+        RunError: there is no such folder.
+    """
+    folder = pathlib.Path(root)
+    if _looks_like_a_run(folder):
+        return [_summarise(folder)]
+    if not folder.is_dir():
+        raise RunError(f"{folder} is no folder", hint="Name a run directory, or a folder that holds some.")
+    inside = sorted(folder.iterdir())
+    return [_summarise(child) for child in inside if _looks_like_a_run(child)]
+
+
+def _looks_like_a_run(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
+
+
+def _summarise(folder: pathlib.Path) -> RunSummary:
+    try:
+        run = open_run(folder)
+        return RunSummary(
+            path=folder,
+            id=run.id,
+            name=run.name,
+            created=run.manifest.created,
+            tasks=run.tasks,
+            variants=run.variants,
+            state=current_state(run),
+            merge=_merge_of(run.manifest),
+            **_standings(run),
+            bytes=sum(file.bytes for file in run.manifest.files.values()),
+            left=left_undone(run),
+            is_live=is_live(run.manifest),
+        )
+    except DriftLensError as error:
+        return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
+
+
+def _merge_of(manifest: Manifest) -> str:
+    """The method's title, and how far it goes where it has a scaling."""
+    scaling = manifest.merge.get("parameters", {}).get("scaling")
+    return " ".join(map(str, filter(None, (manifest.merge.get("title", ""), scaling))))
+
+
+def _standings(run: DriftRun) -> dict[str, Any]:
+    """`final_drift`, `scores` and `relative` of a summary."""
+    if not run.manifest.layers:
+        return {}
+    repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
+    shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
+    try:
+        last = [level(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
+        drifts = {task: level(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
+        scores = _mean_scores(run, [*shown, "expert"])
+    except RunError:
+        run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
+        return {}
+    return {
+        "final_drift": {task: drift.value for task, drift in drifts.items() if drift.is_measured},
+        "relative": sum(last) / len(last) if last else math.nan,
+        "scores": scores,
+    }
+
+
+def _mean_scores(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
+    """By variant, over the tasks on which every scored one has a score; none where these have no common mean."""
+    by_variant = {
+        variant: {
+            task: row.value for task in run.tasks if (row := level(run, SCORE, task, variant)).is_measured
+        }
+        for variant in variants
+    }
+    by_variant = {variant: scores for variant, scores in by_variant.items() if scores}
+    common = [task for task in run.tasks if all(task in scores for scores in by_variant.values())]
+    metrics = main_metrics(run)
+    scored = dict.fromkeys(task for scores in by_variant.values() for task in scores)
+    if not by_variant or not common or not all(metrics[task].is_averaged for task in scored):
+        return {}
+    return {name: sum(scores[task] for task in common) / len(common) for name, scores in by_variant.items()}

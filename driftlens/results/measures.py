@@ -1,0 +1,461 @@
+"""What every variant of a run is measured by, as rows of the frame: by task, from one to another, and over tasks.
+
+A measure comes with a function that yields its rows of a run, and one that yields those of a change; both stand in the
+table `_SOURCES`, and then in every table, sentence and page that shows what variants are measured by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from driftlens.results.formatting import Kind, is_measured
+from driftlens.results.frame import Finding, Measure, finding
+from driftlens.runs.run import DriftRun, remembered
+from driftlens.utils import intervals
+from driftlens.utils.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, share_of_samples
+from driftlens.utils.metrics import ACCURACY, METRICS, Metric, metric_called, title_of
+from driftlens.utils.variants import part_of
+
+DRIFT = Measure("final drift", "number", "higher", name="drift")
+DRIFT_CHANGE = Measure("final drift against that before", "share", "higher", name="drift_change")
+RELATIVE = Measure("relative drift", "share", "higher", name="relative")
+COSINE = Measure("cosine to the expert", "number", "lower", name="cosine")
+
+_COLUMNS = ["task", "variant", "drift_l2_mean", "drift_l2_std", "drift_rel", "cos_mean", "cos_std", "n"]
+FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
+SCORE = Measure("score", "share", "lower", "test", "score")
+"""Asks for what each task is judged by, whatever its metric."""
+
+
+def feature_levels(run: DriftRun) -> Iterator[Finding]:
+    """Means over diagnosis samples, with Student's interval; relative drift takes the expert's norm as known."""
+    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+    numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
+    for task, variant, values in zip(rows["task"], rows["variant"], numbers, strict=True):
+        mean, std, share, cosine, cosine_std = values[:-1]
+        n = 0 if math.isnan(values[-1]) else int(values[-1])
+        drift = intervals.mean_interval(mean, std, n)
+        relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
+        by_measure = {
+            DRIFT: drift,
+            RELATIVE: relative,
+            COSINE: intervals.mean_interval(cosine, cosine_std, n),
+        }
+        yield from (finding(about, at, str(task), str(variant)) for about, at in by_measure.items())
+
+
+def feature_changes(
+    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float = math.nan
+) -> Iterator[Finding]:
+    """What changes from one variant to another, by Student's t; nothing where the samples of one are not stored.
+
+    `scale` is relative drift by drift: the expert's norm, taken as known.
+    """
+    for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
+        changes = drift_changes(before, after, task, pair, column=column, layer="final")
+        for change in changes.values():
+            rows = {about: change.difference}
+            if about is DRIFT:
+                rows |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
+            for measure, numbers in rows.items():
+                yield finding(measure, numbers, task, pair[1], pair[0], paired=change.is_paired)
+
+
+def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
+    """Whether equal sample ids of two runs mean the same samples of a task; None where a run does not tell.
+
+    Ids alone don't: two data sets may both count from 0. The runs have to say what theirs are ids of.
+    """
+    if a.id == b.id:
+        return True
+    origins = [run.manifest.sample_origins.get(split, {}).get(task) for run in (a, b)]
+    return None if None in origins else origins[0] == origins[1]
+
+
+def drift_changes(
+    before: DriftRun,
+    after: DriftRun,
+    task: str,
+    variants: tuple[str, str],
+    *,
+    column: str = "drift_l2",
+    layer: int | str | None = None,
+) -> dict[int, MeanChange]:
+    """How the mean of a column of the sample table changes, by index of the layers that both have stored.
+
+    Paired where both measured the very same samples, and nothing else is known to be common.
+    """
+    sides = [
+        {layer: rows.set_index("sample_id")[column] for layer, rows in measured.groupby("layer")}
+        for measured in (
+            run.samples(task, variant, layer)[["layer", "sample_id", column]].dropna()
+            for run, variant in zip((before, after), variants, strict=True)
+        )
+    ]
+    is_same = same_samples(before, after, task)
+    changes: dict[Any, MeanChange] = {}
+    for index in sides[0].keys() & sides[1].keys():
+        start, end = (side[index] for side in sides)
+        is_paired = bool(is_same) and set(start.index) == set(end.index)
+        values = (start, end.reindex(start.index) if is_paired else end)
+        changes[index] = intervals.mean_change(
+            *(column.to_numpy(dtype=float) for column in values), is_paired=is_paired
+        )
+    return changes
+
+
+def measure_of(metric: Metric) -> Measure:
+    """The measure of the frame that a metric is."""
+    return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
+
+
+def score_levels(run: DriftRun) -> Iterator[Finding]:
+    """What every variant scores by what each task is judged by, with the table's interval."""
+    metrics, rows = main_metrics(run), run.accuracy()
+    rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
+    numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
+    for task, variant, (value, low, high, n) in zip(rows["task"], rows["variant"], numbers, strict=True):
+        score = Interval(value, low, high, 0 if math.isnan(n) else int(n))
+        yield finding(measure_of(metrics[task]), score, str(task), str(variant))
+
+
+def changed_score(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
+) -> Finding:
+    """How a score changes: by the single results of the same test samples where they are stored, else by the counts.
+
+    Without single results the interval of a share takes both for independent, and is wider than it need be.
+    """
+    sides = list(zip((before, after), variants, strict=True))
+    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
+    answers, split = paired_answers(before, after, task, variants, metric) or (None, "")
+    change, is_paired = Interval(end.value - start.value), False
+    if answers is not None and split == "test" and answers.n == start.n == end.n:
+        is_paired, change = True, Interval(answers.difference, answers.ci_low, answers.ci_high)
+    elif start.n and end.n and metric.kind == "share":
+        counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
+        change = Interval(change.value, *intervals.unpaired_difference(*counts))
+    elif start.n and end.n and same_samples(before, after, task, "test"):
+        rows, partner = (results(run, task, variant, metric) for run, variant in sides)
+        if len(rows) and set(rows.index) == set(partner.index):
+            columns = rows["value"], partner["value"].reindex(rows.index), rows["reference"]
+            change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
+            is_paired = is_measured(change.low)
+    change = replace(change, n=end.n if is_measured(change.value) else 0)
+    row = finding(measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
+    return replace(row, answers=answers, answered=split)
+
+
+def paired_answers(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
+) -> tuple[Paired, str] | None:
+    """The change of a share of right answers on the samples that both stored, and which split these are.
+
+    None where the metric is no share, no sample has both answers, or the runs are not known to have the same samples.
+    The split reads "test" where single results of test samples are stored, or, by runs older than these, where the
+    labelled diagnosis samples are exactly the test samples; else "diagnosis".
+    """
+    splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
+    for split in splits if metric.kind == "share" else ():
+        if not same_samples(before, after, task, split):
+            continue
+        sides = zip((before, after), variants, strict=True)
+        start, end = (right_answers(run, task, variant, metric, split) for run, variant in sides)
+        answers = start.to_frame("before").join(end.rename("after"), how="inner")
+        if len(answers):
+            origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
+            tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
+            is_test = origins[0] == origins[1] and tested == set(answers.index)
+            both = intervals.mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
+            return both, "test" if is_test else split
+    return None
+
+
+@remembered
+def right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+    """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
+    if split == "test":
+        return results(run, task, variant, metric)["value"] == 1
+    rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
+    answer = "expert_pred" if variant == "expert" else "pred"
+    rows = rows[rows["label"].notna() & rows[answer].notna()].drop_duplicates("sample_id")
+    return pd.Series((rows["label"] == rows[answer]).to_numpy(dtype=bool), index=rows["sample_id"])
+
+
+@remembered
+def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
+    """A variant's score on test samples with its interval and their number; NaN and 0 without."""
+    rows = run.accuracy(task, variant)
+    rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
+    if rows.empty:
+        return Interval(math.nan)
+    value, low, high, n = rows[["value", "ci_low", "ci_high", "n"]].astype(float).iloc[0]
+    return Interval(value, low, high, int(n))
+
+
+@remembered
+def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
+    """What each scored task is judged by: accuracy where it was measured, else the first metric of the list."""
+    rows, order = run.accuracy(), [*METRICS]
+    rows = rows[rows["value"].notna() & rows["task"].isin(run.tasks)]
+    mains: dict[str, Metric] = {}
+    for task, names in rows.groupby("task", sort=False)["metric"].unique().items():
+        metrics = [metric for metric in map(metric_called, names) if not metric.is_attached]
+        metrics.sort(key=lambda metric: order.index(metric.name) if metric.name in order else len(order))
+        mains |= {str(task): metrics[0]} if metrics else {}
+    return mains
+
+
+def _flips(run: DriftRun) -> Iterator[Finding]:
+    """The share of diagnosis samples that a variant decides otherwise than the expert, with Wilson's interval."""
+    rows = run.outputs()
+    rows = rows[rows["flipped"].notna()]
+    for (task, variant), flipped in rows.groupby(["task", "variant"], sort=False)["flipped"]:
+        share = share_of_samples(int(flipped.sum()) / len(flipped), len(flipped))
+        yield finding(FLIPS, share, str(task), str(variant))
+
+
+def _score_changes(
+    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], _: float
+) -> Iterator[Finding]:
+    yield changed_score(before, after, task, pair, main_metrics(before).get(task, ACCURACY))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where rows of some measures come from: those of a run, and those of a change on one task."""
+
+    measures: tuple[Measure, ...]
+    levels: Callable[[DriftRun], Iterator[Finding]]
+    changes: Callable[[DriftRun, DriftRun, str, tuple[str, str], float], Iterator[Finding]] | None = None
+
+
+_SOURCES = (
+    _Source((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), feature_levels, feature_changes),
+    _Source((SCORE,), score_levels, _score_changes),
+    _Source((FLIPS,), _flips),
+)
+_BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
+_AVERAGED = (DRIFT, RELATIVE, COSINE)
+"""What has a mean over any tasks; scores have one with their like only: nats and shares have no common mean."""
+
+
+@remembered
+def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Finding]:
+    return {(row.about.role, row.task, row.variant): row for row in source.levels(run)}
+
+
+def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
+    """What a variant has on a task; NaN where that was not measured."""
+    row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
+    metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
+    return row or finding(measure_of(metric) if metric else of, Interval(math.nan), task, variant)
+
+
+@remembered
+def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -> Mapping[str, Finding]:
+    return changes_between(run, run, source.measures[0], task, pair)
+
+
+def changes_between(
+    before: DriftRun, after: DriftRun, of: Measure, task: str, pair: tuple[str, str]
+) -> Mapping[str, Finding]:
+    """What changes from a variant of one run to a variant of another, by `Measure.role`, for `of` and its kin."""
+    source = _BY_ROLE[of.role]
+    if source.changes is None:
+        return {}
+    drift, relative = (level(before, about, task, pair[0]).value for about in (DRIFT, RELATIVE))
+    scale = relative / drift if drift else math.nan
+    return {row.about.role: row for row in source.changes(before, after, task, pair, scale)}
+
+
+def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Finding:
+    """How a measure changes on a task from one variant to another; without ends where its samples are not stored."""
+    if row := _changes(run, _BY_ROLE[of.role], task, pair).get(of.role):
+        return row
+    start, end = (level(run, of, task, variant) for variant in pair)
+    return finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
+
+
+def mean(run: DriftRun, of: Measure, tasks: Sequence[str], variant: str) -> Finding:
+    """The mean of what a variant has on these tasks."""
+    over = mean_over_tasks([level(run, of, task, variant) for task in tasks])
+    return replace(finding(of, over, "", variant), tasks=tuple(tasks))
+
+
+def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
+    """How the mean over these tasks changes: the difference of both means, with the error of changes by task."""
+    by_task = [change(run, of, task, pair) for task in tasks]
+    start, end = (mean(run, of, tasks, variant).value for variant in pair)
+    over = replace(mean_over_tasks(by_task), value=end - start)
+    row = finding(of, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
+    return replace(row, tasks=tuple(tasks))
+
+
+def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
+    """Every measure that was taken of all these variants on at least one task, and those tasks."""
+    groups = [(about, run.tasks) for about in _AVERAGED]
+    metrics = main_metrics(run)
+    for group in dict.fromkeys("" if metric.is_averaged else metric.name for metric in metrics.values()):
+        like = {
+            task: metric
+            for task, metric in metrics.items()
+            if group == ("" if metric.is_averaged else metric.name)
+        }
+        kinds, first = {metric.kind for metric in like.values()}, next(iter(like.values()))
+        name = first.name if len(set(like.values())) == 1 else SCORE.name
+        # A mean with correlations in it is no share of samples, yet reads as the paper's tables do.
+        kind: Kind = "number" if kinds == {"number"} else "share"
+        groups.append((Measure(title_of(like.values()), kind, first.worse, "test", name), tuple(like)))
+    measured = [
+        (
+            about,
+            tuple(task for task in tasks if all(level(run, about, task, of).is_measured for of in variants)),
+        )
+        for about, tasks in groups
+    ]
+    return [(about, tasks) for about, tasks in measured if tasks and variants]
+
+
+def findings(
+    run: DriftRun,
+    variants: Sequence[str] | None = None,
+    pairs: Sequence[tuple[str, str]] | None = None,
+) -> list[Finding]:
+    """All rows of these variants and changes: by task, then their means over the tasks on which all were measured.
+
+    `variants` None is all, and the expert; `pairs` None is from base to merged model, and from that to every
+    calibrated one.
+    """
+    wanted = [*dict.fromkeys(("expert", *run.variants) if variants is None else variants)]
+    if pairs is None:
+        starts = {"merged": "base", "calibrated": "merged"}
+        ends = [(starts.get(part_of(name), ""), name) for name in wanted]
+        pairs = [(start, end) for start, end in ends if start in wanted]
+    rows = [row for source in _SOURCES for row in _levels(run, source).values() if row.variant in wanted]
+    for task, pair, source in itertools.product(run.tasks, pairs, _SOURCES):
+        rows += _changes(run, source, task, pair).values()
+    for about, tasks in common(run, [name for name in wanted if name != "expert"]):
+        rows += [mean(run, about, tasks, variant) for variant in wanted]
+        rows += [mean_change(run, about, tasks, pair) for pair in pairs]
+    return [row for row in rows if row.is_measured]
+
+
+def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
+    """The single results of a task's test samples by sample id; empty where none are stored."""
+    rows = run.scores(task, variant)
+    return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
+
+
+def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
+    """The metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
+    n = len(values)
+    if metric.kind == "share":
+        return share_of_samples(round(float(values.sum())) / n, n)
+    value, *drawn = _statistic(metric, values, references, _draws(n))
+    # Numbers that are all alike are correlated with nothing.
+    return Interval(float(np.nan_to_num(value)), *_ends(np.array(drawn)), n)
+
+
+def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
+    """How a metric of the same samples, [n] each, changes, with a 95 % interval by drawing them again, both alike.
+
+    Not for shares: for these `mcnemar` is exact.
+    """
+    counts = _draws(len(before))
+    start, end = (np.nan_to_num(_statistic(metric, side, references, counts)) for side in (before, after))
+    value, *drawn = end - start
+    return Interval(float(value), *_ends(np.array(drawn)), len(before))
+
+
+def _draws(n: int) -> Array:
+    """How often each of n samples counts: first once each, then as drawn again, the same for the same n."""
+    drawn = np.random.default_rng(0).multinomial(
+        n, np.full(n, 1 / n), size=intervals.RESAMPLES if n > 1 else 0
+    )
+    return np.concatenate([np.ones((1, n)), drawn])
+
+
+def _ends(drawn: Array) -> tuple[float, float]:
+    finite = drawn[np.isfinite(drawn)]
+    if not len(finite):  # of a single sample, or of numbers that are all alike
+        return float("nan"), float("nan")
+    low, high = np.quantile(finite, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _statistic(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
+    """The metric for every row of counts, [r]; NaN where it has no value."""
+    with np.errstate(all="ignore"):
+        if metric.name == "spearman":
+            return _correlations(_ranks(values, counts), _ranks(references, counts), counts)
+        if metric.needs == "passages":
+            mean: Array = counts @ values / counts.sum(axis=1)
+            return mean
+        if metric.name == "perplexity":
+            value: Array = np.exp(counts @ values / (counts @ references))
+            return value
+    raise ValueError(f"{metric.name} has no single results to draw from")
+
+
+def _ranks(values: Array, counts: Array) -> Array:
+    """Rank of every sample among those drawn, equal ones sharing the mean of theirs, [r, n]; without sorting again."""
+    _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    ordered = counts[:, np.argsort(place, kind="stable")]
+    drawn = np.add.reduceat(ordered, np.cumsum(sizes) - sizes, axis=1)
+    middle = drawn.cumsum(axis=1) - (drawn - 1) / 2
+    ranks: Array = middle[:, place]
+    return ranks
+
+
+def _correlations(x: Array, y: Array, counts: Array) -> Array:
+    """Pearson's correlation of every row of x and y, [r, n] each, samples weighing as often as they were drawn."""
+    whole = counts.sum(axis=1, keepdims=True)
+    x, y = (side - (counts * side).sum(axis=1, keepdims=True) / whole for side in (x, y))
+    both = (counts * x * y).sum(axis=1)
+    correlation: Array = both / np.sqrt((counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1))
+    return correlation
+
+
+OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "still wrong": "The merge broke it, and the repair left it so.",
+        "wrong": "The merge broke it: the expert is right, the merged model wrong.",
+        "broken": "The repair broke it: expert and merged model are right, the repaired one is wrong.",
+        "repaired": "The merge broke it, the repair mended it.",
+        "right": "All models are right.",
+        "expert wrong": "The expert itself is wrong, so that nearness to it is no gain.",
+    }
+)
+"""Every outcome with what it says, those to look at first; "wrong" only without a repair."""
+BROKEN_BY_MERGE = ("still wrong", "wrong", "repaired")
+"""Outcomes of samples that the expert answers rightly and the merged model doesn't."""
+
+
+@remembered
+def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "") -> pd.DataFrame:
+    """A row per sample of a task that was answered by expert, `merged` and, where one is named, the variant `repaired`.
+
+    Indexed by sample_id; columns: expert, merged, repaired (whether the answer is right; `repaired` only where one is
+    named) and outcome, one of `OUTCOMES`. Empty where right answers aren't known.
+    """
+    models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
+    metric = main_metrics(run).get(task, ACCURACY)
+    for split in ("diagnosis", "test") if metric.kind == "share" else ("diagnosis",):
+        columns = {name: right_answers(run, task, variant, metric, split) for name, variant in models.items()}
+        rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")
+        if len(rows):
+            break
+    is_right = rows["repaired"] if repaired else rows["merged"]
+    broken, mended = ("broken", "repaired") if repaired else ("wrong", "right")
+    lost = "still wrong" if repaired else "wrong"
+    after = np.where(rows["merged"], np.where(is_right, "right", broken), np.where(is_right, mended, lost))
+    return rows.assign(outcome=np.where(rows["expert"], after, "expert wrong"))

@@ -1,0 +1,141 @@
+"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from driftlens.results.formatting import Kind, setting_text
+from driftlens.results.measures import main_metrics
+from driftlens.results.table import Table
+from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import SWEEPS
+from driftlens.utils.files import from_json
+from driftlens.utils.intervals import mean_over_tasks, over_draws, share_of_samples
+from driftlens.utils.metrics import METRICS
+from driftlens.utils.variants import title
+from driftlens.utils.words import counted
+
+ABLATION = "ablation"
+"""The sweep that takes a method apart; its first point is the method as it is."""
+CONTROL = "control"
+FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
+"""Columns of what is varied; other settings stand in `settings`."""
+LEVELS = ("merged", "base", "expert")
+MEASURES: dict[str, tuple[str, Kind, Kind]] = {
+    "accuracy": ("accuracy", "share", "points"),
+    "kl": ("KL (nat)", "number", "number"),
+    "drift_rel": ("relative drift", "number", "number"),
+}
+"""Column -> heading, and how values and changes of it are written."""
+
+
+def settings_of(row: Any) -> dict[str, Any]:
+    """All settings of a row of the sweep table, by name; runs before schema 1.4 tell three."""
+    if isinstance(row["settings"], str):
+        settings: dict[str, Any] = from_json(row["settings"])
+        return settings
+    return {name: row[name] for name in FACTORS[:-1]}
+
+
+def sweep_named(factor: str, method: str) -> str:
+    """What the sweep of one factor is called: methods other than FeatCal stand in front."""
+    return factor if method == "featcal" else f"{method}:{factor}"
+
+
+def swept_methods(run: DriftRun, factor: str) -> list[str]:
+    """The methods that sweeps of one factor were made with, in the order in which they were."""
+    names = map(str, run.sweeps()["sweep"].unique())
+    return [
+        head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
+    ]
+
+
+def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the sweep table with each task's main score as `score`, where it may be averaged; without other rows."""
+    metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
+    scores = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
+    rows = rows.assign(score=pd.Series(scores, rows.index, dtype=float))
+    return rows[rows["score"].notna()]
+
+
+def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
+    """A model of the run beside which a sweep's points stand, mean of these or all tasks; NaN where one lacks it."""
+    tasks = tasks or run.tasks
+    if measure in METRICS:
+        rows = run.accuracy()
+        rows = rows[(rows["variant"] == variant) & (rows["metric"] == measure)]
+        values = rows.set_index("task")["value"]
+    elif variant == "expert":
+        return 0.0
+    elif measure == "kl":
+        rows = run.outputs()
+        values = rows[rows["variant"] == variant].groupby("task")["kl"].mean()
+    else:
+        rows = run.layers(variant=variant, layer="final")
+        values = rows.set_index("task")[measure]
+    return float(values.reindex([*tasks]).mean(skipna=False))
+
+
+def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:
+    """What rows of a sweep reached at every value of `by`: over tasks for each seed first, then over seeds.
+
+    A seed that lacks one of the `tasks` is left out, as its mean would be over others. `low` and `high` are over seeds,
+    `tested_low` and `tested_high` of accuracies over test samples: seeds share these, so ends are averaged like values.
+    """
+    rows = rows.astype({measure: float, "n_test": float})
+    by_seed = rows.groupby([by, "seed"])
+    is_whole = by_seed[measure].count() == tasks
+    seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
+    points = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
+    ends = [over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
+    points = points.join(pd.DataFrame(ends, points.index, columns=["low", "high"]))
+    points["n_test"] = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
+    points = points.assign(tested_low=math.nan, tested_high=math.nan)
+    if measure in ("accuracy", "score") and rows["accuracy"].notna().all():
+        shares = [
+            share_of_samples(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)
+        ]
+        means = pd.Series(shares, rows.index).groupby([rows[by], rows["seed"]]).agg(list).map(mean_over_tasks)
+        for end in ("low", "high"):
+            tested = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
+            points[f"tested_{end}"] = tested.groupby(level=0).mean()
+    return points.reset_index()
+
+
+def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
+    """The run's models, the method as it is, and with each of its parts taken away: a table per measure."""
+    rows = run.sweeps()
+    rows = rows[rows["sweep"] == name]
+    method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
+    its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
+    start = min(its)
+    drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
+    draws = counted(rows["seed"].nunique(), "draw")
+    note = f"{draws}; intervals over draws (Student's t), against {method} draw by draw."
+    sheets = []
+    for measure, (heading, kind, change) in MEASURES.items():
+        kinds: dict[str, Kind] = {"model": "text"}
+        for head, how in ((heading, kind), (f"against {method}", change)):
+            kinds |= {head: how, f"{head} low": how, f"{head} high": how}
+        table: list[list[Any]] = [
+            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in LEVELS
+        ]
+        for point, settings_here in its.items():
+            changed = [
+                f"{key}={setting_text(value)}"
+                for key, value in settings_here.items()
+                if value != its[start][key]
+            ]
+            reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
+            both = [over_draws(at[measure].to_numpy()) for at in (reached, gaps if changed else gaps[:0])]
+            ends = [end for one in both for end in one.ends]
+            table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
+        if rows[measure].notna().any():
+            file = f"ablation-{method}-{measure}".replace("_", "-")
+            called = f"{method}, part by part: {heading}"
+            sheets.append(Table.of(file, called, {**kinds, "s": "number"}, table, note))
+    return sheets

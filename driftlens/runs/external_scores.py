@@ -1,0 +1,261 @@
+"""Scores that other tools have measured, beside a run's own: of lm-evaluation-harness, bigcode's, safety-eval."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from types import MappingProxyType
+from typing import Any
+
+import pandas as pd
+from pydantic import TypeAdapter
+
+from driftlens.runs.manifest import read_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run_state import command_to_resume, is_analyzed
+from driftlens.runs.status import utc_now
+from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean
+from driftlens.utils.files import PathLike, from_json, plain_file
+from driftlens.utils.intervals import share_of_samples
+from driftlens.utils.metrics import ATTACHED, metric_called
+from driftlens.utils.variants import expert_of
+from driftlens.utils.words import some_of
+
+_HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
+TOOLS: Mapping[str, str] = MappingProxyType(
+    {
+        _HARNESS: "https://github.com/EleutherAI/lm-evaluation-harness",
+        _BIGCODE: "https://github.com/bigcode-project/bigcode-evaluation-harness",
+        _SAFETY: "https://github.com/allenai/safety-eval",
+    }
+)
+"""Whose files are read, and where each is published."""
+_Z = NormalDist().inv_cdf(0.975)
+_ERROR = "_stderr"
+_NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "none")
+"""How what is no finite number is spelled, as a number, as text or as nothing."""
+_COUNTS = ("sample_len", "sample_count")
+"""Numbers beside the metrics of a task that are none."""
+_ALL = "all"
+"""A task of leaderboards' files that is the mean of all others."""
+_WHOLE = ("overall", "micro", "macro")
+"""How metrics over all samples of a task begin; they stand before those of a part."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a file tells: by task and metric the score and its standard error, NaN without; samples by task."""
+
+    tool: str
+    scores: Mapping[str, Mapping[str, tuple[float, float]]]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, list[str]] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+log = logging.getLogger("driftlens")
+
+
+def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
+    """Put the results that another tool has written into a run, as scores of one of its models.
+
+    Read are files of the lm-evaluation-harness (0.3 or 0.4), of bigcode-evaluation-harness and of safety-eval. Scores
+    stand in the accuracy table under the names that the tool gives, `harness:acc` for example, of the tasks that it
+    names. Intervals are of the standard errors or counts it states; where it states neither, there is none. A share in
+    percent becomes one in [0, 1]; what is NaN or infinite is left out, and the logger names it. The manifest keeps the
+    file's digest and which tasks are groups of others. Attached again, a task's results take the place of the earlier
+    ones. `variant` is what was measured, `expert:TASK` too.
+
+    Raises:
+        DataError: the file can't be read, is none of these, or its numbers can't be; the run has no such variant.
+        RunError: the run is unfinished.
+    """
+    folder, file = pathlib.Path(run), pathlib.Path(results)
+    manifest = read_manifest(folder)
+    models = [*manifest.variants, *map(expert_of, manifest.tasks)]
+    if variant not in models:
+        raise DataError(
+            f"the run has no variant {variant!r}; it has {', '.join(models) or 'none'}",
+            hint=did_you_mean(variant, models),
+        )
+    if not is_analyzed(manifest):
+        raise RunError(
+            f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` goes on with it."
+        )
+    with concerning(file):
+        content = plain_file(file).read_bytes()
+        document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
+        measured = _measured(document)
+        rows = [{"variant": variant, **row} for row in _rows(measured)]
+    document.pop("config", None)
+    if lost := [*_not_finite(document.get("results", document))]:
+        log.warning("notice: %s: left out is what is no finite number: %s", file, some_of(lost, 5))
+    about = {
+        **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
+        **{"tool": measured.tool, **measured.about, "groups": measured.groups, "left_out": lost},
+        **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
+    }
+    with RunWriter.resume(folder) as writer:
+        writer.append("accuracy", pd.DataFrame(rows), replace=True)
+        writer.describe(attached={f"{variant} {file.name}": about})
+    return open_run(folder)
+
+
+def tool_of(run: DriftRun, variant: str, task: str) -> str:
+    """Which tool has measured a variant on a task; the newest that was attached."""
+    files = [of for of in run.manifest.attached.values() if of["variant"] == variant and task in of["tasks"]]
+    return max(files, key=lambda about: str(about["attached"]))["tool"] if files else _HARNESS
+
+
+def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
+    """Return those of the tasks that are no group of others.
+
+    Runs that attached before groups were kept don't tell: then no task is known to be a leaf.
+    """
+    names, subtasks = [*dict.fromkeys(tasks)], dict[str, set[str]]()
+    for about in run.manifest.attached.values():
+        if "groups" not in about:
+            return []
+        for group, members in about["groups"].items():
+            subtasks.setdefault(group, set()).update(members)
+
+    def below(group: str, passed: frozenset[str]) -> set[str]:
+        members = subtasks.get(group, set()) - passed
+        return members.union(*(below(member, passed | members) for member in members))
+
+    return [name for name in names if not below(name, frozenset({name})) & {*names}]
+
+
+def _measured(document: dict[str, Any]) -> _Results:
+    """Return the results of a file, whichever tool wrote it."""
+    if "results" in document:
+        _by_task(document["results"])
+        return _of_harness(document)
+    scores = _by_task({task: of for task, of in document.items() if task != "config"})
+    by_task = {task: dict(sorted(_flat(of, task), key=_is_of_part)) for task, of in scores.items()}
+    if isinstance(document.get("config"), dict):
+        kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
+        return _Results(_BIGCODE, by_task, about=kept)
+    names = [f"{ATTACHED}{name}" for of in by_task.values() for name in of]
+    if names and not any(metric_called(name).is_directed for name in names):
+        raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of one of these tools", hint=_HINT)
+    return _Results(_SAFETY, by_task)
+
+
+def _by_task(scores: object) -> dict[str, dict[str, Any]]:
+    return TypeAdapter(dict[str, dict[str, Any]]).validate_python(scores)
+
+
+def _of_harness(document: Mapping[str, Any]) -> _Results:
+    """Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples."""
+    scores: dict[str, dict[str, tuple[float, float]]] = {}
+    for task, by_metric in document["results"].items():
+        scores[task] = {}
+        for key, value in by_metric.items():
+            name, comma, part = key.partition(",")
+            if name.endswith(_ERROR) or name in _COUNTS or not _is_number(value):
+                continue
+            error = by_metric.get(f"{name}{_ERROR}{comma}{part}")
+            shown = name if part in ("", "none") else key
+            scores[task][shown] = (float(value), float(error) if _is_number(error) else math.nan)
+    stated = {task: _part(_part(document, "n-samples"), task).get("effective") for task in scores}
+    counts = {task: n for task, n in stated.items() if isinstance(n, int) and n > 0}
+    settings = _part(document, "config")
+    about = {"version": document.get("lm_eval_version"), "date": document.get("date")}
+    about |= {name: settings.get(name) for name in ("model", "model_args", "limit")}
+    return _Results(_HARNESS, scores, counts, _groups(document), about)
+
+
+def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The members of each group; files that don't list them write subtasks below their group, further in."""
+    listed = {
+        group: [str(name) for name in members]
+        for group, members in _part(document, "group_subtasks").items()
+        if isinstance(members, list) and members
+    }
+    above: list[tuple[int, str]] = []
+    for task, of in document["results"].items():
+        name = str(of.get("alias", ""))
+        depth = len(name) - len(name.lstrip(" -"))
+        above = [(at, group) for at, group in above if at < depth]
+        if above and "group_subtasks" not in document:
+            listed.setdefault(above[-1][1], []).append(task)
+        above.append((depth, task))
+    if _ALL in document["results"]:  # as leaderboards write it: of the others, whatever they are
+        listed.setdefault(_ALL, [task for task in document["results"] if task != _ALL])
+    return listed
+
+
+def _flat(
+    scores: Mapping[str, Any], task: str, before: str = ""
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Every number of one task, by metric; that of a part of the task's samples with the part behind a comma."""
+    for key, value in scores.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict) and not before:
+            yield from _flat(value, task, f"{key},")
+        elif _is_number(value):
+            # WildJailbreak's harmless prompts are to be complied with, under the name of an attack's success.
+            yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
+
+
+def _is_of_part(score: tuple[str, Any]) -> bool:
+    return not score[0].startswith(_WHOLE)
+
+
+def _rows(measured: _Results) -> list[dict[str, Any]]:
+    """Rows of the accuracy table."""
+    rows = []
+    for task, scores in measured.scores.items():
+        n = measured.counts.get(task)
+        for name, (value, error) in scores.items():
+            metric = metric_called(f"{ATTACHED}{name}")
+            low, high = (
+                sign * math.inf if end is None else end
+                for end, sign in zip(metric.range, (-1, 1), strict=True)
+            )
+            if metric.kind == "share" and 1 < value <= 100:
+                value, error = value / 100, error / 100
+            if not low <= value <= high:
+                raise DataError(f"{name} of {task} is {value:g}, and lies between {low:g} and {high:g}")
+            ends = (math.nan, math.nan)
+            # No error at all is what one right or wrong answer after the other gives, and no certainty.
+            if error > 0:
+                ends = max(value - _Z * error, low), min(value + _Z * error, high)
+            elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
+                ends = share_of_samples(value, n).ends[1:]
+            row = {"task": task, "metric": metric.name, "value": value, "n": n}
+            rows.append(row | dict(zip(("ci_low", "ci_high"), ends, strict=True)))
+    if not rows:
+        raise DataError("the results hold no number", hint=_HINT)
+    return rows
+
+
+def _not_finite(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Where a file has NaN or infinity for a score; without standard errors an interval is missing, and no score."""
+    for key, value in scores.items():
+        if isinstance(value, dict):
+            yield from _not_finite(value, f"{before}{key} ")
+        elif _ERROR not in key and str(value).lower() in _NO_NUMBERS:
+            yield f"{before}{key}"
+
+
+def _part(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = document.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_HINT = (
+    "Give the results_*.json that `lm_eval --output_path` wrote, or what bigcode-evaluation-harness wrote to "
+    "`--metric_output_path`, or safety-eval to `--report_output_path`."
+)

@@ -1,0 +1,300 @@
+"""Several processes of one job under `torchrun`: whole tasks are distributed over the ranks.
+
+Every process runs the same program on the same files. Each task belongs to one rank; the main rank collects results in
+the order of the tasks, so that they are those of one process, and it alone writes. Entry point: `joined`. A `Team` of
+one process answers every call at once.
+
+An error in any process ends the job: its connections close, and every other process raises the posted error.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+log = logging.getLogger("driftlens")
+T = TypeVar("T")
+
+_JOIN = timedelta(minutes=5)
+"""For all processes to start: a scheduler may start its machines minutes apart."""
+_READ = 1.0
+"""Seconds for the others to read from the main process's store why it ends."""
+_WAIT = timedelta(days=1)
+"""For one result of another process, which may have to measure a whole task first."""
+
+
+class Team:
+    """This process among those of a job; rank 0 is the main one."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Any = None, device: torch.device | None = None
+    ) -> None:
+        """Describe a process of `torch.distributed`'s default group.
+
+        Args:
+            rank: of this process.
+            size: number of processes.
+            store: a key-value store of torch.distributed that all processes share.
+            device: this process's accelerator, where received tensors go that come from one; None without any.
+        """
+        self.rank, self.size = rank, size
+        self._store, self._device = store, device
+        self._common: list[BaseException] = []
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes and prints."""
+        return self.rank == 0
+
+    def owners(self, items: Sequence[str]) -> dict[str, int]:
+        """Return the rank that each item belongs to, in turn."""
+        return {item: place % self.size for place, item in enumerate(items)}
+
+    def mine(self, items: Sequence[str]) -> list[str]:
+        """Return the items of this process; none if there are more processes than items."""
+        return [item for item, owner in self.owners(items).items() if owner == self.rank]
+
+    def tell_idle(self, items: Sequence[str]) -> None:
+        """Log how many processes have no task."""
+        if self.size > len(items):
+            log.warning(
+                "%d of %d processes have no task: there are %d tasks",
+                self.size - len(items),
+                self.size,
+                len(items),
+            )
+
+    def at(self, owner: int, work: Callable[[], T]) -> T | None:
+        """Do work on one rank and return its result on the main rank; None elsewhere.
+
+        The owner waits until the main rank takes the result, so all ranks ask for results in the same order.
+        """
+        value = work() if self.rank == owner else None
+        if owner == 0:
+            return value
+        if self.rank == owner:
+            self._send(value, 0)
+        return cast("T", self._received(owner)) if self.is_main else None
+
+    def once(self, work: Callable[[], T]) -> T:
+        """Do work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
+        if self.size == 1:
+            return work()
+        if self.is_main:
+            value, error = outcome = _outcome(work)
+            for rank in range(1, self.size):
+                self._send(outcome, rank)
+        else:
+            value, error = self._received(0)
+        if error is not None:
+            raise self._agreed(error)
+        return cast("T", value)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every process, by rank; tensors in it are on the host."""
+        if self.size == 1:
+            return [value]
+        import torch
+
+        values: list[Any] = [None] * self.size
+        with self._connection():
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        self.gather(None)
+
+    def each(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
+        """Return what is computed of every item, each on one rank; a `DriftLensError` is raised on all."""
+        if self.size == 1:
+            return {item: work(item) for item in items}
+        parts: dict[str, T] = {}
+        for part, error in self.gather(_outcome(lambda: {item: work(item) for item in self.mine(items)})):
+            if error is not None:
+                raise self._agreed(error)
+            parts |= part or {}
+        return {item: parts[item] for item in items}
+
+    def agrees(self, error: BaseException) -> bool:
+        """Return True if all processes have raised this error at the same place, so that they may go on."""
+        return self.size == 1 or error in self._common
+
+    def fail(self, error: BaseException) -> bool:
+        """Post the error that ends this process; return True if it was the first, which is then printed."""
+        if self.size == 1:
+            return True
+        if isinstance(error, KeyboardInterrupt):
+            error = Cancelled("cancelled")
+        if not isinstance(error, DriftLensError):
+            error = from_library(error) or RunError(f"process {self.rank}: {type(error).__name__}: {error}")
+        ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
+        try:
+            is_first = self._store.compare_set("failed", "", ours) == ours.encode()
+        except RuntimeError:  # the store was in the main process, which is gone
+            return self.rank <= 1
+        if self.is_main and is_first:
+            import torch
+
+            # With their connections closed, the others look it up in the store of this process.
+            with suppress(RuntimeError, ValueError):
+                torch.distributed.destroy_process_group()
+            time.sleep(_READ)
+        return bool(is_first)
+
+    def _agreed(self, error: DriftLensError) -> DriftLensError:
+        self._common.append(error)
+        return error
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Turn a broken connection into the error that another process has ended with."""
+        try:
+            yield
+        except RuntimeError as broken:
+            error: DriftLensError = RunError(
+                f"another of the {self.size} processes was killed, or had no memory left",
+                hint="Repeat the command with --resume.",
+            )
+            with suppress(RuntimeError):  # the store may be gone, too
+                if self._store.check(["failed"]):
+                    kind, message, hint, _ = pickle.loads(bytes.fromhex(self._store.get("failed").decode()))
+                    error = kind(message, hint=hint)
+            raise error from broken
+
+    def _send(self, value: object, to: int) -> None:
+        import torch
+
+        writer = _Writer(file := io.BytesIO())
+        writer.dump(value)
+        with self._connection():
+            torch.distributed.send_object_list([file.getvalue()], dst=to, device=torch.device("cpu"))
+            for tensor in writer.tensors:
+                torch.distributed.send(_on_the_wire(tensor), dst=to)
+
+    def _received(self, source: int) -> Any:
+        import torch
+
+        data: list[Any] = [None]
+        with self._connection():
+            torch.distributed.recv_object_list(data, src=source, device=torch.device("cpu"))
+            reader = _Reader(io.BytesIO(data[0]), self._device)
+            value = reader.load()
+            for tensor in reader.tensors:
+                buffer = _on_the_wire(tensor)
+                torch.distributed.recv(buffer, src=source)
+                tensor.copy_(buffer)
+        return value
+
+
+ALONE = Team()
+"""A job of one process."""
+
+
+class _Writer(pickle.Pickler):
+    """Pickles a value, and collects its tensors, which are sent separately."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: object) -> object:
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors.append(value.detach())
+        return value.shape, value.dtype, value.device.type
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickles a value with empty tensors in it, on the host or on this process's device."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._device = device
+
+    def persistent_load(self, described: Any) -> Tensor:
+        import torch
+
+        shape, dtype, kind = described
+        device = self._device if self._device is not None and self._device.type == kind else kind
+        self.tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        return self.tensors[-1]
+
+
+def _on_the_wire(tensor: Tensor) -> Tensor:
+    """Return the tensor, on the host unless its device has a backend of its own."""
+    import torch
+
+    own = _backend_of(tensor.device)
+    is_direct = own is not None and own in str(torch.distributed.get_backend_config())
+    return tensor.contiguous() if is_direct else tensor.contiguous().cpu()
+
+
+def _backend_of(device: torch.device) -> str | None:
+    """Return torch's backend for devices of this kind, for example `cuda:nccl`; None for what goes through gloo."""
+    import torch
+
+    backends: dict[str, str] = torch.distributed.Backend.default_device_backend_map
+    name = backends.get(device.type, "gloo")
+    return None if name == "gloo" else f"{device.type}:{name}"
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:
+    try:
+        return work(), None
+    except DriftLensError as error:
+        return None, error
+
+
+@contextmanager
+def joined() -> Iterator[Team]:
+    """Join the processes that the environment describes, as torchrun sets it; without any, a team of one."""
+    if members() == 1:
+        yield ALONE
+        return
+    import torch
+
+    from driftlens.utils.devices import number_of, use_device
+
+    dist: Any = torch.distributed
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=_JOIN))
+        device = use_device(number)
+        backend, num_here = "gloo", int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        # nccl needs one GPU per process.
+        if device is not None and number_of(device) >= num_here and (own := _backend_of(device)):
+            backend = f"cpu:gloo,{own}"
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=_WAIT)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise SpecError(
+            f"the {members()} processes of the job can't connect: {str(error).splitlines()[0][:200]}",
+            hint="Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process.",
+        ) from error
+    team = Team(rank, size, dist.PrefixStore("team", store), device)
+    yield team
+    team.barrier()
+    dist.destroy_process_group()
+
+
+def members() -> int:
+    """Return the number of processes that the environment states; 1 if it has no rank for this one."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    return int(said) if said.isdecimal() and int(said) > 1 and "RANK" in os.environ else 1

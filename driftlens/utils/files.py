@@ -1,0 +1,341 @@
+"""Files that are either whole or absent: everything DriftLens writes goes through here.
+
+A file is written under its own name inside a scratch folder `.partial-*` next to its place, and moved there
+once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included; what a
+killed process leaves is removed by the next one that writes beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import re
+import secrets
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, Self
+
+import psutil
+
+from driftlens.utils.errors import RunError, SpecError
+
+PathLike = str | os.PathLike[str]
+
+PARTIAL = ".partial-*"
+"""What scratch folders are called, behind `.partial-` the machine and the process that made them."""
+
+_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
+LONGEST_FILE_NAME = 240
+"""Of 255 bytes that file systems allow a file's name, what is left by the endings put behind an escaped name."""
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""What a disk that knows no locks answers to who asks for one."""
+_ASIDE = ".replaced"
+_HERE = f"{zlib.crc32(platform.node().encode()):08x}"
+_swept: set[tuple[int, pathlib.Path]] = set()
+"""Folders that this process has rid of what killed ones left."""
+_unfinished: dict[tuple[int, object], Callable[[], None]] = {}
+"""What a process that is stopped at any moment has yet to put in order: an interrupt may fall into the end of a block.
+
+By process (a fork has its parent's entries, but must not touch them) and key: what undoes the step."""
+
+
+def escape(name: str) -> str:
+    """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
+
+    So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
+    leaves its folder.
+    """
+    if not name:
+        raise ValueError("an empty name can't be a file name")
+    return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode())
+
+
+@contextlib.contextmanager
+def atomic_path(
+    path: PathLike, *, need: int | None = None, is_lasting: bool = True
+) -> Iterator[pathlib.Path]:
+    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
+
+    What need not outlive a machine that loses its power is not waited for until the disk has it.
+    """
+    target = pathlib.Path(path)
+    with scratch_beside(target, need) as scratch:
+        written = scratch / target.name
+        yield written
+        if is_lasting:
+            _flush(written)
+        written.replace(target)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
+    """An empty folder to fill; on success it becomes `path`, on any failure nothing does."""
+    target = pathlib.Path(path)
+    if not (replace and target.is_dir()):
+        require_free(target)
+    with scratch_beside(target, None) as scratch:
+        filled = scratch / target.name
+        filled.mkdir()
+        yield filled
+        for file in filled.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        _swap(filled, target, aside=scratch / _ASIDE)
+
+
+def require_free(path: PathLike) -> None:
+    """Refuse a path at which something is, other than an empty folder where that is not to be a file."""
+    target = pathlib.Path(path)
+    if target.is_dir() and target.suffix == ".safetensors":
+        raise RunError(f"{target} is a folder", hint="Give the path of a file, or one without the ending.")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
+
+
+def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
+    """Write `text` as UTF-8 with Unix line ends, whole or not at all; `is_lasting` as for `atomic_path`."""
+    data = text.encode()
+    with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
+        written.write_bytes(data)
+
+
+def write_json_atomic(
+    path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
+) -> None:
+    """Write `value` as indented JSON, keys in the order given, whole or not at all; `is_lasting` as for `atomic_path`.
+
+    With `allow_nan` infinite numbers are written as Python's own reader takes them, and no other.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan)
+    write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value that `text` spells; for all JSON that comes from outside."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
+
+
+def plain_file(path: PathLike) -> pathlib.Path:
+    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning."""
+    file = pathlib.Path(path)
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(file))
+    return file
+
+
+def sha256_of(path: PathLike) -> str:
+    """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
+    with plain_file(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expanded(path: PathLike) -> pathlib.Path:
+    """The path with the home folder that a `~` at its beginning stands for."""
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError:
+        raise SpecError(
+            f"{path}: there is no such home folder",
+            hint="Write the whole path; ./ goes before a name that begins with ~.",
+        ) from None
+
+
+def free_bytes(path: PathLike) -> int:
+    """Bytes free on the file system where `path` is, or would be once its folders are made."""
+    folder = pathlib.Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
+    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`."""
+    folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
+    missing = [
+        folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
+    ]
+    try:
+        for parent in reversed(missing):  # one by one: what is removed in the meantime must not come back
+            parent.mkdir(exist_ok=True)
+        if (os.getpid(), target.parent) not in _swept:
+            _swept.add((os.getpid(), target.parent))
+            sweep(target.parent.glob(PARTIAL))
+        undo_if_stopped(folder, lambda: _discard(folder))
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        _discard(folder)
+        raise _unwritable(target, error, need) from error
+    try:
+        yield folder
+    except BaseException as error:
+        _discard(folder)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            raise _unwritable(target, error, need) from error
+        raise
+    finally:
+        _discard(folder)
+
+
+def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
+    """A folder for files of this process alone, in the system's own place for them; raises as `scratch_beside`."""
+    return scratch_beside(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
+
+
+def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
+    """Remove scratch folders that a process of this machine made which runs no more.
+
+    With `others` also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
+    """
+    for folder in scratch:
+        machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
+        number = rest.partition("-")[0]
+        is_known = machine == _HERE and number.isdecimal() and len(number) < 10
+        is_mine = is_known and int(number) == os.getpid()
+        is_live = is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        if (is_known or others) and not is_live:
+            with contextlib.suppress(OSError):
+                _finish_swap(folder)
+            _discard(folder)
+
+
+def undo_if_stopped(key: object, undo: Callable[[], None]) -> None:
+    """Before a step: `undo` is called where the process is stopped before `forget_undo(key)`, perhaps too late."""
+    _unfinished[os.getpid(), key] = undo
+
+
+def forget_undo(key: object) -> None:
+    """The step is over, or undone."""
+    _unfinished.pop((os.getpid(), key), None)
+
+
+def is_unfinished(key: object) -> bool:
+    """Whether this process has begun a step and not ended it."""
+    return (os.getpid(), key) in _unfinished
+
+
+def put_in_order() -> None:
+    """Undo every step that this process has not ended, the last one first; what can't be undone is left."""
+    for key in reversed([key for key in _unfinished if key[0] == os.getpid()]):
+        undo = _unfinished.pop(key, None)
+        if undo is not None:
+            with contextlib.suppress(Exception):
+                undo()
+
+
+class Guard:
+    """A file that one process holds at a time, for as long as it lives.
+
+    On a disk that knows no locks it is open and not held, so that what lies beside it has to say who is at work: a
+    lock made of a file's mere presence would stay when its process is killed, and with a copy of its folder.
+    """
+
+    def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
+        from filelock import FileLock
+
+        self._file = pathlib.Path(file)
+        self._lock = FileLock(self._file, timeout, fallback_to_soft=False)
+        self._open: IO[bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was acquired, and not released since."""
+        return self._lock.is_locked or self._open is not None
+
+    def acquire(self) -> None:
+        """Take it within the timeout; a TimeoutError where another process holds it."""
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._open = self._file.open("ab")
+
+    def release(self) -> None:
+        """Let go of it; does nothing where it is not held."""
+        self._lock.release()
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    """What lies in a folder; nothing where it can't be looked into."""
+    try:
+        return [*folder.iterdir()]
+    except OSError:  # removed a moment ago, or not ours to look into
+        return []
+
+
+def _discard(folder: pathlib.Path) -> None:
+    try:
+        folder.rmdir()  # what was written in it has moved to its place
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+    forget_undo(folder)
+
+
+def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
+    reason = error.strerror or str(error)
+    if error.errno not in _DISK_FULL:
+        return RunError(f"can't write {target}: {reason}", hint="Choose a folder you may write to.")
+    free = free_bytes(target.parent)
+    wanted = "" if need is None else f" of the {_amount(need)} needed"
+    hint = f"{_amount(free)}{wanted} are free there. Free some space, or choose another disk."
+    return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
+
+
+def _amount(count: int) -> str:
+    # In megabytes a job's record would need 0.0.
+    return f"{count:,} bytes" if count < 1e5 else f"{count / 1e6:,.1f} MB"
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Force a file's bytes to the disk: the move that follows must not expose an empty file after a crash."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
+    """Move `filled` to `target`; what was there goes aside first, and back if the move fails."""
+    try:
+        if target.exists():
+            target.rename(aside)
+        filled.rename(target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        raise
+
+
+def _finish_swap(scratch: pathlib.Path) -> None:
+    """Of a process that was killed between the two moves: the new folder is whole, so that it takes its place."""
+    if (scratch / _ASIDE).exists():
+        for filled in scratch.iterdir():
+            if filled.name != _ASIDE and not (target := scratch.parent / filled.name).exists():
+                filled.rename(target)

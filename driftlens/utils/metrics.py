@@ -1,0 +1,196 @@
+"""What variants can be scored by on a task's test samples: the range, direction and interval of every metric.
+
+Facts only, without torch and pandas: how a metric is computed stands in `pipeline/analyze`, what its numbers say in
+`records/scores.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from driftlens.utils.diagnostic import ANY, Range
+
+ATTACHED = "harness:"
+"""Before the name of a metric that another tool has measured and `driftlens attach` has brought."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One way to score a variant on a task.
+
+    A `share` of samples answered rightly has Wilson's interval and changes by pairs, any other number intervals by
+    drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), numbers, or
+    passages to look among, or one score for each text of a `pair`.
+    """
+
+    name: str
+    title: str
+    says: str = ""
+    range: Range = (0.0, 1.0)
+    worse: Literal["higher", "lower"] = "lower"
+    kind: Literal["share", "number"] = "share"
+    needs: Literal["head", "choices", "target", "number", "passages", "pair", ""] = ""
+    hub: str = ""
+    is_directed: bool = True
+    """Whether `worse` is known; of what other tools name it may not be."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it may be averaged over tasks with others of its like: higher is better, within -1 and 1."""
+        low, high = self.range
+        return self.worse == "lower" and low is not None and low >= -1 and high is not None and high <= 1
+
+    @property
+    def described(self) -> str:
+        """What it is, its range and direction, for a reader."""
+        low, high = self.range
+        ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
+        better = f"{'lower' if self.worse == 'higher' else 'higher'} is better"
+        ends.append(better if self.is_directed else "which way is better its name doesn't tell")
+        return f"{self.says or 'Measured by another tool.'} {', '.join(ends).capitalize()}."
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether another tool has measured it."""
+        return self.name.startswith(ATTACHED)
+
+
+_ALL = (
+    Metric(
+        "accuracy",
+        "accuracy",
+        "Share of test samples whose best class score is their own class's.",
+        needs="head",
+        hub="accuracy",
+    ),
+    Metric(
+        "exact_match",
+        "exact match",
+        "Share of test samples whose greedily generated answer equals the target but for case and spaces.",
+        needs="target",
+        hub="exact_match",
+    ),
+    Metric(
+        "choice",
+        "choice accuracy",
+        "Share of test samples whose target has the largest log-likelihood of all choices: the sum over its tokens, "
+        "not divided by their number; of encoder-decoders the end token counts.",
+        needs="choices",
+        hub="accuracy",
+    ),
+    Metric(
+        "spearman",
+        "Spearman correlation",
+        "Rank correlation of numbers with those wanted: of pairs of texts how alike their embeddings are, of a "
+        "head with one score that, else what is generated, where no number counts as 0.",
+        range=(-1.0, 1.0),
+        kind="number",
+        needs="number",
+        hub="spearmanr",
+    ),
+    Metric(
+        "preference",
+        "preference accuracy",
+        "Share of pairs of which the text that is preferred, the input, scores above the other one, the target.",
+        needs="pair",
+        hub="accuracy",
+    ),
+    Metric(
+        "perplexity",
+        "perplexity",
+        "Exponential of the mean negative log-likelihood of a token of the targets, given those before it.",
+        range=(1.0, None),
+        worse="higher",
+        kind="number",
+        needs="target",
+        hub="perplexity",
+    ),
+    Metric(
+        "ndcg@10",
+        "nDCG@10",
+        "Mean over queries of the gain of what answers them among the first 10 passages, discounted by the logarithm "
+        "of their ranks, as a share of the best possible.",
+        kind="number",
+        needs="passages",
+        hub="ndcg_at_10",
+    ),
+    Metric(
+        "accuracy@1",
+        "accuracy@1",
+        "Share of queries whose most similar passage answers them.",
+        needs="passages",
+        hub="accuracy_at_1",
+    ),
+    Metric(
+        "precision@5",
+        "precision@5",
+        "Mean over queries of the share of their 5 most similar passages that answer them.",
+        kind="number",
+        needs="passages",
+        hub="precision_at_5",
+    ),
+    Metric(
+        "mrr@10",
+        "MRR@10",
+        "Mean over queries of 1 by the rank of the first passage that answers them, 0 where it is beyond 10.",
+        kind="number",
+        needs="passages",
+        hub="mrr_at_10",
+    ),
+)
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
+"""By name, in the order in which tables show them."""
+
+ACCURACY = METRICS["accuracy"]
+
+_Way = tuple[Literal["share", "number"], Literal["higher", "lower"]]
+_BY_NAME: tuple[tuple[str, _Way], ...] = (
+    (r"perplexity|^(bits_per_byte|ter|wer|brier_score)$", ("number", "higher")),
+    # XSTest's safe prompts should be answered, its contrasting ones refused: RTA is "refuses to answer".
+    (r"^inverted_rta_(?!.*contrast)|^rta_(?!harm)(?=.*contrast)|^inverted_.*(asr|harm)", ("share", "lower")),
+    (r"benign$|^refusal_prf", ("share", "lower")),
+    (r"^(inverted_)?rta_|(\b|_)(asr|harm(fulness)?)(\b|_)", ("share", "higher")),
+    (r"^(acc|exact_match|em|f1|mc[12])(_|$)|accuracy|_acc$|\bpass(@|_at_)", ("share", "lower")),
+    (r"^(bleu|blue|chrf|meteor|mcc|pearson|rouge|spearman)", ("number", "lower")),
+)
+"""What the names of other tools' metrics tell, in lower case; the first that is found counts."""
+
+
+def metric_called(name: str) -> Metric:
+    """The metric of this name; of one that is not known, what its name tells.
+
+    Names that `driftlens attach` gives (`harness:acc`, `harness:exact_match,strict-match`) are read without the filter.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if not name.startswith(ATTACHED):
+        return Metric(name, name, hub=name)
+    title = name.removeprefix(ATTACHED)
+    hub, _, part = title.partition(",")
+    # A part of a task's samples has the metric of the whole, but harmless prompts should be answered.
+    told = f"{hub},benign" if part == "benign" else hub
+    way = next((way for pattern, way in _BY_NAME if re.search(pattern, told.lower())), None)
+    kind, worse = way or ("number", "lower")
+    ends: Range = (0.0, 1.0) if kind == "share" else (0.0, None) if worse == "higher" else ANY
+    return Metric(name, title, "", ends, worse, kind, hub=hub, is_directed=way is not None)
+
+
+def title_of(metrics: Iterable[Metric]) -> str:
+    """What several metrics that are shown together are called: its name if it is one, else `score` and their names."""
+    titles = list(dict.fromkeys(metric.title for metric in metrics))
+    return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"
+
+
+def says_of(metrics: Iterable[Metric]) -> list[str]:
+    """What each is, its range and direction; those of which the same is said together."""
+    names: dict[str, dict[str, None]] = {}
+    for metric in metrics:
+        name = metric.hub if metric.is_attached else metric.title
+        names.setdefault(metric.described, {})[f"{name[:1].upper()}{name[1:]}" if metric.says else name] = (
+            None
+        )
+    return [f"{', '.join(named)}: {text}" for text, named in names.items()]

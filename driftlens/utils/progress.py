@@ -1,0 +1,296 @@
+"""Progress and cancellation: the same events for a bar in a terminal, lines in a log, JSON for a program, callbacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Literal, TextIO, TypeVar
+
+from driftlens.utils.errors import Cancelled, SpecError, harmless
+
+T = TypeVar("T")
+Mode = Literal["auto", "rich", "jsonl", "none"]
+
+_LINE_SECONDS = 10.0
+"""Between two lines of a log: often enough to see that something moves, seldom enough to read the rest."""
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """How far one phase has come.
+
+    Attributes:
+        total: units in all, or None when unknown.
+        label: what is at hand, for example "task cars, layer 7 of 14".
+        seconds: time since the phase began.
+        metrics: numbers worth showing while waiting.
+    """
+
+    phase: str
+    done: int
+    total: int | None
+    label: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left at the pace so far, or None when that can't be told yet."""
+        if not self.done or not self.total:
+            return None
+        return self.seconds * (self.total - self.done) / self.done
+
+
+ProgressSink = Callable[[ProgressEvent], None]
+
+
+def all_of(*sinks: ProgressSink | None) -> ProgressSink:
+    """One sink that hands every event to all of `sinks` that are there."""
+    there = [sink for sink in sinks if sink is not None]
+
+    def every(event: ProgressEvent) -> None:
+        for sink in there:
+            sink(event)
+
+    return every
+
+
+class CancelToken:
+    """A flag polled once per batch; `cancel` may be called from another thread or a signal handler."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        """Whether somebody asked to stop."""
+        self.is_heard = False
+        """Whether the work has begun to stop, and is putting things in order."""
+
+    def cancel(self) -> None:
+        """Ask the work to stop at the next batch."""
+        self.is_set = True
+
+    def check(self) -> None:
+        """Raise `Cancelled` if somebody asked to stop."""
+        if self.is_set:
+            self.is_heard = True
+            raise Cancelled(
+                "cancelled",
+                hint="Run the command again; where it has --resume, that goes on with what was finished.",
+            )
+
+
+@dataclass
+class LayerSteps:
+    """How far a walk through layers up to `last` is, told by the layer at hand and `before` steps that come first.
+
+    A walk counts the latter up to 0, below which it says how many are left: how many there are, its first word tells.
+    """
+
+    last: int
+    before: int = 0
+    done: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of steps, as far as is known."""
+        return self.before + self.last
+
+    def at(self, layer: int) -> int:
+        """Steps that are done where a layer is begun, or so many are left before the first; never fewer than before."""
+        self.before = max(self.before, -layer)
+        self.done = max(self.done, self.before + (layer if layer < 0 else max(0, layer - 1)))
+        return self.done
+
+
+class Reporter:
+    """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
+
+    def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
+        self._sink = sink
+        self._cancel = cancel
+        self._phase = ""
+        self._done = 0
+        self._started = time.monotonic()
+
+    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
+        """Report that `done` of `total` units are finished, after checking for cancellation."""
+        if self._cancel is not None:
+            self._cancel.check()
+        # A phase may say "nothing done yet" many times, once per batch; only going back means that it begins anew.
+        if phase != self._phase or done < self._done:
+            self._phase, self._started = phase, time.monotonic()
+        self._done = done
+        if self._sink is not None:
+            self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
+
+    def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
+        """Yield `items`, reporting before each and once at the end."""
+        total = len(items) if isinstance(items, Sized) else None
+        done = 0
+        for item in items:
+            self.step(phase, done, total, label(item))
+            yield item
+            done += 1
+        self.step(phase, done, total)
+
+
+class TaskMeter:
+    """Progress of one task in a phase that goes through all tasks."""
+
+    def __init__(self, reporter: Reporter, phase: str, units: Mapping[str, int], task: str) -> None:
+        self._reporter, self._phase, self._task = reporter, phase, task
+        self._before = sum(list(units.values())[: list(units).index(task)])
+        self._all, self._total = units[task], sum(units.values())
+
+    def step(self, done: int, what: str) -> None:
+        """Say what is at hand, and how many of the task's units are done."""
+        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {what}")
+
+    def finish(self) -> None:
+        """The task is done."""
+        self._reporter.step(self._phase, self._before + self._all, self._total, f"task {self._task}")
+
+
+@contextmanager
+def sink_for(
+    mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[ProgressSink]:
+    """A sink for progress events, open for the length of the block; "auto" is a bar on a terminal, lines elsewhere."""
+    target = sys.stderr if stream is None else stream
+    draws = target.isatty() and os.environ.get("TERM") != "dumb"
+    if mode == "rich" or (mode == "auto" and draws):
+        with _bars(target) as sink:
+            yield sink
+    elif mode == "auto":
+        lines = PlainLines(target, clock)
+        yield lines
+        lines.close()  # not after an exception: the phase at hand was not finished then
+    elif mode == "jsonl":
+        yield json_lines(target)
+    elif mode == "none":
+        yield lambda event: None
+    else:
+        raise SpecError(f"no progress mode is called {mode!r}; there are auto, rich, jsonl, none")
+
+
+class PlainLines:
+    """One line per finished phase, and in between at most one line in ten seconds; nothing is redrawn."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._written = clock()
+        self._phase = ""
+        self._done = 0
+        self._began = clock()
+        self._is_open = False
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Write the lines that `event` is worth."""
+        is_complete = event.done == event.total
+        if event.phase != self._phase or event.done < self._done:
+            self.close()
+            self._phase, self._began, self._is_open = event.phase, self._clock() - event.seconds, True
+        self._done = event.done
+        if is_complete:
+            self.close()
+        # Of a phase that has just begun there is nothing to tell, however long ago the last line was.
+        elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
+            count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
+            label = f", {harmless(event.label)}" if event.label else ""
+            self._write(f"{event.phase}: {count}{label}; {_times(event)}")
+
+    def close(self) -> None:
+        """Say that the phase at hand is over, if one is."""
+        if self._is_open:
+            self._write(f"{self._phase}: done in {duration(self._clock() - self._began)}")
+        self._is_open = False
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+        self._written = self._clock()
+
+
+def json_lines(stream: TextIO) -> ProgressSink:
+    """A sink that writes every event as one line of JSON; what JSON has no number for is null."""
+
+    def write(event: ProgressEvent) -> None:
+        record = {
+            "event": "progress",
+            "phase": event.phase,
+            "done": event.done,
+            "total": event.total,
+            "label": event.label,
+            "seconds": round(event.seconds, 3),
+            "remaining": None if event.remaining is None else round(event.remaining, 3),
+            "metrics": {
+                name: value if math.isfinite(value) else None for name, value in event.metrics.items()
+            },
+        }
+        print(json.dumps(record, ensure_ascii=False, allow_nan=False), file=stream, flush=True)
+
+    return write
+
+
+def duration(seconds: float) -> str:
+    """A time for people: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _times(event: ProgressEvent) -> str:
+    left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
+    return f"{duration(event.seconds)} so far{left}"
+
+
+@contextmanager
+def _bars(stream: TextIO) -> Iterator[ProgressSink]:
+    """One bar per phase, redrawn in place."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+    from rich.table import Column
+
+    console = Console(file=stream)
+    # Phase, count and times come first; what is left of a line is the bar's and the label's.
+    room = max(0, console.width - 64)
+    columns = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=min(40, max(1, room // 2))),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[times]}", markup=False),
+        TextColumn(
+            "{task.fields[label]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=max(1, room // 2)),
+        ),
+    ]
+    bars: dict[str, TaskID] = {}
+    # Standard output carries the result; only what goes to standard error has to make way for the bars.
+    with Progress(*columns, console=console, redirect_stdout=False) as progress:
+
+        def draw(event: ProgressEvent) -> None:
+            # A terminal that was closed can't be written to a moment before the signal that says so is heard.
+            with suppress(OSError):
+                if event.phase not in bars:
+                    bars[event.phase] = progress.add_task(event.phase, times="", label="")
+                is_complete = event.done == event.total
+                progress.update(
+                    bars[event.phase],
+                    completed=event.done,
+                    total=event.total,
+                    times=f"done in {duration(event.seconds)}" if is_complete else _times(event),
+                    label="" if is_complete else harmless(event.label),
+                )
+
+        yield draw

@@ -1,25 +1,36 @@
-"""What the site's pages are made of besides their text: formulas as MathML, and the gallery of charts."""
+"""Hooks that build the site's pages: formulas as MathML, functions quoted from their source, the gallery of charts."""
 
 from __future__ import annotations
 
 import html
+import inspect
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from latex2mathml.converter import convert
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 GALLERY = "<!-- gallery -->"
+SOURCE = re.compile(r"<!-- source of ([\w.]+): ([\w, ]+) -->")
+"""A module and the names of its functions, whose source replaces the comment."""
 SHIM = "https://unpkg.com/iframe-worker/shim"
 OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./[^)]+\)")
 """Links to files of the repository that are no pages."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files beside the pages become their names; the gallery is written where a page asks for it."""
-    markdown = OUTSIDE.sub(r"\1", markdown)
+    """Replace links to files outside the site by their text, and insert source code and the gallery."""
+    markdown = SOURCE.sub(_quoted, OUTSIDE.sub(r"\1", markdown))
     return markdown.replace(GALLERY, _gallery()) if GALLERY in markdown else markdown
+
+
+def _quoted(found: re.Match[str]) -> str:
+    """Return the source of some functions of a module as a code block."""
+    names = found[2].split(", ")
+    parts = [inspect.getsource(resolve_name(f"{found[1]}:{name}")) for name in names]
+    return "```python\n" + "\n\n".join(parts) + "```"
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def test_every_command_has_a_group_and_its_line_there() -> None:
         section = page.partition(f"\n## {group}\n")[2].partition("\n## ")[0]
         lines = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
         assert re.findall(r"`(\w+)`", " ".join(lines)) == list(names)
+
+
+def test_functions_that_pages_quote_are_there() -> None:
+    quotes = [
+        quote
+        for page in PAGES
+        for quote in re.findall(r"<!-- source of ([\w.]+): ([\w, ]+) -->", page.read_text())
+    ]
+    assert quotes
+    for module, names in quotes:
+        for name in names.split(", "):
+            assert callable(resolve_name(f"{module}:{name}")), (module, name)
 
 
 def written(page: Path) -> list[list[str]]:

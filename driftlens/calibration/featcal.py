@@ -1,13 +1,15 @@
-"""FeatCal: closed-form calibration of linear modules and norms, and what is reported of it; also of norms alone."""
+"""FeatCal (arXiv:2605.13030): Algorithm 1 as one function, and `FeatCal`, the same solves for the streamed engine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.engine.solver_types import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
@@ -22,6 +24,136 @@ from driftlens.linalg.ridge import (
 from driftlens.models.chain import Parameters, Site
 from driftlens.utils.errors import SpecError
 from driftlens.utils.settings import Bounds, Label
+
+
+@torch.no_grad()
+def featcal_blocks(
+    merged: nn.Module,
+    base: nn.Module,
+    experts: Mapping[str, nn.Module],
+    inputs: Mapping[str, Mapping[str, Tensor]],
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+    *,
+    lam: float = 0.05,
+    rho: float = 2.0,
+    alpha: float = 0.3,
+    eps: float = 1e-8,
+) -> nn.Module:
+    """Calibrate a copy of a merged model: FeatCal, Algorithm 1 of arXiv:2605.13030, on one page.
+
+    Every `nn.Linear` and `nn.LayerNorm` inside the blocks is solved for. `FeatCal` below solves the same systems, but
+    streams batches, runs every block once and reports what each solve did. Tests hold one against the other.
+
+    Args:
+        merged: the merged model. All models are in eval mode.
+        base: the model that the experts were fine-tuned from.
+        experts: task -> expert.
+        inputs: task -> keyword arguments of a forward call on its calibration samples, [n, ...] each, without padding.
+        blocks_of: model -> its blocks in forward order.
+        lam: ridge lambda > 0 of the pull towards the anchor (Eq. 15).
+        rho: position of the anchor on the line from the base to the merged model (Eq. 11).
+        alpha: share in [0, 1] of the expert's features in the target (Eq. 10).
+        eps: least Frobenius norm of a Gram matrix (Eq. 14).
+
+    Returns:
+        The copy, with weights (Eq. 17), biases (Eq. 55) and LayerNorms (Eq. 59) of its blocks replaced.
+    """
+    calibrated = copy.deepcopy(merged)
+    for index, block in enumerate(blocks_of(calibrated)):
+        # One snapshot per block. The calibrated model's features come from blocks that are calibrated already.
+        snapshot = [
+            (
+                blocks_of(expert)[index],
+                _module_inputs(calibrated, block, inputs[task]),
+                _module_inputs(expert, blocks_of(expert)[index], inputs[task]),
+            )
+            for task, expert in experts.items()
+        ]
+        solved = {}
+        for name, module in block.named_modules():
+            if not isinstance(module, nn.Linear | nn.LayerNorm):
+                continue
+            of_base = blocks_of(base)[index].get_submodule(name)
+            anchor = {  # Eq. 11 and 51; until the block is loaded, `module` holds the merged parameters
+                key: torch.lerp(of_base.get_parameter(key).double(), value.double(), rho)
+                for key, value in module.named_parameters()
+            }
+            tasks = [(expert.get_submodule(name), x[name], wanted[name]) for expert, x, wanted in snapshot]
+            if isinstance(module, nn.Linear):
+                solved[name] = _linear_closed_form(tasks, anchor, lam, alpha, eps)
+            else:
+                solved[name] = _layer_norm_closed_form(tasks, anchor, lam)
+        for name, parameters in solved.items():
+            block.get_submodule(name).load_state_dict(parameters)
+    return calibrated
+
+
+_Task = tuple[Any, Tensor, Tensor]
+"""The expert's module, and its inputs [n, d] in the calibrated model and in the expert."""
+
+
+def _linear_closed_form(
+    tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float, alpha: float, eps: float
+) -> dict[str, Tensor]:
+    """Solve for the weight [m, d] (Eq. 17), then for the bias [m] with that weight fixed (Eq. 55)."""
+    left = lam * torch.eye(anchor["weight"].shape[1]).to(anchor["weight"])
+    right = lam * anchor["weight"]
+    moments = []
+    for expert, x, x_expert in tasks:
+        target = alpha * x_expert + (1 - alpha) * x  # Eq. 10
+        gram, cross = x.mT @ x / len(x), target.mT @ x / len(x)  # Eq. 13
+        omega = 1 / gram.norm().clamp_min(eps)  # Eq. 14
+        left = left + omega * gram
+        right = right + omega * expert.weight.double() @ cross
+        moments.append((expert, omega, x.mean(dim=0), target.mean(dim=0)))  # Eq. 52
+    solved = {"weight": torch.linalg.solve(left, right, left=False)}  # Eq. 17
+    if "bias" in anchor:
+        total = lam * anchor["bias"]
+        for expert, omega, mean, mean_target in moments:
+            wanted = expert.bias.double() + expert.weight.double() @ mean_target
+            total = total + omega * (wanted - solved["weight"] @ mean)
+        solved["bias"] = total / (lam + sum(omega for _, omega, *_ in moments))  # Eq. 55
+    return solved
+
+
+def _layer_norm_closed_form(
+    tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float
+) -> dict[str, Tensor]:
+    """Solve for scale and shift [d]. Targets are the experts' affine maps of the calibrated features (Eq. 57)."""
+    a11, a12, a22 = lam, 0.0, len(tasks) + lam  # Eq. 58
+    r_scale, r_shift = lam * anchor["weight"], lam * anchor["bias"]
+    for expert, x, _ in tasks:
+        z = F.layer_norm(x, expert.normalized_shape, eps=expert.eps)
+        mean, square = z.mean(dim=0), z.square().mean(dim=0)  # Eq. 56
+        scale, shift = expert.weight.double(), expert.bias.double()
+        a11, a12 = a11 + square, a12 + mean
+        r_scale = r_scale + square * scale + mean * shift
+        r_shift = r_shift + mean * scale + shift
+    determinant = a22 * a11 - a12 * a12
+    return {  # Eq. 59
+        "weight": (a22 * r_scale - a12 * r_shift) / determinant,
+        "bias": (a11 * r_shift - a12 * r_scale) / determinant,
+    }
+
+
+def _module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run the model and return what every module of one of its blocks reads, [n, d] in float64, one row per token."""
+    rows: dict[str, Tensor] = {}
+
+    def record(name: str, x: Tensor) -> None:
+        rows[name] = x.flatten(0, -2).double()
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear | nn.LayerNorm)
+    ]
+    try:
+        model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
 
 
 def solve_linear(

@@ -5,23 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from driftlens.data.sources import SplitView, open_split, require_column
+from driftlens.data.sources import Related, SplitView, open_split, require_column
 from driftlens.models.texts import TextReader
 from driftlens.utils.access import Access
 from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.config.data import TextEntry
-
-
-class Related(NamedTuple):
-    """The other text of a pair; of a query what answers it, texts or keys of the corpus, and texts that don't."""
-
-    pair: str = ""
-    positive: tuple[str, ...] = ()
-    negative: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,13 +21,19 @@ from driftlens.utils.registry import Registry
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from driftlens.data.related import Related
-
     Picture: TypeAlias = Image | np.ndarray[Any, np.dtype[np.uint8]]
 else:
     Picture: TypeAlias = Any
 
 Split: TypeAlias = Literal["calibration", "diagnosis", "test"]
+
+
+class Related(NamedTuple):
+    """What a text is compared with: the other text of a pair, or what answers a query (texts or corpus keys)."""
+
+    pair: str = ""
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

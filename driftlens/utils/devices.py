@@ -234,11 +234,6 @@ def use_stream(stream: Any) -> None:
     torch.accelerator.set_stream(stream)
 
 
-def number_of(device: torch.device) -> int:
-    """Return how many devices of this kind there are; 1 for the host."""
-    return 1 if device.type == "cpu" else torch.accelerator.device_count()
-
-
 def use_device(number: int) -> torch.device | None:
     """Make one of the accelerators, by a number that may be larger than there are, this process's own."""
     kind = accelerator()

@@ -34,19 +34,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "families.md"
 
 COLUMNS = {
-    "files": "from files, by `loader`",
-    "live": "live modules",
-    "heads": "scores, by",
+    "files": "`loader`",
+    "live": "live",
+    "heads": "scores",
     "drift": "drift",
     "attribution": "attribution",
-    "sites": "calibrated sites",
+    "sites": "calibrated",
     "routes": "routes",
-    "reloads": "saved, and reloads in its library",
+    "reloads": "reloads",
 }
 """What a test may show, and how the table calls it."""
-
-TESTS = "shown by"
-"""The last column: the files of the tests."""
 
 Shown = Mapping[str, Mapping[str, set[str]]]
 """By family and column, the words of all tests."""
@@ -54,19 +51,15 @@ Shown = Mapping[str, Mapping[str, set[str]]]
 SHOWN = pytest.StashKey[Shown]()
 """Where the session keeps what its collected tests show."""
 
-HEAD = """# Families of models, and what works with each
+HEAD = """# Model families
 
-Made from the tests by `python -m tests.families`: a cell holds what at least one test shows, a dash that none does.
-Live modules are models in memory, given to `dl.analyze` and `FeatCal.fit`. Drift is compared with forward passes of the
-model's own library. Calibration names what of the blocks' weights it leaves alone. Reloading means the same features
-and the same accuracy there. Routes are those of tokens in mixtures of experts. Test files are those below `tests/`.
+Made from the tests by `python -m tests.families`: a cell holds what at least one test shows, a dash means that no test
+does. *Live* are models in memory. *Drift* is compared with the library's own forward pass. *Reloads* means that a saved
+model gives the same features and scores in its own library; without a loader, a state dict is saved. *Routes* are those
+of tokens in mixtures of experts.
 
-DeBERTa's projections of queries and keys also read its table of relative positions, so they have no one input to
-calibrate on: they stay as merged. Its values, outputs and feed-forward layers are calibrated.
-
-A dash under files: as live modules, or built by a function of your own (`loader: python:module:function`, with
-`--trust-code`). A dash under reloading: no loader knows the library's folders, so what is saved is a state dict, which
-`load_state_dict` takes. The routes that refusals name are measured as live modules.
+In DeBERTa, the projections of queries and keys also read a table of relative positions, so they stay as merged. A
+family without a loader works in memory or with `loader: python:module:function`.
 
 """
 
@@ -87,7 +80,6 @@ def shown(items: Iterable[pytest.Item]) -> Shown:
             if unknown := words.keys() - COLUMNS.keys():
                 raise pytest.UsageError(f"{item.nodeid} shows {unknown}; there are {', '.join(COLUMNS)}")
             for family in families:
-                found[family][TESTS].add(item.nodeid.partition("::")[0].removeprefix("tests/"))
                 for column, word in words.items():
                     found[family][column].add(word)
     return found
@@ -95,10 +87,10 @@ def shown(items: Iterable[pytest.Item]) -> Shown:
 
 def table(found: Shown) -> str:
     """The document that says so."""
-    lines = [["family", *COLUMNS.values(), TESTS], ["---"] * (len(COLUMNS) + 2)]
+    lines = [["family", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
     for family in sorted(found, key=str.casefold):
         cells = found[family]
-        lines.append([family, *(_cell(cells.get(column, set())) for column in (*COLUMNS, TESTS))])
+        lines.append([family, *(_cell(cells.get(column, set())) for column in COLUMNS)])
     return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -18,14 +18,11 @@ EXPERTS, SAMPLES, CLASSES = 8, 64, 10
 
 HEAD = f"""# Merge methods
 
-Made from the registry by `python -m tests.mergers`. In a spec: `merge: {{method: ties, scaling: 0.4}}`; to a file or
-folder: `driftlens merge SPEC --method ties --set scaling=0.4 --out FOLDER`; in the dashboard: New run, New merge.
-Defaults are those published; where a paper searches a setting on labelled data, the default is a middling value of
-its range, and `--set` or the spec decides. WUDI's published rate, 1e-5, is absolute and suits the experts it was
-published with; by default the rate follows the size of the task vectors, and `learning_rate=1e-5` is as published.
-The cost is beside reading every file once and a few tensors in memory: for {EXPERTS} experts, {SAMPLES} samples of a
-task and {CLASSES} classes at the defaults. `driftlens validate` says what memory an analysis with the merge takes.
-Nothing here is a ranking.
+Made from the registry by `python -m tests.mergers`. In a spec: `merge: {{method: ties, scaling: 0.4}}`. To a folder:
+`driftlens merge SPEC --method ties --set scaling=0.4 --out FOLDER`. Defaults are published values; where a paper
+searches a setting with labels, the default is a middle value of its range. WUDI's published learning rate is absolute;
+by default the rate follows the size of the task vectors. Costs are for {EXPERTS} experts, {SAMPLES} samples per task and
+{CLASSES} classes, in addition to reading every file once.
 
 """
 
@@ -43,39 +40,25 @@ WHEN = {
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
 ANCHOR = """
-Which is best for your experts is an empirical question: `driftlens merge SPEC --compare all` (or
-`dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by the
-Hellinger distance of class probabilities and final drift to the experts, with intervals, on calibration samples that no
-method has read, and says which can't be told apart.
+`driftlens merge SPEC --compare all` ranks methods on your models without labels, by the Hellinger distance of class
+probabilities and by final drift to the experts, with intervals, on calibration samples that no method has read.
 
-FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is the merged model. Elsewhere it is
-another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all
-others rho times the step that the method makes; each calibration says which, and measures the anchor alone beside it.
-How much of a gain is left without that other merge says `driftlens sweep RUN --param rho=1`, with the preset
-and samples of the calibration.
+## Anchors
 
-## The same every time, or in law
+FeatCal pulls towards the anchor base + rho (merged - base). For methods on a straight line from the base this is the
+same method with rho times the scaling. Each calibration with rho other than 1 measures its anchor as a control.
 
-A merge is computed with one thread, whatever `--threads` says. Products, sums and decompositions are parted among
-threads and rounded by their parts: at width 256 half of the methods gave other last bits with two threads than with
-one. So weights are the same, bit by bit, however many cores there are. It costs time where there are many and a matrix
-method or one that runs models on the CPU; judging merges, measuring and calibrating keep their threads.
+## Reproducibility
 
-Both libraries' forms of one model merge to one network: parameters come alike from every file format, queries, keys and
-values apart and matrices upright, under names that the formats share, which random masks follow.
-
-Random masks (`dare`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
-over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
-mergekit draws depends on the order of its work, so a DARE of its own has other masks.
+A merge is computed with one thread, so weights are bit-identical for any number of cores. File formats and fused or
+separate weights do not matter either. Random masks (`dare`, `ties` with `drop_rate`) depend on seed, task, parameter
+and position only; mergekit draws other masks.
 
 ## Recipes of mergekit
 
-mergekit makes the merge of a recipe. `driftlens why recipe.yml merged/` takes base and experts from the recipe and
-measures what `mergekit-yaml` wrote to `merged/`; without `merged/` it calls `mergekit-yaml`, if that is installed.
-`driftlens init recipe.yml` writes a spec of the same models with the nearest method of ours: `ties`, `dare_linear`,
-`dare_ties`, `task_arithmetic`, `linear`, `slerp` and `model_stock` have one, with weights and densities where all
-experts share them; `task_arithmetic` stands for other methods. Of a recipe, methods for whole models (`linear`,
-`slerp`) may name no base; then nothing is measured that needs one.
+`driftlens why recipe.yml merged/` reads base and experts from the recipe and diagnoses `merged/`; without `merged/` it
+runs `mergekit-yaml`. `driftlens init recipe.yml` writes a spec with the corresponding method: `ties`, `dare_linear`,
+`dare_ties`, `task_arithmetic`, `linear`, `slerp` and `model_stock` have one; `task_arithmetic` replaces all others.
 """
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's table of repairs says what the draws that were kept hold; `docs/arena.md` is made from it."""
+"""The benchmark's table of repairs says what the draws that were kept hold; `docs/benchmarks.md` has its figures."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ StateDict = Mapping[str, Tensor]
 Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "samples"]
 
 READS: Mapping[Reads, str] = {
-    "entry": "every entry by itself",
+    "entry": "each entry separately",
     "tensor": "one parameter at a time",
     "site": "one linear module at a time",
     "model": "all parameters of all models",
     "moments": "one linear module at a time, with the moments of its inputs on calibration samples",
-    "prefix": "one linear module at a time, with the moments of its inputs behind the layers that were merged before",
+    "prefix": "one linear module at a time, with the moments of its inputs after the merged earlier layers",
     "samples": "all models, and calibration samples without labels",
 }
 """What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:

@@ -415,7 +415,7 @@ def _entrants(
         name = f"{method_called(dearest)} views={views.copies}"
         title = f"{_title(name, dearest, start)} and {views.copies} views of every sample"
         viewed = [Entrant(name, title, dearest, dearest.effort * (1 + views.copies), views)]
-        # On no suite of docs/arena.md were the same settings better without views, and they are dear.
+        # On no suite of docs/benchmarks.md were the same settings better without views, and they are dear.
         repairs = {key: kept for key, kept in repairs.items() if kept is start or _is_other(kept, dearest)}
     entrants = [
         Entrant(key, _title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()

@@ -309,7 +309,7 @@ def told(page: Any, words: str) -> str:
 
 @pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
-    """The ten of docs/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
+    """The ten of tests/records/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
     page, run = screen
     judged, rows = verdict(run), frame_of(findings(run))
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])

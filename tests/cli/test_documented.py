@@ -37,8 +37,8 @@ def commands(page: Path) -> list[list[str]]:
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    # Tutorials go on from a whole demo run, of minutes; that their commands and flags are there, test_pages.py says.
-    if commands(page) and not page.stem.startswith("tutorial-")
+    # How-to guides go on from a whole demo run, of minutes; that their commands and flags are there, test_pages.py says.
+    if commands(page) and not page.stem.startswith("howto-")
 ]
 
 

@@ -34,7 +34,7 @@ def mixed(seen: list[LayerView]) -> list[LayerView]:
     return found
 
 
-@pytest.mark.shows("live", "drift", routes="drift by other routes told apart")
+@pytest.mark.shows("live", "drift", routes="drift by rerouting, separately")
 @pytest.mark.parametrize("name", mixtures("Mixtral", "gpt-oss", "Llama 4"))
 @torch.no_grad()
 def test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it(name: str) -> None:

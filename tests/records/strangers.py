@@ -1,4 +1,4 @@
-"""The three runs that a stranger is asked about: `docs/questions.md` shows them, and tests hold the page to them."""
+"""The three runs that a stranger is asked about: `questions.md` here shows them, and tests hold the page to them."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
     )
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("questions.md").read_text(encoding="utf-8")
 QUESTIONS = [line.split(" | ")[1:] for line in PAGE.splitlines() if line[2:3].isdigit()]
 
 

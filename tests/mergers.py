@@ -21,8 +21,8 @@ HEAD = f"""# Merge methods
 Made from the registry by `python -m tests.mergers`. In a spec: `merge: {{method: ties, scaling: 0.4}}`. To a folder:
 `driftlens merge SPEC --method ties --set scaling=0.4 --out FOLDER`. Defaults are published values; where a paper
 searches a setting with labels, the default is a middle value of its range. WUDI's published learning rate is absolute;
-by default the rate follows the size of the task vectors. Costs are for {EXPERTS} experts, {SAMPLES} samples per task and
-{CLASSES} classes, in addition to reading every file once.
+by default the rate follows the size of the task vectors. Costs are for {EXPERTS} experts, {SAMPLES} samples per task
+and {CLASSES} classes, in addition to reading every file once.
 
 """
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from driftlens.data.related import Comparison, Related, number_of
+from driftlens.data.related import Comparison, number_of
 from driftlens.data.samples import SampleSet
+from driftlens.data.sources import Related
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.experiment.study import Study

@@ -37,7 +37,7 @@ def commands(page: Path) -> list[list[str]]:
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    # How-to guides go on from a whole demo run, of minutes; that their commands and flags are there, test_pages.py says.
+    # How-to guides start from a whole demo run of minutes; test_pages.py checks their commands and flags.
     if commands(page) and not page.stem.startswith("howto-")
 ]
 

@@ -120,7 +120,8 @@ def _layer_norm_closed_form(
     tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float
 ) -> dict[str, Tensor]:
     """Solve for scale and shift [d]. Targets are the experts' affine maps of the calibrated features (Eq. 57)."""
-    a11, a12, a22 = lam, 0.0, len(tasks) + lam  # Eq. 58
+    zero, a22 = torch.zeros_like(anchor["weight"]), len(tasks) + lam
+    a11, a12 = zero + lam, zero  # Eq. 58
     r_scale, r_shift = lam * anchor["weight"], lam * anchor["bias"]
     for expert, x, _ in tasks:
         z = F.layer_norm(x, expert.normalized_shape, eps=expert.eps)

@@ -164,11 +164,11 @@ def show_bad_end(view: View | None) -> bool:
         )
     elif view.failure is not None:
         show_error(view.failure.type, view.failure.message, view.failure.hint)
-    show_log(view.job)
+    _show_log(view.job)
     return True
 
 
-def show_log(job: Job) -> None:
+def _show_log(job: Job) -> None:
     """The end of the job's log, and a button that downloads it."""
     drawer = st.expander("Log", key=f"open-log-{_key(job)}", on_change="rerun")
     if not drawer.open:
@@ -211,7 +211,7 @@ def _live(run: Path, more: Callable[[View], None] | None) -> None:
                 if is_pressed:
                     cancel(view.job)
                     st.rerun(scope="fragment")
-            show_log(view.job)
+            _show_log(view.job)
 
 
 def _show_progress(view: View) -> None:

@@ -218,7 +218,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(done.stdout)
     except ValueError:
-        failure = told_failure(done.stderr)
+        failure = _told_failure(done.stderr)
         if failure is None:
             said = f"ended with exit code {done.returncode} and said nothing"
             raise RunError(f"`driftlens {arguments[0]}` {said}") from None
@@ -227,7 +227,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     return document
 
 
-def told_failure(said: str) -> Failure | None:
+def _told_failure(said: str) -> Failure | None:
     """The error that the command line told, from its parts `error: ...` and `hint: ...`, or None."""
     _, sign, text = "\n".join(["", *said.splitlines()]).rpartition("\nerror: ")
     message, _, hint = text.partition("\nhint: ")
@@ -421,7 +421,7 @@ def _status(run: Path) -> Status | None:
 def _ended(job: Job, status: Status | None) -> View:
     progress = _progress(job, status)
     says, error = (None, None) if status is None else (status.state, status.error)
-    failure = error or told_failure(log_text(job.log))
+    failure = error or _told_failure(log_text(job.log))
     was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     if job.code == 0 or (job.code is None and says == "done"):
         return View(job, "done", progress)

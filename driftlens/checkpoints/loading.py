@@ -108,13 +108,13 @@ def fetched(path: str, *, offline: bool = False) -> str:
     place = expanded(path)
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
-    return str(hub_folder(path, offline=offline))
+    return str(_hub_folder(path, offline=offline))
 
 
 def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Collection[str]) -> StateSource:
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
-        require_plain_folder(folder)
+        _require_plain_folder(folder)
         return open_folder(folder)
     if base is None:
         raise CheckpointError(
@@ -126,7 +126,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Coll
     return LoraSource(base, folder, in_by_out)
 
 
-def require_plain_folder(folder: pathlib.Path) -> None:
+def _require_plain_folder(folder: pathlib.Path) -> None:
     """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
     with contextlib.suppress(CheckpointError):  # a broken configuration may be that of nobody's concern
         config = folder / "config.json"
@@ -162,7 +162,7 @@ def repository_of(place: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
+def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
     """The folder in the local cache that holds a repository's weights and settings, downloaded if need be.
 
     A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment,
@@ -187,7 +187,7 @@ def hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
     """The folder with the settings and tokenizer of a folder or Hub repository; None where there is none.
 
-    What is not in the local cache yet is downloaded as a whole, and announced as `hub_folder` does.
+    What is not in the local cache yet is downloaded as a whole, and announced as `_hub_folder` does.
     """
     from huggingface_hub import constants
 
@@ -307,7 +307,7 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
             raise wrong_family(stated, source, expected)
     if (folder := expanded(source)).is_dir():
-        require_plain_folder(folder)
+        _require_plain_folder(folder)
     is_cached = offline and not folder.exists()
     raise SpecError(f"{source} has no {file}{' in the local cache' if is_cached else ''}", hint=hint)
 

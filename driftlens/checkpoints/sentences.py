@@ -65,10 +65,10 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """The same of a folder that makes embeddings; None of a cross-encoder's, whose transformer gives scores itself."""
     root = sentence_folder(transformer)
-    return None if root is None or is_cross_encoder(root) else root
+    return None if root is None or _is_cross_encoder(root) else root
 
 
-def is_cross_encoder(folder: pathlib.Path) -> bool:
+def _is_cross_encoder(folder: pathlib.Path) -> bool:
     """Whether a folder says that it is a cross-encoder of sentence-transformers, of whichever version."""
     is_older = not {"sentence_transformers", "sbert_ce_default_activation_function"}.isdisjoint(
         settings_in(folder)

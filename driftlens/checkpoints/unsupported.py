@@ -154,10 +154,10 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
     beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
     is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
-    return not beside and not is_other and may_have_lm_head(config)
+    return not beside and not is_other and _may_have_lm_head(config)
 
 
-def may_have_lm_head(config: Mapping[str, Any]) -> bool:
+def _may_have_lm_head(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` names an architecture with the head of a causal language model, or none."""
     named = (config.get("architectures") or [""])[0]
     return not named or any(part in named for part in _WITH_LM_HEAD)

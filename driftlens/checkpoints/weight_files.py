@@ -107,7 +107,7 @@ def open_file(path: pathlib.Path) -> StateSource:
     from driftlens.checkpoints.tensor_sources import SafetensorsSource
 
     refuse_pointer(path)
-    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
+    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else _open_torch_file(path)
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
@@ -153,7 +153,7 @@ SAFE_TYPES: list[Any] = [argparse.Namespace]
 """Types that `torch.load` may build besides its own: the command line that training scripts save next to weights."""
 
 
-def open_torch_file(path: pathlib.Path) -> StateSource:
+def _open_torch_file(path: pathlib.Path) -> StateSource:
     """Open a PyTorch checkpoint that holds tensors, memory-mapped where its format allows that.
 
     Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`. The prefix `module.`

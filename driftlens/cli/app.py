@@ -45,7 +45,7 @@ app = typer.Typer(
 
 
 @dataclass
-class Manner:
+class _Manner:
     """How the program talks, as the options before the command say; `silent` is one of several processes."""
 
     quiet: bool = False
@@ -58,7 +58,7 @@ class Manner:
     team: Team = ALONE
 
 
-manner = Manner()
+manner = _Manner()
 
 
 def _tell_version(wanted: bool) -> None:
@@ -181,7 +181,7 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *names = typing.get_args(parameter.annotation) or [parameter.annotation]
         if inspect.isclass(kind) and issubclass(kind, Request):
-            flags = {flag.name: flag for flag in request_flags(kind)}
+            flags = {flag.name: flag for flag in _request_flags(kind)}
             made_of[parameter.name] = functools.partial(_request, kind)
         elif kind is Job:
             options = inspect.signature(Job, eval_str=True).parameters
@@ -222,7 +222,7 @@ def _request(kind: type[Request], given: Mapping[str, Any]) -> Request:
     return kind(**said)
 
 
-def request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
+def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
     """The flags of a request, as parameters that typer understands."""
     for name, field in kind.model_fields.items():
         option = Option.of(field)
@@ -361,7 +361,7 @@ class Stopping:
     """torchrun ends all processes once one is gone."""
 
     @property
-    def is_on_its_way(self) -> bool:
+    def _is_on_its_way(self) -> bool:
         """For some seconds after an interrupt, in which it puts things in order; some libraries swallow one."""
         last = max((at for at in (self.since, self.failed) if at is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
@@ -396,7 +396,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     Many don't survive it there: some swallow the interrupt and stay half imported, others bring the process down. It
     comes again a moment later. For some seconds after the first nothing breaks off what puts things in order.
     """
-    if stopped.is_on_its_way:
+    if stopped._is_on_its_way:
         return
     at = frame
     while at is not None:
@@ -426,7 +426,7 @@ def cancelling() -> Iterator[CancelToken]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()
-        if token.is_heard or stopped.is_on_its_way:
+        if token.is_heard or stopped._is_on_its_way:
             return
         if token.is_set:
             interrupt(number, frame)

@@ -328,13 +328,13 @@ def why(
 
     chosen = [*drafted.chosen]
 
-    def tell_what_was_chosen(event: ProgressEvent) -> None:
+    def _tell_what_was_chosen(event: ProgressEvent) -> None:
         # Only once something is measured: before, these models may still be refused.
         while chosen:
             note(f"notice: {chosen.pop(0)}")
 
     with job.context() as context:
-        context = dataclasses.replace(context, on_progress=all_of(tell_what_was_chosen, context.on_progress))
+        context = dataclasses.replace(context, on_progress=all_of(_tell_what_was_chosen, context.on_progress))
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     show_run(run, as_json=as_json)
     note(f"The spec that was made, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
@@ -354,7 +354,7 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
 
     name, is_watched = request.name, manner.progress == "jsonl"
 
-    def show_first(measured: DriftRun) -> None:
+    def _show_first(measured: DriftRun) -> None:
         note(first_numbers_text(measured, name))
 
     with job.context() as context:
@@ -363,7 +363,7 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
             request,
             context,
             choose=choose,
-            on_measured=None if is_watched else show_first,
+            on_measured=None if is_watched else _show_first,
         )
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import put_beside

@@ -40,14 +40,14 @@ def parts(given: str | Sequence[str]) -> list[str]:
     return [part.strip() for part in joined.split(",") if part.strip()]
 
 
-def layer_named(text: str) -> int | str:
+def _layer_named(text: str) -> int | str:
     """Return a layer's number, or what its path is matched with: too many digits number none."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
 def layers_named(given: str | Sequence[str]) -> list[int | str]:
     """Return the layers in comma-separated text."""
-    return [*map(layer_named, parts(given))]
+    return [*map(_layer_named, parts(given))]
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:
@@ -58,7 +58,7 @@ def _pair(text: str, option: str, example: str) -> tuple[str, str]:
     return name, value
 
 
-def assignments(given: Sequence[str] | None) -> dict[str, Any]:
+def _assignments(given: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of `--set name=value`, each read as YAML."""
     pairs = (_pair(text, "--set", "scaling=0.4") for text in given or ())
     return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
@@ -79,11 +79,11 @@ def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     # Commas inside brackets are those of a list.
     for text in re.split(r",(?![^\[]*\])", ",".join(given)):
         name, *settings = text.strip().split(":")
-        methods.append((name, assignments(settings)))
+        methods.append((name, _assignments(settings)))
     return methods
 
 
-def spelled_out(entry: object) -> str:
+def _spelled_out(entry: object) -> str:
     """Return an entry of a list as its option has it: a name, a number, or a method with its settings."""
     if not isinstance(entry, tuple):
         return str(entry)
@@ -91,7 +91,7 @@ def spelled_out(entry: object) -> str:
     return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
 
 
-def names_shown(given: str) -> dict[str, str]:
+def _names_shown(given: str) -> dict[str, str]:
     """Return what names are shown as, from `mnist=MNIST,merged=Ours`."""
     return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(given))
 
@@ -132,7 +132,7 @@ def asked(text: str, default: Any = None, **option: Any) -> Any:
     return Field(description=text, json_schema_extra=option, **how)
 
 
-def unspoken(default: Any) -> Any:
+def _unspoken(default: Any) -> Any:
     """A field that the command line has no option for."""
     return asked("", default, is_given=False)
 
@@ -180,7 +180,7 @@ class Request(Part, title="calibrate"):
             elif isinstance(value, dict):
                 options += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
             elif isinstance(value, tuple):
-                options.append(f"{spelled}={','.join(map(spelled_out, value))}")
+                options.append(f"{spelled}={','.join(map(_spelled_out, value))}")
             else:
                 options.append(f"{spelled}={value}")
         return options
@@ -248,7 +248,7 @@ def _overrides() -> Any:
 
 
 def _parameters(text: str) -> Any:
-    return asked(text, dict, name="--set", metavar="name=value", read=assignments)
+    return asked(text, dict, name="--set", metavar="name=value", read=_assignments)
 
 
 class CalibrationRequest(Request):
@@ -377,8 +377,8 @@ class AnalysisRequest(Request, title="analyze"):
     force: Flag = asked("Replace the run that is there.", False)
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
-    synthetic: Flag = unspoken(False)
-    weights: Flag = unspoken(True)
+    synthetic: Flag = _unspoken(False)
+    weights: Flag = _unspoken(True)
 
     @model_validator(mode="after")
     def _one_fate_of_what_is_there(self) -> Self:
@@ -404,11 +404,11 @@ class ProjectionRequest(Request, title="project"):
     """
 
     layer: int | str = asked(
-        "Layer index, final, or module path.", "final", unset="final", read=layer_named, is_list=False
+        "Layer index, final, or module path.", "final", unset="final", read=_layer_named, is_list=False
     )
     method: Literal["pca", "umap", "tsne"] = asked("Method that lays the features out.", "pca")
     seed: Annotated[Seed, Field(lt=2**32)] = asked("Seed of the method's random numbers.", 0)
-    variants: tuple[str, ...] | None = unspoken(None)
+    variants: tuple[str, ...] | None = _unspoken(None)
     max_points: int = asked("Most points of one layout, all variants together.", 2000)
 
 
@@ -449,11 +449,11 @@ class ExhibitRequest(Request, title="export"):
         "What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
         dict,
         metavar="NAME=SHOWN,...",
-        read=names_shown,
+        read=_names_shown,
         is_list=False,
     )
     method: str = asked("Projection of features: pca, umap or tsne.", "pca")
-    layer: int | str = unspoken("final")
+    layer: int | str = _unspoken("final")
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):

@@ -77,11 +77,11 @@ def _pictures(
         cell = images[row][column]
         return _picture(cell[position] if are_lists else cell, mode, folders, f"{where}, row {row}")
 
-    def of_row(row: int) -> Sequence[Callable[[], Picture]]:
+    def _of_row(row: int) -> Sequence[Callable[[], Picture]]:
         count = len(images[row][column] or ()) if are_lists else 1
         return [partial(read, row, position) for position in range(count)]
 
-    return of_row
+    return _of_row
 
 
 def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:

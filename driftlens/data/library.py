@@ -30,7 +30,7 @@ _LONGEST_LINE = 1 << 20
 """Bytes of a file's first line that are read for its column names."""
 
 
-def separator_of(file: Path) -> str:
+def _separator_of(file: Path) -> str:
     """Return a tab for a name that ends in `.tsv`, else a comma."""
     return "\t" if file.suffix.lower() == ".tsv" else ","
 
@@ -48,7 +48,7 @@ def column_names(file: Path, encoding: str = UTF8, separator: str | None = None)
     with plain_file(file).open(encoding=encoding, newline="") as opened:
         if file.suffix.lower() == ".jsonl":
             return [*json.loads(opened.readline(_LONGEST_LINE))]
-        return next(csv.reader(opened, delimiter=separator or separator_of(file)), [])
+        return next(csv.reader(opened, delimiter=separator or _separator_of(file)), [])
 
 
 def read_table(
@@ -67,7 +67,7 @@ def read_table(
     Raises:
         DataError: two columns have one name. What the library raises is left to the caller.
     """
-    encoding, separator = encoding or UTF8, separator or separator_of(file)
+    encoding, separator = encoding or UTF8, separator or _separator_of(file)
     names = column_names(file, encoding, separator)
     if file.suffix.lower() in PARQUET:
         columns = [name for name in names if name in wanted]
@@ -167,7 +167,7 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
     if not place.exists():
         raise SpecError(f"--data: there is no file or folder {place}", hint="Check the path.")
     path = str(place.resolve())
-    entry = split_entry(place, path)
+    entry = _split_entry(place, path)
     if entry is None and place.is_file() and place.suffix.lower() in ROWS:
         entry = {"kind": ROWS[place.suffix.lower()], "calibration": path, "test": path}
     if entry is None and place.is_dir() and _holds_images(place):
@@ -219,7 +219,7 @@ def _holds_images(folder: Path) -> bool:
     return some(inside) or any(some(entries(place)) for place in inside if place.is_dir())
 
 
-def split_entry(place: Path, name: str) -> dict[str, str] | None:
+def _split_entry(place: Path, name: str) -> dict[str, str] | None:
     """What a spec says of a folder with splits, or of an archive of arrays, called `name`; None of anything else."""
     if place.suffix.lower() == ".npz":
         return {"kind": "npz", "file": name}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Passages:
+class _Passages:
     """What queries are answered from.
 
     Attributes:
@@ -53,7 +53,7 @@ class Comparison:
 
     of: Callable[[int], Related]
     reader: TextReader | None
-    passages: Passages | None = None
+    passages: _Passages | None = None
 
     @property
     def similarity(self) -> str:
@@ -168,7 +168,7 @@ def _answering(
     drawn: Sequence[int],
     rows: Sequence[Related],
     access: Access,
-) -> Passages:
+) -> _Passages:
     """The corpus of an entry, in which every drawn query has something that answers it."""
     passages = _passages(entry, rows, access)
     is_answerable = [bool(passages.answers(row)) for row in rows]
@@ -196,12 +196,12 @@ def number_of(text: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Passages:
+def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
     """The corpus of an entry; without one, what its queries name."""
     corpus = entry.corpus
     if corpus is None:
         named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))
-        return Passages(
+        return _Passages(
             tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
         )
     asked = {
@@ -219,4 +219,4 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> Pass
         passage = view.read(position)
         place = texts.setdefault(passage.input, len(texts))
         keys.setdefault(passage.target if corpus.key else passage.input, {})[place] = None
-    return Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})
+    return _Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})

@@ -210,7 +210,7 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
         number = rest.partition("-")[0]
         is_known = machine == _HERE and number.isdecimal() and len(number) < 10
         is_mine = is_known and int(number) == os.getpid()
-        is_live = is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        is_live = _is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
         if (is_known or others) and not is_live:
             with contextlib.suppress(OSError):
                 _finish_swap(folder)
@@ -227,7 +227,7 @@ def forget_undo(key: object) -> None:
     _unfinished.pop((os.getpid(), key), None)
 
 
-def is_unfinished(key: object) -> bool:
+def _is_unfinished(key: object) -> bool:
     """Whether this process has begun a step and not ended it."""
     return (os.getpid(), key) in _unfinished
 

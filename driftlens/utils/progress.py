@@ -167,18 +167,18 @@ def sink_for(
         with _bars(target) as sink:
             yield sink
     elif mode == "auto":
-        lines = PlainLines(target, clock)
+        lines = _PlainLines(target, clock)
         yield lines
         lines.close()  # not after an exception: the phase at hand was not finished then
     elif mode == "jsonl":
-        yield json_lines(target)
+        yield _json_lines(target)
     elif mode == "none":
         yield lambda event: None
     else:
         raise SpecError(f"no progress mode is called {mode!r}; there are auto, rich, jsonl, none")
 
 
-class PlainLines:
+class _PlainLines:
     """One line per finished phase, and in between at most one line in ten seconds; nothing is redrawn."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -216,7 +216,7 @@ class PlainLines:
         self._written = self._clock()
 
 
-def json_lines(stream: TextIO) -> ProgressSink:
+def _json_lines(stream: TextIO) -> ProgressSink:
     """A sink that writes every event as one line of JSON; what JSON has no number for is null."""
 
     def write(event: ProgressEvent) -> None:

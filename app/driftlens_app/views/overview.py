@@ -120,11 +120,11 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
 def _task_table(run: DriftRun, judged: Verdict) -> None:
     """A row per task, the worst first; a click on one chooses its task on every page."""
     sheet = task_sheet(run, judged)
-    rows, columns = task_rows(run, judged, sheet)
+    rows, columns = _task_rows(run, judged, sheet)
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
-    def choose_row() -> None:
+    def _choose_row() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
             row = ticked[0][0]
@@ -134,12 +134,12 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
         st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
         if AXIS in rows:
             show_key(judged)
-    settings = {"on_select": choose_row, "selection_mode": "single-cell"}
+    settings = {"on_select": _choose_row, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 
-def task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
+def _task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The verdict's table as the page shows it, the worst task first and the mean last, and how columns are shown."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]

@@ -160,7 +160,8 @@ class Ground:
 
     def __post_init__(self) -> None:
         parts = {
-            task: viewed(part) if isinstance(part, SampleSet) else part for task, part in self.parts.items()
+            task: viewed(part) if isinstance(part, SampleSet) and part.views is not None else part
+            for task, part in self.parts.items()
         }
         object.__setattr__(self, "parts", parts)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
@@ -16,8 +16,7 @@ from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
-from driftlens.models.chain import fused
-from driftlens.pipelines.calibration_variants import Solution, history_rows
+from driftlens.models.chain import ParameterKey, fused
 from driftlens.pipelines.drift import check_closure
 from driftlens.pipelines.in_memory import live_study
 from driftlens.pipelines.modules import Modules
@@ -82,20 +81,25 @@ class Fitting(Calibrator):
             feature_budget=study.settings.feature_budget,
             on_step=lambda now: reporter.step("calibrate", now.done, now.total, now.label),
         )
-        solution = Solution({layer.layer: layer for layer in self.calibrate(ground)})
+        parameters: dict[ParameterKey, Tensor] = {}
+        reports: list[dict[str, Any]] = []
+        for layer in self.calibrate(ground):
+            parameters |= {(layer.layer, name): value for name, value in layer.updates.items()}
+            reports += [{"layer": layer.layer, **vars(report)} for report in layer.reports]
         reporter.step("calibrate", max(chosen), max(chosen))
         source = study.pool.source("merged")
         self.model_ = copy.deepcopy(merged).eval()
         state = self.model_.state_dict()  # references: writing into them keeps ties, devices and dtypes
-        for key, value in fused(chain, solution.updates, source).items():
+        for key, value in fused(chain, parameters, source).items():
             state[key].copy_(value)
-        self.history_ = pd.DataFrame(history_rows("", solution.reports)).drop(columns="name")
-        self.modules_ = tuple(dict.fromkeys(report.site for _, report in solution.reports))
-        tied = ", ".join(tied_sites(chain)) if request.sites is None else ""
+        self.history_ = pd.DataFrame(reports).drop(columns="change")
+        self.modules_ = tuple(dict.fromkeys(report["site"] for report in reports))
         share, text = coverage(chain, source, chosen, self.update)
-        left = f"left as they are, because their weights serve other places too: {tied}"
-        said = (left, bool(tied)), (f"only a part is calibrated: {text}", share < 1)
-        self.notices_ = (*study.notices, *(notice for notice, holds in said if holds))
+        self.notices_ = study.notices
+        if request.sites is None and (tied := ", ".join(tied_sites(chain))):
+            self.notices_ += (f"left as they are, because their weights serve other places too: {tied}",)
+        if share < 1:
+            self.notices_ += (f"only a part is calibrated: {text}",)
         return self
 
 

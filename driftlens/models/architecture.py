@@ -23,7 +23,7 @@ from driftlens.checkpoints.sentences import (
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, renamed
 from driftlens.checkpoints.unsupported import LIVE, running
 from driftlens.models.architectures.module_list import sequential_chain
-from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.chain import IMAGE, Adapter, LayerChain, adapters
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
@@ -296,10 +296,24 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
 
     Modules that no adapter knows show on an example, a batch of raw inputs, in which order they run.
     """
-    adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
+    adapter = next(
+        (entry for entry in adapters.values() if _may_match(entry, module) and entry.matches(module)), None
+    )
     chain = sequential_chain(module, example) if adapter is None else adapter.chain(module)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
+
+
+def _may_match(adapter: Adapter, module: nn.Module) -> bool:
+    """Return False where the module lacks what every model of the adapter has."""
+    paths: tuple[str, ...] = getattr(adapter, "holds", ())
+    return not paths or any(_part(module, path) is not None for path in paths)
+
+
+def _part(part: Any, path: str) -> Any:
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
 
 
 def no_text_tower(source: str) -> SpecError:

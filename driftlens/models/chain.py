@@ -376,7 +376,11 @@ class LayerChain:
 
 
 class Adapter(Protocol):
-    """One architecture family. One file in `driftlens.models` each, registered under its name."""
+    """One architecture family. One file in `driftlens.models` each, registered under its name.
+
+    An adapter may have `holds`, paths of attributes one of which every model of the family has; `matches` is then asked
+    only of modules that have one.
+    """
 
     name: str
 

@@ -58,6 +58,7 @@ class HfClipViT(ClipViT):
     supported = "CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel"
     inner = "vision_model"
     blocks = "encoder.layers"
+    holds = ("encoder.layers", "vision_model.encoder.layers")
     attention = "self_attn"
     activation = "mlp.activation_fn"
     image_size = "embeddings.image_size"
@@ -78,7 +79,6 @@ class HfClipViT(ClipViT):
         head_norm="post_layernorm",
         projection="visual_projection",
     )
-    required = frozenset(f"{site}.{part}" for site in names.block_sites for part in ("weight", "bias"))
 
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
         classifies = f"{type(module).__name__} ends in a classifier of its own"

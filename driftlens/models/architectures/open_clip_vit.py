@@ -69,6 +69,7 @@ class OpenClipViT(ClipViT):
     supported = "open_clip's own vision transformers with class-token or average pooling"
     inner = "visual"
     blocks = "transformer.resblocks"
+    holds = ("transformer.resblocks", "visual.transformer.resblocks")
     attention = "attn"
     activation = "mlp.gelu"
     image_size = "image_size"
@@ -92,9 +93,10 @@ class OpenClipViT(ClipViT):
         scale2="ls_2.gamma",
     )
     required = frozenset(
-        f"{name}{part}"
-        for name in ("attn.in_proj_", "attn.out_proj.", "mlp.c_fc.", "mlp.c_proj.")
-        for part in ("weight", "bias")
+        (
+            *("attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"),
+            *("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
+        )
     )
     optional = frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
 

@@ -474,6 +474,7 @@ class HfSeq2Seq:
     """An encoder-decoder of transformers, taken apart."""
 
     name = NAME
+    holds = ("config.is_encoder_decoder",)
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` says of itself that it is an encoder and a decoder, both modules of its own."""

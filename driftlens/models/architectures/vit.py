@@ -197,7 +197,8 @@ class ClipViT(ABC):
         activation: path of a block's activation.
         image_size: path of the tower's height and width, or of one number for both.
         projects_inside: whether the projection belongs to the tower, stored as [in, out], or to the whole model.
-        required: names of a block's parameters; it may have those in `optional` beside them.
+        holds: paths, one of which every tower or whole model of the library has.
+        optional: names of parameters that a block may have in addition to those in `required`.
     """
 
     name: str
@@ -211,8 +212,13 @@ class ClipViT(ABC):
     activation: str
     image_size: str
     projects_inside: bool
-    required: frozenset[str]
+    holds: tuple[str, ...]
     optional: frozenset[str] = frozenset()
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The names of a block's parameters."""
+        return frozenset(f"{site}.{part}" for site in self.names.block_sites for part in ("weight", "bias"))
 
     @abstractmethod
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:

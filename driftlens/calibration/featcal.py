@@ -64,8 +64,8 @@ def featcal_blocks(
         snapshot = [
             (
                 blocks_of(expert)[index],
-                _module_inputs(calibrated, block, inputs[task]),
-                _module_inputs(expert, blocks_of(expert)[index], inputs[task]),
+                module_inputs(calibrated, block, inputs[task]),
+                module_inputs(expert, blocks_of(expert)[index], inputs[task]),
             )
             for task, expert in experts.items()
         ]
@@ -137,17 +137,17 @@ def _layer_norm_closed_form(
     }
 
 
-def _module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run the model and return what every module of one of its blocks reads, [n, d] in float64, one row per token."""
+def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run a model and return what each module of one of its blocks reads, [n, d] in float64, one row per token."""
     rows: dict[str, Tensor] = {}
 
-    def record(name: str, x: Tensor) -> None:
-        rows[name] = x.flatten(0, -2).double()
+    def record(name: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            rows[name] = args[0].flatten(0, -2).double()
 
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
+        module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear | nn.LayerNorm)
     ]
     try:
         model(**inputs)

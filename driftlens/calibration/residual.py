@@ -1,20 +1,108 @@
-"""Residual calibration: linear modules repair what the modules before them left, as far as held-out samples bear it."""
+"""Residual calibration: linear modules also repair what the modules before them left.
+
+`residual_blocks` is the method as one function, `ResidualCal` the same for the streamed engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.featcal import relative_change
+from driftlens.calibration.featcal import module_inputs, relative_change
 from driftlens.engine.sequential import Stepwise
 from driftlens.engine.solver_types import SiteReport, SiteUpdate, StepProblem
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 from driftlens.utils.errors import SingularGramError, SpecError
 from driftlens.utils.settings import Bounds, Label
+
+
+@torch.no_grad()
+def residual_blocks(
+    merged: nn.Module,
+    experts: Mapping[str, nn.Module],
+    inputs: Mapping[str, Mapping[str, Tensor]],
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+    steps: Sequence[Sequence[str]],
+    adds_to: Mapping[str, str],
+    *,
+    ridge: float = 0.03,
+    share: float = 1.0,
+) -> nn.Module:
+    """Calibrate a copy of a merged model by residual calibration over a list of blocks.
+
+    Every token counts alike, and ridge and share are given. `ResidualCal` below solves the same systems, but weighs
+    tokens by gradients of the experts, chooses ridges and share by cross-validation, and streams batches.
+
+    Args:
+        merged: the merged model. All models are in eval mode.
+        experts: task -> expert.
+        inputs: task -> keyword arguments of a forward call on its calibration samples, [n, ...] each, without padding.
+        blocks_of: model -> its blocks in forward order.
+        steps: names of a block's linear modules in the order in which it runs them; those of one step read one tensor.
+        adds_to: linear module -> module that reads the residual stream to which the output of the first is added.
+        ridge: pull towards the merged parameters, for inputs whose mean Gram matrix has norm 1.
+        share: share in [0, 1] of the repair of what earlier modules left.
+
+    Returns:
+        The copy, with weights and biases of these modules replaced.
+    """
+    calibrated = copy.deepcopy(merged)
+    for index, block in enumerate(blocks_of(calibrated)):
+        of_experts = {task: blocks_of(expert)[index] for task, expert in experts.items()}
+        reads = {task: module_inputs(experts[task], of_experts[task], inputs[task]) for task in experts}
+        for step in steps:
+            # Inputs are collected again after every step: with one snapshot the next step repairs the same error twice.
+            own = {task: module_inputs(calibrated, block, inputs[task]) for task in experts}
+            solved = {}
+            for name in step:
+                tasks = []
+                for task, expert in of_experts.items():
+                    x, x_expert = own[task], reads[task]
+                    wanted = _affine(expert.get_submodule(name), x_expert[name])
+                    if stream := adds_to.get(name):
+                        wanted = wanted + x_expert[stream] - x[stream]
+                    tasks.append((x[name], _affine(expert.get_submodule(name), x[name]), wanted))
+                solved[name] = _joint_closed_form(block.get_submodule(name), tasks, ridge, share)
+            for name, parameters in solved.items():
+                block.get_submodule(name).load_state_dict(parameters)
+    return calibrated
+
+
+def _joint_closed_form(
+    merged: nn.Module, tasks: Sequence[tuple[Tensor, Tensor, Tensor]], ridge: float, share: float
+) -> dict[str, Tensor]:
+    """Solve for weight [m, d] and bias [m] at once, by ridge regression around the merged ones.
+
+    `tasks` has the inputs [n, d], and the local and the residual targets [n, m] of every task.
+    """
+    weight, bias = merged.get_parameter("weight").double(), merged.state_dict().get("bias")
+    grams, crosses, norms = [], [], []
+    for x, local, wanted in tasks:
+        gap = local - _affine(merged, x) + share * (wanted - local)
+        norms.append(torch.linalg.matrix_norm(x.mT @ x) / len(x))
+        if bias is not None:  # a constant input, so large that the bias is hardly penalised
+            x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
+        grams.append(x.mT @ x / len(x))
+        crosses.append(gap.mT @ x / len(x))
+    scale = len(norms) / sum(norms)
+    gram, cross = scale * sum(grams), scale * sum(crosses)
+    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), cross, left=False)
+    solved = {"weight": weight + change[:, : weight.shape[1]]}
+    if bias is not None:
+        solved["bias"] = bias.double() + BIAS_INPUT * change[:, -1]
+    return solved
+
+
+def _affine(module: nn.Module, x: Tensor) -> Tensor:
+    parameters = {name: value.double() for name, value in module.named_parameters()}
+    return F.linear(x, **parameters)
 
 
 @calibrators.register("residual")

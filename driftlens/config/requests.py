@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from driftlens.config.data import ViewsAsked
-from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, spec_error
+from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, require_name, spec_error
 from driftlens.config.yaml_text import from_yaml
 from driftlens.utils.errors import SpecError, did_you_mean
 
@@ -544,3 +544,42 @@ class FitRequest(LiveInputs, title="fit"):
     layers: LayerPatterns = None
     sites: tuple[Text, ...] | None = None
     closure_samples: Count | None = 2
+
+
+REQUIRED = ("merged", "experts", "data")
+"""The fields of `Modules` that every study needs."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Live modules and their data, as the caller hands them in. Nothing of them is changed.
+
+    Attributes:
+        merged: the merged model.
+        experts: one per task, of the same class and shape.
+        data: per task: a tensor, a tuple `(inputs, labels)`, a Dataset, a DataLoader or other batches, labelled or not.
+        base: the common base, if there is one.
+        baselines: other merged models to compare with, by name.
+        heads: score maps per task, or linear classifiers whose rows are numbered; with labels they give accuracy.
+        calibration: samples per task for calibrating, as `data`; a calibration takes those of `data` if left out.
+        device: where it is computed; the merged model's own device by default.
+    """
+
+    merged: Any = None
+    experts: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] | None = None
+    base: Any = None
+    baselines: Mapping[str, Any] | None = None
+    heads: Mapping[str, Any] | None = None
+    calibration: Mapping[str, Any] | None = None
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        for by_name in (self.experts, self.data, self.baselines, self.heads, self.calibration):
+            for name in by_name or ():
+                require_name(name)
+
+    @property
+    def missing(self) -> list[str]:
+        """The required fields that are left out."""
+        return [name for name in REQUIRED if getattr(self, name) is None]

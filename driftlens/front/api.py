@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.config.requests import (
+    REQUIRED,
     AnalysisRequest,
     CalibrationRequest,
     ComparisonRequest,
     LiveSettings,
     MergeRequest,
+    Modules,
     PreflightRequest,
     ProjectionRequest,
     SweepRequest,
     ViewRequest,
 )
 from driftlens.front.keywords import Around, Quietly, keywords
-from driftlens.pipelines.modules import REQUIRED, Modules
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.run_state import is_live

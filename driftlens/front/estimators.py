@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings
+from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings, Modules
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import coverage, select_sites, tied_sites
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.models.chain import ParameterKey, fused
 from driftlens.pipelines.drift import check_closure
 from driftlens.pipelines.in_memory import live_study
-from driftlens.pipelines.modules import Modules
 from driftlens.utils.devices import exact_products
 from driftlens.utils.progress import Reporter
 

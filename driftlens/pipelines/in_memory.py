@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.checkpoints.unsupported import is_causal, is_seq2seq
 from driftlens.config.data import TextEntry
-from driftlens.config.requests import AnalysisRequest, LiveSettings, refuse_unknown
+from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, refuse_unknown
 from driftlens.config.types import checked
 from driftlens.data.live import live_samples, live_texts
-from driftlens.data.samples import SampleSet, cut
+from driftlens.data.samples import cut
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, on_device
@@ -44,7 +44,6 @@ from driftlens.models.preprocessing import Preprocess, text_preprocess
 from driftlens.models.texts import Form, TextReader
 from driftlens.models.tracing.block_call import Mask, raw_inputs, unmasked_padding
 from driftlens.pipelines.analyze import Phases, describe
-from driftlens.pipelines.modules import Modules
 from driftlens.runs.layout import MANIFEST
 from driftlens.runs.manifest import ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
@@ -52,19 +51,30 @@ from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Context
 from driftlens.utils.devices import exact_products, require_dtype, resolve_device
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.utils.variants import expert_of, task_of
+from driftlens.utils.variants import baseline, expert_of, task_of
 
-LOADER = "live"
-"""Of modules that the caller has built, as the manifest names it."""
+_LOADER = "live"
+"""The manifest's name for the loader of modules that the caller has built."""
+_FREE = ("n_calibration", "batch_size")
+"""Settings on which no number of a run rests, so that they may be others when something is added to it."""
+_SEEN_TWICE = 2
+"""Samples that are run twice, to see that a model answers them in one way."""
+_PROBES = 4
+"""Features that a head scores to be known again."""
+_ALIKE = 1e-4
+"""How far apart scores of the same head may be on another machine, relative to their size."""
 
 
 def live_study(built: Modules, settings: LiveSettings = LiveSettings()) -> Study:
-    """A study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
-    merged, modules = built.merged, built.by_variant
+    """Return a study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
+    merged, modules = built.merged, _by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
     _require_alike(built, {"data": built.data, "calibration data": built.calibration, "texts": stated})
     place = next(merged.parameters()).device if built.device is None else resolve_device(built.device)
-    head_of = {task: _score_map(head) for task, head in (built.heads or {}).items()}
+    head_of = {
+        task: linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
+        for task, head in (built.heads or {}).items()
+    }
     reads = _preprocess(merged, settings.tokenizer)
     if settings.texts and reads.texts is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
@@ -106,18 +116,9 @@ def live_study(built: Modules, settings: LiveSettings = LiveSettings()) -> Study
         notices=tuple(_notices(tasks, merged, settings.mask, chain)),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing=reads.backend,
-        architecture={"loader": LOADER, "source": type(merged).__name__, **reads.settings},
+        architecture={"loader": _LOADER, "source": type(merged).__name__, **reads.settings},
         head_marks=marks,
     )
-
-
-_FREE = ("n_calibration", "batch_size")
-"""Settings on which no number of a run rests, so that they may be others when something is added to it."""
-
-
-def recorded(settings: LiveSettings) -> dict[str, Any]:
-    """The settings as JSON has them; functions and tokenizers stay with the caller."""
-    return dict(json.loads(json.dumps(settings.model_dump(), default=lambda number: number.item())))
 
 
 def live_again(
@@ -126,7 +127,7 @@ def live_again(
     calibration: Mapping[str, Any] | None,
     num_calibration: int | None,
 ) -> tuple[Study, OpenModels]:
-    """The study behind a run of live modules, whose modules and samples are handed in again, and its models.
+    """Return the study of a run of live modules, which are handed in again with their samples, and its models.
 
     `given` are fields of `Modules` and `LiveSettings`; what is left out is the run's. Settings, samples, labels and
     heads are compared with the run's; to compare weights is up to the caller.
@@ -136,7 +137,7 @@ def live_again(
     handed = {name: value for name, value in given.items() if name in of_modules and value is not None}
     stated = {name: value for name, value in given.items() if name not in of_modules}
     stated |= {} if num_calibration is None else {"n_calibration": num_calibration}
-    begun = _record(folder)
+    begun = read_manifest(folder).live or {}
     was = LiveSettings(**begun.get("settings", {}))
     _require_same_settings(was, LiveSettings(**stated))
     settings = was.changed(**stated)
@@ -152,7 +153,7 @@ def live_again(
     }
     study = dataclasses.replace(study, tasks=tasks)
     sources = {name: study.pool.source(name) for name in study.pool.names}
-    architecture = Architecture(LOADER, type(modules.merged).__name__, modules.merged, study.pool.chain)
+    architecture = Architecture(_LOADER, type(modules.merged).__name__, modules.merged, study.pool.chain)
     return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
@@ -180,12 +181,13 @@ def analyze_study(
 ) -> DriftRun:
     """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down."""
     out = request.out or pathlib.Path("runs", study.name)
-    live = {"settings": recorded(settings), "contents": _contents(study)}
+    live = {"settings": _recorded(settings), "contents": _contents(study)}
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
     goes_on = request.resume and (out / MANIFEST).exists()
     if goes_on:
-        begun, manifest = _record(out), read_manifest(out)
-        if recorded(LiveSettings(**begun.get("settings", {}))) != live["settings"]:
+        manifest = read_manifest(out)
+        begun = manifest.live or {}
+        if _recorded(LiveSettings(**begun.get("settings", {}))) != live["settings"]:
             raise SpecError(
                 f"{out} was begun with other settings", hint="Resume with the same, or choose another out."
             )
@@ -203,14 +205,14 @@ def analyze_study(
     return open_run(out)
 
 
-def _record(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Return the `settings` and `contents` that a run of live modules states."""
-    return read_manifest(folder).live or {}
+def _recorded(settings: LiveSettings) -> dict[str, Any]:
+    """Return the settings as JSON has them; functions and tokenizers stay with the caller."""
+    return dict(json.loads(json.dumps(settings.model_dump(), default=lambda number: number.item())))
 
 
 def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
-    """Refuse settings that would make rows which don't belong beside those of the run."""
-    old, new = recorded(was), recorded(now)
+    """Refuse settings whose rows don't belong to those of the run."""
+    old, new = _recorded(was), _recorded(now)
     for name in now.model_fields_set - {*_FREE}:
         if new[name] != old[name]:
             raise SpecError(
@@ -220,7 +222,7 @@ def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
 
 
 def _contents(study: Study) -> dict[str, dict[str, Any]]:
-    """By task what tells samples, labels and head from others that look like them."""
+    """Return digests of each task's samples, labels and head."""
     return {
         task: {
             "samples": ids_digest(data.diagnosis.digests),
@@ -233,7 +235,7 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
 
 
 def _require_same_contents(begun: Mapping[str, Any], study: Study) -> None:
-    """Refuse samples, labels or heads that are not those which a run was begun with."""
+    """Refuse other samples, labels or heads than the run's."""
     now = _contents(study)
     if begun and begun.keys() != now.keys():
         raise SpecError(f"the run was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
@@ -256,18 +258,18 @@ def _require_same_contents(begun: Mapping[str, Any], study: Study) -> None:
             )
 
 
-_SEEN_TWICE = 2
-"""Samples that are run twice, to see that a model answers them in one way."""
-_PROBES = 4
-"""Features that a head scores to be known again."""
-_ALIKE = 1e-4
-"""How far apart scores of the same head may be on another machine, relative to their size."""
+def _by_variant(built: Modules) -> dict[str, nn.Module]:
+    """Return all models by their names in tables."""
+    models = {} if built.base is None else {"base": built.base}
+    models |= {expert_of(task): expert for task, expert in sorted((built.experts or {}).items())}
+    models |= {"merged": built.merged}
+    return models | {baseline(name): model for name, model in (built.baselines or {}).items()}
 
 
 def _marks(
     head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
 ) -> dict[str, list[float]]:
-    """By task what its head makes of fixed features; one that does not fit is refused before a run is begun."""
+    """Score fixed features with every head; one that does not fit is refused before a run is begun."""
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, cut(example, slice(_SEEN_TWICE)), chain)
     if not head_of:
@@ -275,22 +277,20 @@ def _marks(
     stream = chain.layers[-1].stream
     final = chain.library_states(skeleton, example)[-1][stream].detach()
     final = pooled(final, pooling, side.mask(stream))
-    return {task: _mark(head, final) for task, head in head_of.items()}
-
-
-def _mark(head: ScoreMap, features: Tensor) -> list[float]:
-    """The scores of fixed features as wide as these, each sample's summed with fixed weights."""
-    numbers = torch.Generator().manual_seed(0)
-    probe = torch.randn(_PROBES, *features.shape[1:], generator=numbers).to(features)
-    with exact_products():
-        scores = head.scores(probe).detach().cpu().double().flatten(1)
-    return (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
+    marks = {}
+    for task, head in head_of.items():
+        numbers = torch.Generator().manual_seed(0)
+        probe = torch.randn(_PROBES, *final.shape[1:], generator=numbers).to(final)
+        with exact_products():
+            scores = head.scores(probe).detach().cpu().double().flatten(1)
+        marks[task] = (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
+    return marks
 
 
 def _chain(
     module: Any, example: Any, reads: Preprocess, settings: LiveSettings
 ) -> tuple[LayerChain, LmScores | None]:
-    """The module taken apart, and where its head lies if it answers by text."""
+    """Split the module into layers; of a decoder return its head, too."""
     form = None if reads.texts is None else reads.texts.form
     if form == "decoder":
         return causal_chain(module, example, settings.blocks)
@@ -302,15 +302,16 @@ def _chain(
 
 
 def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
-    """How a live model of transformers reads texts; refused where it answers by text and can't be taken apart."""
+    """Return the text preprocessing of a live model of transformers; refuse generators of other families."""
     if tokenizer is None:
         return Preprocess("by the caller", list)
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
     kind = getattr(config, "model_type", None)
+    described = {"model_type": kind, "architectures": [type(module).__name__]}
     form: Form = "encoder"
-    if answers and is_seq2seq({"model_type": kind, "architectures": [type(module).__name__]}):
+    if answers and is_seq2seq(described):
         form = "encoder-decoder"
-    elif answers and is_causal({"model_type": kind, "architectures": [type(module).__name__]}):
+    elif answers and is_causal(described):
         form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
@@ -324,26 +325,21 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
 
 
 def _tasks(built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
-    """What is drawn of tensors, by task."""
-    sets = dict[Split, dict[str, SampleSet]]()
-    drawn = {"seed": settings.seed, "batch_size": settings.batch_size}
-    for split, (source, n) in built.splits(settings).items():
-        # Nobody looks at the labels of calibration samples, so these need not fit the head.
-        names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
-        sets[split] = {
-            task: live_samples(task, source[task], n=n, split=split, class_names=names.get(task), **drawn)
-            for task in sorted(source)
-        }
-    calibration = sets.get("calibration", {})
-    return {
-        task: TaskSamples(
-            samples,
-            samples if samples.labels and task in head_of else None,
-            head_of.get(task),
-            calibration.get(task),
+    """Draw the samples of tasks that are given as tensors."""
+    tasks = {}
+    drawn: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batch_size}
+    for task, source in sorted((built.data or {}).items()):
+        head, shown = head_of.get(task), None
+        names = None if head is None else head.classes
+        samples = live_samples(task, source, n=settings.n, split="diagnosis", class_names=names, **drawn)
+        if built.calibration:
+            # The labels of calibration samples are not read, so they need not fit the head.
+            count = settings.n_calibration
+            shown = live_samples(task, built.calibration[task], n=count, split="calibration", **drawn)
+        tasks[task] = TaskSamples(
+            samples, samples if samples.labels and head is not None else None, head, shown
         )
-        for task, samples in sets["diagnosis"].items()
-    }
+    return tasks
 
 
 def _text_tasks(
@@ -355,26 +351,27 @@ def _text_tasks(
     reader: TextReader,
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
-    """Tasks of texts, read as `stated` says, before heads handed in (their rows are the classes) or the models' own."""
-    splits, tasks = built.splits(settings), dict[str, TaskSamples]()
+    """Draw texts, read as `stated` says, before given heads, whose rows are the classes, or the models' own."""
+    tasks = dict[str, TaskSamples]()
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
         classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
         entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
-        rows = {split: (source[task], n) for split, (source, n) in splits.items()}
+        rows: dict[Split, tuple[Any, int | None]] = {"diagnosis": ((built.data or {})[task], settings.n)}
+        if built.calibration:
+            rows["calibration"] = built.calibration[task], settings.n_calibration
         data = live_texts(
             task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size
         )
         if head is None and lm is not None:
             head = lm_head(data, pool.source(expert_of(task)), lm)
         samples = task_samples(task, data, head, entry.metric or (), pool)
-        has_own = "calibration" in splits
-        tasks[task] = samples if has_own else dataclasses.replace(samples, calibration=None)
+        tasks[task] = samples if built.calibration else dataclasses.replace(samples, calibration=None)
     return tasks
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
-    """The module itself, or a copy of it where a parameter has another floating dtype or lies elsewhere."""
+    """Return the module, or a copy where a parameter has another floating dtype or device."""
     return module if _is_in(module, dtype, device) else copy.deepcopy(module).to(device, dtype)
 
 
@@ -406,12 +403,8 @@ def _notices(
         yield "accuracy is measured on the diagnosis samples"
 
 
-def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
-    return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
-
-
 def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Refuse tasks that have no expert, or the other way round, and modules of different classes."""
+    """Refuse tasks without experts, experts without tasks, and modules of different classes."""
     experts = set(built.experts or ())
     for label, entries in by_task.items():
         if not experts or (entries is not None and experts != set(entries)):
@@ -424,9 +417,9 @@ def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | Non
             f"experts are given for {sorted(experts)}, heads for {unknown} too",
             hint="Name a head as its task's expert; a task may have none.",
         )
-    kinds = {name: type(module).__name__ for name, module in built.by_variant.items()}
-    if len({type(module) for module in built.by_variant.values()}) > 1:
-        listed = ", ".join(f"{name} is a {kind}" for name, kind in kinds.items())
+    modules = _by_variant(built)
+    if len({type(module) for module in modules.values()}) > 1:
+        listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
         raise IncompatibleModelsError(
             f"the modules are of different classes: {listed}",
             hint="Hand in modules of one class; where one is wrapped, what is inside: `compiled._orig_mod`, "

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.config import load_spec
-from driftlens.config.requests import AnalysisRequest
+from driftlens.config.requests import AnalysisRequest, Modules
 from driftlens.engine.walk import capture
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
@@ -38,7 +38,6 @@ from driftlens.models.preprocessing import Preprocess
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.pipelines.in_memory import live_study
-from driftlens.pipelines.modules import Modules
 from driftlens.runs.run import DriftRun
 from driftlens.utils.access import Access, Context
 from driftlens.utils.progress import Reporter

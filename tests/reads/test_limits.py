@@ -17,12 +17,11 @@ from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
 from driftlens.config import run as spec_run
 from driftlens.config import types, yaml_text
-from driftlens.config.requests import MOST_DRAWS
+from driftlens.config.requests import MOST_DRAWS, Modules
 from driftlens.config.run import load_spec
 from driftlens.data.images import read_image
 from driftlens.merging import averages
 from driftlens.models import architecture
-from driftlens.pipelines.modules import Modules
 from driftlens.results.projection.layouts import MOST_POINTS
 from driftlens.runs.layout import escape
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError

@@ -68,7 +68,7 @@ def _measured(study: Study, model: str) -> str:
             for name in (model, expert_of(task))
         )
         drifts.append(final_drift(*features)["drift_rel"])
-        hits = accuracies(study, task, [model], Reporter()).results
+        hits = accuracies(study, task, [model], Reporter())
         found += [sum(hit for (hit,) in of) / len(of) for of in hits.values()]
     mean = [sum(values) / len(values) for values in (drifts, found)]
     return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"

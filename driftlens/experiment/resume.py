@@ -1,6 +1,7 @@
-"""A run opened once more, or written to: whether all is still the same, in phases, by one process of several.
+"""Runs opened again or written to: checks that nothing changed, phases, one writing process of several.
 
-What a job has begun is kept in a folder of its own, so that one that was stopped goes on where it was.
+Entry points: `reopened` for a run's study, `writing` and `run_phases` for a job. `Kept` caches what a job has done, so
+that one that was stopped resumes there.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
 from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
-from driftlens.runs.manifest import Manifest, PhaseInfo, read_manifest
+from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run_state import is_live
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
@@ -62,7 +62,18 @@ def reopened(
     with_calibrations: bool = True,
     with_jacobian: bool = False,
 ) -> tuple[Study, OpenModels]:
-    """The study behind a run directory, the merged model included, and its checkpoints."""
+    """Return the study of a run directory, the merged model included, and its checkpoints.
+
+    Args:
+        path: the run directory.
+        context: device, and for a run of live modules how to make its study again.
+        num_calibration: calibration samples per task, at least as many as the spec's.
+        with_calibrations: whether calibrated models are opened, too.
+        with_jacobian: whether the attribution is switched on where the spec leaves it out.
+
+    Raises:
+        SpecError: the run was made from live modules, which are not handed in again.
+    """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
     if context.live is None:
@@ -97,17 +108,16 @@ def _of_spec(
 def add_calibration(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Put a calibrated variant, with what is attached to it, and its control into the study's pool."""
-    weights = {calibrated(name): layout.calibration_weights(name)}
-    if control:
-        weights[control] = layout.calibration_weights(name, control=True)
-    for variant, relative in weights.items():
-        attached = None if variant == control else attached_by(folder, name, method)
-        study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attached)
+    """Put a calibrated variant, with its attachments, and its control into the study's pool."""
+    for variant in filter(None, (calibrated(name), control)):
+        is_control = variant == control
+        weights = open_checkpoint(folder / layout.calibration_weights(name, control=is_control))
+        attached = None if is_control else attached_by(folder, name, method)
+        study.pool.add(variant, models.architecture.align(weights), attached)
 
 
 def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
-    """What a finished calibration of a run attaches; nothing for closed forms."""
+    """Return the attachments of a finished calibration; nothing for closed forms."""
     file = run / layout.calibration_attachments(name)
     if not file.exists():
         return {}
@@ -117,7 +127,7 @@ def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Refuse a run of live modules where nobody hands them in again: no spec says how to get them back."""
+    """Refuse a run of live modules that are not handed in again: no spec names them."""
     if is_live(manifest):
         raise SpecError(
             f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
@@ -127,7 +137,7 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
-    """The spec with other numbers of calibration samples by task, and perhaps another seed."""
+    """Return the spec with other numbers of calibration samples by task, and perhaps another seed."""
     values = spec.as_dict()
     if seed is not None:
         values["data"]["defaults"]["seed"] = seed
@@ -137,7 +147,7 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse models that changed since the run looked at them; their files are read and hashed again."""
+    """Refuse models that changed since the run hashed them; their files are read again."""
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
@@ -150,15 +160,14 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 
 
 def require_same_samples(manifest: Manifest, study: Study) -> None:
-    """Refuse data that the run's rows are not about; live samples are numbered, so that a few are looked at, too."""
+    """Refuse other data than the run's; ids of live samples are numbers, so their contents are compared, too."""
     for task, data in study.tasks.items():
         for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)
+            origin = manifest.sample_origins.get(split, {}).get(task) if is_live(manifest) else None
             if recorded is None or samples is None:
                 continue
-            origin = manifest.sample_origins.get(split, {}).get(task)
-            is_other = is_live(manifest) and origin is not None and origin != samples.origin()
-            if is_other or list(recorded) != list(samples.ids):
+            if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.origin()):
                 raise DataError(
                     f"the {split} samples of task {task} are not those of the run: the data has changed",
                     hint="Bring the data back, or analyze the data of today into a run of its own.",
@@ -167,77 +176,53 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
 
 @contextmanager
 def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
-    """The writer of a run, open for the length of the block; all processes enter it and leave it together."""
+    """Open the writer of a run for the length of the block; all processes enter and leave it together."""
     team.barrier()  # what others still read before they come here must not change
     with ExitStack() as stack:
         writers: list[RunWriter] = []
 
-        def begun() -> tuple[pathlib.Path, Manifest]:
+        def _begin() -> tuple[pathlib.Path, Manifest]:
             writers.append(stack.enter_context(opened()))
             return writers[0].folder, writers[0].manifest
 
-        folder, manifest = team.once(begun)
-        yield writers[0] if writers else Follower(folder, manifest)
+        folder, manifest = team.once(_begin)
+        yield writers[0] if writers else _Follower(folder, manifest)
     team.barrier()  # the run is finished now
 
 
 @contextmanager
 def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
-    """A block that, stopped by the user or by a full disk, says how to go on with what it has left behind."""
+    """Add to the error of a block that the user or a full disk stopped how to resume."""
     try:
         yield
     except (Cancelled, RunError) as error:
         if found := how():
-            told = f"What was finished is kept: {found}."
-            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
+            before = "" if isinstance(error, Cancelled) else error.hint
+            error.hint = f"{before} What was finished is kept: {found}.".lstrip()
         raise
 
 
 def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Work that the first process does alone, because it writes; the others know the manifest afterwards."""
+    """Do work that writes in the main process alone; all processes know the manifest afterwards."""
 
-    def done() -> Manifest:
+    def _done() -> Manifest:
         work()
         return writer.manifest
 
-    writer.manifest = team.once(done)
+    writer.manifest = team.once(_done)
 
 
-class Follower(RunWriter):
-    """Stands for the writer where nothing is written: what is said of the run is noted, and so what is done."""
+class _Follower(RunWriter):
+    """The writer of a process that writes nothing: it keeps the manifest in memory."""
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
-        """Of the run in a folder, whose manifest is this."""
         super().__init__(folder, manifest, RunLock(folder))
-        self.progress = self._nothing
+        self.status = self.progress = self._nothing
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Rows, columns and features are the first process's, and it alone tells of progress."""
+        """Leave rows, features, events and progress to the main process."""
 
     append = fill = drop = write_features = event = _nothing
-
-    def warn(self, text: str) -> None:
-        """Note it."""
-        self.describe(warnings=[text])
-
-    def notice(self, text: str) -> None:
-        """Note it."""
-        self.describe(notices=[text])
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """A block that does this process's share of a phase."""
-        yield {}
-        self._set_phase(name, PhaseInfo("done", 0.0, ""))
-
-    @contextmanager
-    def file(self, relative: str) -> Iterator[pathlib.Path]:
-        """Refused: only what `lead` does writes files."""
-        assert not relative, "files are the first process's"
-        yield self.folder
-
-    def _set_phase(self, name: str, phase: PhaseInfo) -> None:
-        self.describe(phases={name: phase})
 
     def _save(self, **changes: Any) -> None:
         self.manifest = dataclasses.replace(self.manifest, **changes)
@@ -245,10 +230,14 @@ class Follower(RunWriter):
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a job; `again` does it although it was done before, `sums` says that it sums up moments.
+    """One part of a job.
 
     Attributes:
+        name: of the phase in the manifest, progress and the table `resources`.
+        work: does it.
         study: whose models it runs; None where it runs none.
+        again: whether it is done although it was done before.
+        sums: whether it sums up moments, which may go to the host where memory is too little.
     """
 
     name: str
@@ -259,10 +248,7 @@ class Phase:
 
 
 def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
-    """Do the phases that are not done yet, one after the other, and record what each used.
-
-    Where memory is too little, the phase begins anew with less of it, see `halving_batches`.
-    """
+    """Do the phases that are not done yet, one after the other, and record what each used."""
     for phase in phases:
         if writer.done(phase.name) and not phase.again:
             continue
@@ -273,29 +259,30 @@ def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
             if phase.study is None:
                 phase.work()
             else:
-                of_tasks = phase.study.tasks.values()
-                size = max((data.diagnosis.batch_size for data in of_tasks), default=1)
-                work = partial(_from_its_first_layer, phase.study, phase.work)
-                tell = partial(_tell_less, writer, phase, device)
-                with halving_batches(size, tell, sums=phase.sums) as done:
-                    # Several processes would have to begin anew together: there, too little memory ends the job.
-                    done(work) if phase.study.team.size == 1 else work()
+                _run_in_memory(writer, phase, phase.study, device)
             if (peak := peak_memory(device)) is not None:
                 usage["peak_gpu_bytes"] = peak
 
 
-def _from_its_first_layer(study: Study, work: Callable[[], object]) -> None:
-    study.pool.begin_anew()  # what another try expected would lie beside this one
-    work()
+def _run_in_memory(writer: RunWriter, phase: Phase, study: Study, device: torch.device) -> None:
+    """Do a phase; where memory is too little, begin again with smaller batches, see `halving_batches`."""
 
+    def _work() -> None:
+        study.pool.begin_anew()  # what an earlier try has prefetched would take memory
+        phase.work()
 
-def _tell_less(writer: RunWriter, phase: Phase, device: torch.device, goes_on_with: str) -> None:
-    writer.notice(f"{device} has too little memory for {phase.name}: it goes on with {goes_on_with}")
+    def _report(goes_on_with: str) -> None:
+        writer.notice(f"{device} has too little memory for {phase.name}: it goes on with {goes_on_with}")
+
+    size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
+    with halving_batches(size, _report, sums=phase.sums) as done:
+        # Several processes would have to begin again together: there, too little memory ends the job.
+        done(_work) if study.team.size == 1 else _work()
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """A block in which torch prefers deterministic kernels, if wanted; the caller's choice comes back."""
+    """Make torch prefer deterministic kernels in a block, if wanted; the caller's choice is restored."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -312,11 +299,11 @@ class Kept:
     """Tensors by name, each name a file that is whole or absent."""
 
     def __init__(self, folder: pathlib.Path, require_there: Callable[[], None] = lambda: None) -> None:
-        """Nothing is read or written yet; `require_there` is called before every write."""
+        """Read and write nothing yet; `require_there` is called before every write."""
         self._folder, self._require_there = folder, require_there
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """What is kept under a name; nothing where there is none, or what is there can't be read any more."""
+        """Return the tensors of a name; nothing where there are none, or their file is damaged."""
         file = self._file(name)
         if not file.is_file():
             return {}
@@ -327,7 +314,7 @@ class Kept:
             return {}
 
     def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float) -> None:
-        """Keep tensors, with the time that all work took until then, over all sittings."""
+        """Store tensors, with the time that all work took until then, over all sittings."""
         self._require_there()
         self._folder.mkdir(exist_ok=True)
         contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
@@ -335,26 +322,19 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """What the work that is kept took, over all sittings."""
-        return max(map(_seconds_of, self._files()), default=0.0)
-
-    def _files(self) -> list[pathlib.Path]:
-        return [*self._folder.glob("*.safetensors")]
+        """The time that the cached work took, over all sittings."""
+        seconds = [0.0]
+        for file in self._folder.glob("*.safetensors"):
+            with suppress(SafetensorError), safe_open(file, framework="pt") as opened:  # as in `read`
+                seconds.append(float(opened.metadata()["seconds"]))
+        return max(seconds)
 
     def _file(self, name: str) -> pathlib.Path:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
 
 
-def _seconds_of(file: pathlib.Path) -> float:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return float(opened.metadata()["seconds"])
-    except SafetensorError:  # as in `Kept.read`
-        return 0.0
-
-
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first setting that has another value `now`, as "another lam: 1, now 2"; empty where none has."""
+    """Return the first setting that has another value `now`, as "another lam: 1, now 2"; empty where none has."""
     flat_before, flat_now = _flat(before), _flat(now)
     for name in {**flat_now, **flat_before}:
         was, value = flat_before.get(name), flat_now.get(name)
@@ -364,7 +344,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted names, so that a difference can be told where it is."""
+    """Return settings by dotted names."""
     return {
         f"{name}.{part}" if part else name: value
         for name, inner in settings.items()

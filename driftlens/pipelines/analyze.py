@@ -1,11 +1,14 @@
-"""The main job: from a spec to a finished run directory, phase by phase, each of which can be resumed."""
+"""The analysis: from a spec to a finished run directory, phase by phase, each of which can be resumed.
+
+Entry points: `analyze`, and `add_to_run` for more diagnostics of a finished run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,16 +50,20 @@ from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Context
 from driftlens.utils.devices import device_name, host_work
-from driftlens.utils.diagnostic import Diagnostic, chosen, diagnostics
+from driftlens.utils.diagnostic import Column, Diagnostic, chosen, diagnostics
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import calibrated, is_explained
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from driftlens.config import RunSpec
     from driftlens.data.sources import Picture
 
+_FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
+"""Options with a table of their own, which known quadratures fill."""
 _ROUNDING = 1e-5
 """Relative to the largest feature: more than products of batches of several sizes differ by in float32."""
 
@@ -66,7 +73,7 @@ def analyze(
     request: AnalysisRequest = AnalysisRequest(),
     context: Context = Context(),
 ) -> DriftRun:
-    """Measure the drift of every variant of a spec, and write it all into a run directory."""
+    """Measure the drift of every variant of a spec and write a run directory."""
     resolved = driftlens.config.load_spec(spec, request.overrides)
     out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
@@ -81,10 +88,9 @@ def analyze(
     goes_on = team.once(lambda: request.resume and (out / "manifest.json").exists())
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
         team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
-    text, digest = resolved.dump(), resolved.digest()
-    create = partial(
-        RunWriter.create, out, spec_yaml=text, spec_digest=digest, name=resolved.name, force=request.force
-    )
+    text = resolved.dump()
+    about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
+    create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
     again = f"`{command_to_resume(out)}{less}` goes on"
     begun = writing(team, partial(RunWriter.resume, out) if goes_on else create)
@@ -114,7 +120,7 @@ def analyze(
 
 
 def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
-    """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
+    """Refuse to resume with another spec, or with checkpoints that changed since the run hashed them."""
     manifest = read_manifest(folder)
     if manifest.spec_digest != spec.digest():
         # The digest that an earlier version wrote counts keys that were taken out since.
@@ -163,7 +169,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     require_analyzed(folder, scored=True)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
-    study = asking(study, add)
+    study = _asking(study, add)
     manifest = read_manifest(folder)
     context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
     context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
@@ -182,13 +188,13 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
                 phases = Phases(writer, study, reporter, f"calibrate:{name}:")
                 run_phases(writer, phases.completing(variants))
                 run_phases(writer, phases.explaining(variants, add))
-            run_phases(writer, Additions(writer, study, reporter, tuple(add)).phases())
+            run_phases(writer, Phases(writer, study, reporter).adding(add))
     return open_run(folder)
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases that measure variants, which the study's pool holds, into a run; `prefix` begins their names."""
+    """The phases that measure variants of the study's pool into a run; `prefix` begins their names."""
 
     writer: RunWriter
     study: Study
@@ -196,9 +202,9 @@ class Phases:
     prefix: str = ""
 
     def analysis(self, *, attribution: bool = True, weights: bool = True) -> Iterator[Phase]:
-        """Drift and accuracy of all tasks first, then how weights lie, then, with `attribution`, causes of drift."""
+        """Yield drift and accuracy of all tasks, then task vectors, then, with `attribution`, the sources of drift."""
         study = self.study
-        yield Phase("digests", lambda: self.digest_models(study.pool.names))
+        yield Phase("digests", lambda: self._digest(study.pool.names))
         yield from self.measuring((*study.variants, "expert"))
         if study.has_base and weights:
             yield Phase("params", lambda: self._compare_parameters(study.explained_variants), study)
@@ -206,7 +212,7 @@ class Phases:
             yield from self.explaining(study.explained_variants)
 
     def measuring(self, variants: Sequence[str]) -> Iterator[Phase]:
-        """Drift and accuracy, what is asked for first; `expert` is each task's own."""
+        """Yield drift and accuracy; `expert` is each task's own."""
         named = tuple(name for name in variants if name != "expert")
         new = dataclasses.replace(self, study=dataclasses.replace(self.study, variants=named))
         for task in self.study.tasks:
@@ -217,19 +223,19 @@ class Phases:
             yield Phase(f"{self.prefix}evaluate:{task}", work, self.study)
 
     def completing(self, variants: Sequence[str]) -> Iterator[Phase]:
-        """What nobody waits for: digests of the models, and how their task vectors lie."""
-        yield Phase(f"{self.prefix}digests", lambda: self.digest_models(variants))
+        """Yield digests of the models, and their task vectors."""
+        yield Phase(f"{self.prefix}digests", lambda: self._digest(variants))
         if self.study.has_base:
             yield Phase(f"{self.prefix}params", lambda: self._compare_parameters(variants), self.study)
 
     def explaining(self, variants: Sequence[str], add: Sequence[str] = ()) -> Iterator[Phase]:
-        """What traces drift back to layers, for tasks and variants whose rows lack it, as the study's settings say."""
+        """Yield the attribution of drift to layers, for tasks and variants whose rows lack it."""
         if self.study.settings.jacobian is None:
             return
 
         def explained_already() -> set[tuple[str, str]]:
             rows = open_run(self.writer.folder).layers()
-            filled = rows.groupby(["task", "variant"])[columns_of_attribution(add)].count().gt(0).all(axis=1)
+            filled = rows.groupby(["task", "variant"])[_columns_of_attribution(add)].count().gt(0).all(axis=1)
             return {*filled[filled].index}
 
         explained = self.study.team.once(explained_already)
@@ -241,8 +247,38 @@ class Phases:
                 work = partial(self._explain, task, missing)
                 yield Phase(name, work, self.study, again=bool(missing))
 
-    def digest_models(self, names: Sequence[str]) -> None:
-        """Write down digest, size and origin of these models of the study's pool."""
+    def adding(self, add: Sequence[str]) -> Iterator[Phase]:
+        """Yield one phase per option and task, or per walk and task, where variants lack these options."""
+        team, tasks = self.study.team, self.study.tasks
+        for option, table in _FOLLOWED.items():
+            present = team.once(partial(self._present, table)) if option in add else set()
+            for task in tasks if option in add else ():
+                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
+                if lacking:
+                    work = partial(self._follow, option, task, lacking)
+                    yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
+        entries = [entry for entry in chosen(add) if entry.option]
+        for task in tasks:
+            there = [
+                team.once(partial(self._present, entry.table, [column.name for column in entry.columns]))
+                for entry in entries
+            ]
+            lacking = [name for name in self.study.variants if any((task, name) not in of for of in there)]
+            if lacking:
+                work = partial(self._walk, task, lacking, entries)
+                named = "+".join(dict.fromkeys(entry.option for entry in entries))
+                yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
+
+    def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
+        """Return tasks and variants with rows in a table, and a number in one of these columns if any are named."""
+        rows = getattr(open_run(self.writer.folder), table)()
+        if columns:
+            present = [name for name in columns if name in rows]
+            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
+        return set(zip(rows["task"], rows["variant"], strict=True))
+
+    def _digest(self, names: Sequence[str]) -> None:
+        """Record digest, size and origin of these models of the study's pool."""
         self.writer.describe(models=self.study.team.each(names, self.study.model_info))
 
     def _compare_parameters(self, variants: Sequence[str]) -> None:
@@ -259,8 +295,8 @@ class Phases:
             ]
 
         pairs = [(task, variant) for task in study.tasks for variant in variants]
-        for task, variant in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-            rows += study.of_task(task, partial(compared, task, variant)) or []
+        for pair in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
+            rows += study.of_task(pair[0], partial(compared, *pair)) or []
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
@@ -275,24 +311,27 @@ class Phases:
             if rows:
                 self.writer.append(name, pd.DataFrame(rows), replace=True)
 
+    def _diagnosed(self, study: Study, task: str) -> TaskDiagnosis:
+        """Diagnose a task, with the base's drift from the run where the base is not among the variants."""
+        base = None
+        if "base" in study.pool and "base" not in study.variants:
+            rows = open_run(self.writer.folder).samples(task, "base")
+            layers = rows["layer"].unique()
+            base = {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in layers}
+        return diagnose(study, task, self.reporter, base)
+
     def _diagnose(self, task: str, variants: Sequence[str]) -> None:
-        """Put what one task's walk finds into the run; rows with other keys keep their exact values."""
+        """Write the rows and features of one task; rows with other keys keep their exact values."""
         import pandas as pd
 
         study, writer = self.study, self.writer
-
-        diagnosis = study.of_task(task, partial(diagnosed, writer, study, task, self.reporter))
+        diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
             return
-        tables = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
-        if diagnosis.outputs:
-            tables["outputs"] = stacked(diagnosis.outputs)
         if diagnosis.routing:
             writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
-        for name, frame in tables.items():
-            filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
-            columns = [column for entry in filling for column in entry.columns]
-            writer.append(name, frame, replace=True, columns=columns)
+        for name, frame in _frames(diagnosis).items():
+            writer.append(name, frame, replace=True, columns=_columns(chosen(study.settings.options), name))
         for warning in diagnosis.warnings:
             writer.warn(warning)
         for notice in diagnosis.notices:
@@ -304,7 +343,7 @@ class Phases:
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
             _store_shown(writer, task, study.tasks[task])
-            if are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
+            if _are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
                 writer.notice(
                     f"{task}: all samples have the same final feature, so its numbers are of one input; look whether "
                     "the samples are what they should be"
@@ -327,14 +366,57 @@ class Phases:
             # Last: by these rows it is known what is explained.
             self.writer.fill("layers", pd.DataFrame(explanation.layers))
 
+    def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
+        """Fill the columns of these diagnostics for variants that lack them."""
+        study = dataclasses.replace(self.study, variants=tuple(variants))
+        diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
+        if diagnosis is None:
+            return
+        for table, frame in _frames(diagnosis).items():
+            if columns := _columns(entries, table):
+                names = [*TABLES[table].key, *(column.name for column in columns)]
+                self.writer.fill(table, frame[names], columns)
 
-def are_alike(features: NDArray[np.floating[Any]]) -> bool:
-    """Whether several samples have one feature [n, d], but for the rounding of batches of other sizes."""
+    def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
+        """Add rows of `adjoint` or `groups`, by the nodes that the run's Jacobians have."""
+        import pandas as pd
+
+        study, layers = self.study, open_run(self.writer.folder).layers(task)
+
+        def rows_of(variant: str) -> list[dict[str, Any]]:
+            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
+            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
+            follow = adjoint_columns if option == "adjoint" else group_rows
+            return list(follow(study, task, variant, nodes))
+
+        for variant in self.reporter.track(
+            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
+        ):
+            rows = study.of_task(task, partial(rows_of, variant))
+            if rows:
+                frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
+                self.writer.append(_FOLLOWED[option], frame, replace=True)
+
+
+def _frames(diagnosis: TaskDiagnosis) -> dict[str, pd.DataFrame]:
+    """Return the tables of a task's diagnosis by name."""
+    import pandas as pd
+
+    frames = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
+    return frames | ({"outputs": stacked(diagnosis.outputs)} if diagnosis.outputs else {})
+
+
+def _columns(entries: Iterable[Diagnostic], table: str) -> list[Column]:
+    return [column for entry in entries if entry.table == table for column in entry.columns]
+
+
+def _are_alike(features: NDArray[np.floating[Any]]) -> bool:
+    """Return True if several samples have one feature [n, d], up to the rounding of batches of other sizes."""
     return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    """Write down what is known before anything is computed: models, layers, samples, classes."""
+    """Record models, layers, samples and classes before anything is computed."""
     pool = study.pool
     writer.describe(
         synthetic=synthetic,
@@ -370,7 +452,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
 
 
 def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
-    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples."""
+    """Keep thumbnails or short texts of a task's diagnosis samples, in their order."""
     ids = data.diagnosis.ids[:MOST_THUMBS]
     if data.diagnosis.texts is not None:
         texts, half = [data.diagnosis.text(position).input for position in range(len(ids))], LONGEST_TEXT // 2
@@ -385,7 +467,7 @@ def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
 
 
 def thumb(picture: Picture) -> NDArray[np.uint8]:
-    """The picture [side, side, 3], whole, with grey bars where it is not square."""
+    """Return the whole picture, [side, side, 3], with grey bars where it is not square."""
     from PIL import Image, ImageOps
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
@@ -393,23 +475,19 @@ def thumb(picture: Picture) -> NDArray[np.uint8]:
     return np.asarray(square, dtype=np.uint8)
 
 
-_FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
-"""Options with a table of their own, which the way back through known quadratures fills."""
-
-
-def addable() -> tuple[str, ...]:
-    """Options of all diagnostics that can be left out of an analysis."""
+def _addable() -> tuple[str, ...]:
+    """Return the options of all diagnostics that can be left out of an analysis."""
     declared = [column.option for table in TABLES.values() for column in table.columns]
     return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
 
 
-def asking(study: Study, add: Collection[str]) -> Study:
-    """The study that measures these options too; its attribution is on."""
+def _asking(study: Study, add: Collection[str]) -> Study:
+    """Return the study that measures these options too; its attribution is on."""
     for name in add:
-        if name not in addable():
+        if name not in _addable():
             raise SpecError(
-                f"there is no diagnostic {name!r} to add; there are {', '.join(addable())}",
-                hint=did_you_mean(name, addable()),
+                f"there is no diagnostic {name!r} to add; there are {', '.join(_addable())}",
+                hint=did_you_mean(name, _addable()),
             )
     settings = study.settings
     jacobian = settings.jacobian
@@ -422,100 +500,8 @@ def asking(study: Study, add: Collection[str]) -> Study:
     )
 
 
-def columns_of_attribution(add: Collection[str]) -> list[str]:
-    """Columns of the layer table without which a variant's attribution lacks some of these options."""
+def _columns_of_attribution(add: Collection[str]) -> list[str]:
+    """Return the layer table's columns without which a variant's attribution lacks some of these options."""
     first = {column.option: column.name for column in reversed(LAYERS.columns)}
-    parts = [name for name in add if name in ("contributions", "prefix", "jacobian.spectral")]
-    return ["jacobian_samples", *(first[name] for name in parts)]
-
-
-@dataclass(frozen=True)
-class Additions:
-    """The phases that measure options for variants that lack them."""
-
-    writer: RunWriter
-    study: Study
-    reporter: Reporter
-    add: tuple[str, ...]
-
-    def phases(self) -> Iterator[Phase]:
-        """One per option, or all of the walk and task; none where every variant has it."""
-        team, tasks = self.study.team, self.study.tasks
-        for option in (name for name in _FOLLOWED if name in self.add):
-            table = _FOLLOWED[option]
-            present = team.once(partial(self._present, table, ()))
-            for task in tasks:
-                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
-                if lacking:
-                    work = partial(self._follow, option, task, lacking)
-                    yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
-        entries = [entry for entry in chosen(self.add) if entry.option]
-        for task in tasks:
-            lacking = [
-                name
-                for name in self.study.variants
-                if any((task, name) not in team.once(partial(self._has, entry)) for entry in entries)
-            ]
-            if lacking:
-                work = partial(self._walk, task, lacking, entries)
-                named = "+".join(dict.fromkeys(entry.option for entry in entries))
-                yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
-
-    def _has(self, entry: Diagnostic) -> set[tuple[str, str]]:
-        return self._present(entry.table, [column.name for column in entry.columns])
-
-    def _present(self, table: str, columns: Sequence[str]) -> set[tuple[str, str]]:
-        """Tasks and variants with rows in a table, and a number in one of these columns where any are named."""
-        rows = getattr(open_run(self.writer.folder), table)()
-        if columns:
-            present = [name for name in columns if name in rows]
-            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
-        return set(zip(rows["task"], rows["variant"], strict=True))
-
-    def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
-        import pandas as pd
-
-        study, layers = self.study, open_run(self.writer.folder).layers(task)
-        follow: Callable[..., Iterator[dict[str, Any]]] = (
-            adjoint_columns if option == "adjoint" else group_rows
-        )
-
-        def rows_of(variant: str) -> list[dict[str, Any]]:
-            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
-            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
-            return list(follow(study, task, variant, nodes))
-
-        for variant in self.reporter.track(
-            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
-        ):
-            rows = study.of_task(task, partial(rows_of, variant))
-            if rows:
-                frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
-                self.writer.append(_FOLLOWED[option], frame, replace=True)
-
-    def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
-        import pandas as pd
-
-        study = dataclasses.replace(self.study, variants=tuple(variants))
-
-        tables = study.of_task(task, partial(diagnosed, self.writer, study, task, self.reporter))
-        if tables is None:
-            return
-        frames = {"layers": pd.DataFrame(tables.layers)}
-        frames |= {name: stacked(rows) for name in ("samples", "outputs") if (rows := getattr(tables, name))}
-        for table, frame in frames.items():
-            columns = [column for entry in entries if entry.table == table for column in entry.columns]
-            if columns:
-                names = [*TABLES[table].key, *(column.name for column in columns)]
-                self.writer.fill(table, frame[names], columns)
-
-
-def diagnosed(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
-    """Diagnose a task, with the base's drift from the run where the base is not among the variants."""
-    base = None
-    if "base" in study.pool and "base" not in study.variants:
-        rows = open_run(writer.folder).samples(task, "base")
-        base = {
-            layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in rows["layer"].unique()
-        }
-    return diagnose(study, task, reporter, base)
+    parts = ("contributions", "prefix", "jacobian.spectral")
+    return ["jacobian_samples", *(first[name] for name in add if name in parts)]

@@ -1,7 +1,7 @@
-"""One task through the walk: rows of the layer, sample and output tables, and the features worth keeping.
+"""The drift of one task: rows of the layer, sample and output tables, and the pooled features.
 
-Its drift is held against the models' own forward pass, and against float64, on a few samples. Both stop the work:
-numbers that follow from a model taken apart wrongly, or from products of eight bits, are worse than none.
+A few samples are compared with the models' own forward pass and with float64. Both errors stop the work: numbers of a
+model that was split wrongly, or of products of eight bits, are worse than none. Entry point: `diagnose`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.data.samples import Batch, SampleSet
 from driftlens.engine.walk import (
     ROUNDING,
     LayerView,
@@ -42,13 +41,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Array = NDArray[np.float64]
-K = TypeVar("K")
 Row = dict[str, object]
+
+
+VERIFIED_SAMPLES = 2
+"""Samples of the first task whose drift is computed once more in float64."""
 
 
 @dataclass
 class TaskDiagnosis:
-    """What one task's walk found: rows, and pooled features [n, d] (float32) by (variant, layer), the expert's too."""
+    """Rows of one task and pooled features [n, d] (float32) by (variant, layer), the expert's too."""
 
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -64,19 +66,31 @@ class TaskDiagnosis:
 def diagnose(
     study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
 ) -> TaskDiagnosis:
-    """Return the tables of one task: what every diagnostic sees of every variant on its diagnosis samples.
+    """Measure every diagnostic of every variant on the diagnosis samples of one task.
 
-    `base` is the base's drift [n] by layer, where it is measured already.
+    Args:
+        study: the models and samples.
+        task: the task.
+        reporter: receives progress.
+        base: the base's drift [n] by layer, where it is measured already.
+
+    Raises:
+        NumericsError: the drift is not that of the models' own library, or of float64.
     """
-    diagnosis, data, measured = TaskDiagnosis(), study.tasks[task], study.settings.measured
-    recorder, closure = _walked(study, task, reporter, diagnosis)
-    all_columns = recorder.columns()
+    diagnosis, data = TaskDiagnosis(), study.tasks[task]
+    samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
+    library = LibraryDrift(study, task)
+    recorder = _recorded(study, task, library, reporter)
+    diagnosis.features = recorder.features()
+    diagnosis.notices += filter(None, [library.unheld])
+    if task == next(iter(study.tasks)):
+        _check_precision(study, task, diagnosis)
     for (variant, index), (tokens, gates) in recorder.routing.items():
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
             diagnosis.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
-    layers, stored, samples = study.pool.chain.layers, study.settings.stored_layers, data.diagnosis
+    all_columns = recorder.columns()
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     identified = {"sample_id": list(samples.ids), "label": list(labels)}
     if "base" in study.variants:
@@ -88,33 +102,34 @@ def diagnose(
                 diagnosis.features["expert", layer.index],
                 all_columns[variant, layer.index],
                 None if base is None else {"drift_l2": base[layer.index]},
-                study.pool.score_map(data.own_heads.get(variant, data.head), variant),
+                study.head(task, variant),
                 data.head,
-                data.diagnosis.labels,
+                samples.labels,
             )
             of_task: Row = {"task": task, "variant": variant}
             key = of_task | {"layer": layer.index}
             is_of: Row = {"role": layer.role, "stream": layer.stream}
-            is_of |= {"path": layer.path, "n": len(data.diagnosis), "reference": "expert"}
-            row = key | is_of | {"closure_error": closure[variant, layer.index]}
-            diagnosis.layers.append(row | _measured(measured, "layers", seen))
-            diagnosis.samples.append(key | identified | _measured(measured, "samples", seen))
+            is_of |= {"path": layer.path, "n": len(samples), "reference": "expert"}
+            row = key | is_of | {"closure_error": library.error[variant, layer.index]}
+            diagnosis.layers.append(row | _measured(study, "layers", seen))
+            diagnosis.samples.append(key | identified | _measured(study, "samples", seen))
             if layer is layers[-1] and data.head is not None:
-                diagnosis.outputs.append(of_task | identified | _measured(measured, "outputs", seen))
+                diagnosis.outputs.append(of_task | identified | _measured(study, "outputs", seen))
     diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
     return diagnosis
 
 
-def _walked(
-    study: Study, task: str, reporter: Reporter, diagnosis: TaskDiagnosis
-) -> tuple[_Recorder, Mapping[tuple[str, int], float]]:
-    """Walk the samples of a task; return what was recorded, and by variant and layer the closure error."""
-    samples = study.tasks[task].diagnosis
-    num_layers = len(study.pool.chain.layers)
+def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter) -> _Recorder:
+    """Walk a task's samples through all layers; hold the first ones against the models' own library."""
+    samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
-    library = LibraryDrift(study, task)
-    for chunk in _chunks(study, task, samples):
+    # As many samples at a time as the budget holds at one boundary, in whole batches.
+    models = 1 + len(study.variants)
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    length = samples.fitting(per_sample, study.settings.feature_budget)
+    for first in range(0, len(samples), length):
+        chunk = samples.batches(first, min(first + length, len(samples)))
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             if view.variant == study.variants[0]:
                 index = view.layer.index
@@ -122,30 +137,21 @@ def _walked(
             recorder.add(view)
             if view.start == 0:
                 library.compare(view.layer, view.variant, view.merged_out, view.expert_out)
-    diagnosis.features = recorder.features()
-    diagnosis.notices += filter(None, [library.unheld])
-    if task == next(iter(study.tasks)):
-        try:
-            diagnosis.precision_error = precision_error(study, task, diagnosis.features)
-        except RuntimeError as error:  # a model's own code may insist on float32
-            reason = str(error).splitlines()[0]
-            diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
-        except NumericsError as error:
-            if not any(layer.num_experts for layer in study.pool.chain.layers):
-                raise
-            tie = "a token whose router is near a tie goes to other experts there"
-            diagnosis.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
     meter.finish()
-    return recorder, library.error
+    return recorder
 
 
-def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
-    """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
-    models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
-    length = samples.fitting(per_sample, study.settings.feature_budget)
-    for first in range(0, len(samples), length):
-        yield samples.batches(first, min(first + length, len(samples)))
+def _check_precision(study: Study, task: str, diagnosis: TaskDiagnosis) -> None:
+    try:
+        diagnosis.precision_error = precision_error(study, task, diagnosis.features)
+    except RuntimeError as error:  # a model's own code may insist on float32
+        reason = str(error).splitlines()[0]
+        diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
+    except NumericsError as error:
+        if not any(layer.num_experts for layer in study.pool.chain.layers):
+            raise
+        tie = "a token whose router is near a tie goes to other experts there"
+        diagnosis.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
 
 
 class _Recorder:
@@ -199,11 +205,11 @@ def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
-def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
+def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
     """Return the columns of one table from all diagnostics that fill some of them."""
     columns: dict[str, Any] = {}
     shape = () if table == "layers" else (len(seen.variant),)
-    for entry in measured:
+    for entry in study.settings.measured:
         if entry.table == table:
             found = entry.measure(seen)
             names = {column.name for column in entry.columns} - columns.keys()
@@ -217,15 +223,11 @@ def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[st
     return columns
 
 
-VERIFIED_SAMPLES = 2
-"""Samples of the first task whose drift is computed once more in float64."""
-
-
 class LibraryDrift:
-    """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
+    """The drift of a task's first samples by the models' own library, to compare the walk's drift with.
 
-    They are a batch, or less where all its boundaries' features don't fit into the budget of features, or `most` are
-    wanted. `error` is |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    They are a batch, fewer where its features at all boundaries exceed the budget, and at most `most`.
+    `error` is |e - e_library| / |e| by variant and layer; NaN where there is no drift.
     """
 
     def __init__(self, study: Study, task: str, most: int | None = None) -> None:
@@ -259,21 +261,17 @@ class LibraryDrift:
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
         )
-        sizes = _sizes(subtract(merged, expert), self._drift[variant][layer.index - 1], expert)
-        error, limit, is_off = _apart(sizes.tolist(), self._dtype)
+        theirs = self._drift[variant][layer.index - 1]
+        error, limit, is_off = _apart(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
 
 
-def _sizes(ours: State, theirs: State, features: State) -> Tensor:
-    """Of a difference, of how far two computations of it are apart, and of the features it is of, [3]."""
-    return torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
-
-
-def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
-    """How far two computations of one difference are apart, relative to it; what rounding explains; if it is more."""
-    size, apart, scale = sizes
+def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+    """Return how far two computations of one drift differ, the limit, and True if that exceeds rounding."""
+    sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
+    size, apart, scale = sizes.tolist()
     error = apart / size if size > 0 else math.nan
     limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
     # Where one sees no difference at all, the other must see none either.
@@ -281,7 +279,7 @@ def _apart(sizes: Sequence[float], dtype: str) -> tuple[float, float, bool]:
 
 
 def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
-    """Refuse an expert of adapters whose final features are not those of peft's own model; says where none runs."""
+    """Refuse an expert of adapters unlike peft's own model; return a notice where peft can't run it."""
     adapters = study.adapters.get(study.pool.expert(task))
     if adapters is None:
         return ""
@@ -290,8 +288,7 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
         return unheld(task, theirs)
     base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    sizes = _sizes(subtract(expert, base), subtract(adapted, base), expert).tolist()
-    error, limit, is_off = _apart(sizes, dtype)
+    error, limit, is_off = _apart(subtract(expert, base), subtract(adapted, base), expert, dtype)
     if is_off:
         raise NumericsError(
             f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
@@ -306,32 +303,29 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
 
 
 def unheld(task: str, reason: str) -> str:
-    """What is said of adapters that peft did not run."""
+    """Return the notice on adapters that peft did not run."""
     return (
         f"the features of the expert of {task} were not held against its adapters as peft runs them: {reason}"
     )
 
 
 def unmerged_bytes(study: Study) -> int:
-    """Of the module that `unmerged` loads beside a study; 0 where it loads none."""
+    """Return the bytes of the module that `unmerged` loads; 0 where it loads none."""
     return study.pool.weight_bytes("base") if study.adapters and not no_room(study) else 0
 
 
 def no_room(study: Study) -> str:
-    """Why peft can't run adapters beside a study: it is not there, or the base exceeds the budget of features."""
-    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
+    """Return why peft can't run adapters: it is missing, or the base exceeds the feature budget; else nothing."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return (
-        ""
-        if needed <= budget
-        else f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
-    )
+    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
+    too_large = f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
+    return too_large if needed > budget else ""
 
 
 @torch.no_grad()
 def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
-    """Final states of the base and of an expert's adapters on it, as peft runs them; else why nothing is claimed."""
+    """Return final states of the base and of an expert's adapters on it, as peft runs them; else the reason why not."""
     if reason := no_room(study):
         return reason
     pool = study.pool
@@ -357,7 +351,7 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
 
 @torch.no_grad()
 def check_closure(study: Study, most: int | None = None) -> None:
-    """Hold the first samples of every task, a batch or `most`, against the library's own forward passes."""
+    """Compare the drift of every task's first samples, a batch or `most`, with the library's own forward passes."""
     pool = study.pool
     for task in study.tasks:
         library = LibraryDrift(study, task, most)
@@ -371,7 +365,7 @@ def check_closure(study: Study, most: int | None = None) -> None:
 def precision_error(
     study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
 ) -> float:
-    """Largest relative error of the pooled drift of the first samples against float64, over variants and layers.
+    """Return the largest relative error of the pooled drift of the first samples against float64.
 
     The float64 pass reads the same weights and shares no product with the run, so that products of fewer bits show,
     however they came to be chosen. NaN where there is no drift, and for a run that is computed in float64.

@@ -1,6 +1,7 @@
-"""Scores of every variant on the test split: accuracy by classes, and language models by what they answer.
+"""Scores of every variant on the test split: accuracy by classes, and language models by their answers.
 
-Who answers is whole in memory, one variant at a time and once per task, for all the task's metrics.
+A model that answers is whole in memory, one variant at a time and once per task, for all the task's metrics.
+Entry point: `scores_of`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,22 @@ from driftlens.utils.variants import expert_of
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
+SPARE_TOKENS = 8
+"""What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""
+_SHOWN = 300
+"""Characters of a passage that are kept next to a score."""
+_AT_ONCE = 4096
+"""Texts whose features are held together where one number of each is kept."""
+
+_Rows = list[tuple[Any, ...]]
+"""Per sample: value and reference as the table `scores` has them, then, of texts, the answer and the target."""
+_Results = dict[tuple[str, str], _Rows]
+"""Rows by variant and metric."""
 
 
 @dataclass
 class Scores:
-    """What the variants score on one task: rows of `accuracy` and `scores`, and what a reader should know."""
+    """What the variants score on one task: rows of `accuracy` and `scores`, and notices for the reader."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -50,20 +62,18 @@ class Scores:
 
 
 def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
-    """What variants score on a task's test samples by all its metrics; None in all but the first process."""
-
-    def measured() -> Scores:
-        if study.tasks[task].test is None:
-            return Scores()
-        by_class, by_text = (measure(study, task, variants, reporter) for measure in (accuracies, answers))
-        return _scores(study, task, Answers(by_class.results | by_text.results, by_text.notices))
-
-    return study.of_task(task, measured)
+    """Score variants on a task's test samples by all its metrics; return None in all but the main process."""
+    return study.of_task(task, partial(_scores, study, task, variants, reporter))
 
 
-def _scores(study: Study, task: str, answered: Answers) -> Scores:
-    scores, samples = Scores(notices=answered.notices), study.tasks[task].test
-    for (variant, name), rows in answered.results.items():
+def _scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Scores:
+    scores, samples = Scores(), study.tasks[task].test
+    if samples is None:
+        return scores
+    results = accuracies(study, task, variants, reporter) | _answers(
+        study, task, variants, reporter, scores.notices
+    )
+    for (variant, name), rows in results.items():
         values, references = (
             np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
             for column in (0, 1)
@@ -73,7 +83,6 @@ def _scores(study: Study, task: str, answered: Answers) -> Scores:
         ends = {"ci_low": score.low, "ci_high": score.high}
         scores.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
         columns = ("value", "reference", "answer", "target")[: len(rows[0])]
-        assert samples is not None
         scores.results += [
             {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
             for sample, row in zip(samples.ids, rows, strict=True)
@@ -81,19 +90,34 @@ def _scores(study: Study, task: str, answered: Answers) -> Scores:
     return scores
 
 
+def metrics_of(study: Study, task: str) -> tuple[str, ...]:
+    """Return a task's metrics: its data entry's, else accuracy by classes, else what suits its answers."""
+    data = study.tasks[task]
+    if data.metrics or (test := data.test) is None:
+        return data.metrics
+    if test.labels is not None and data.head is not None and not is_of_vocabulary(data.head):
+        return (ACCURACY.name,)
+    texts = test.texts
+    if texts is not None and texts.compared is not None:
+        needs = "number" if texts.compared.passages is None else "passages"
+        return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
+    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not test.text(0).target:
+        return ()
+    return ("choice",) if data.choices else ("exact_match",)
+
+
 @torch.no_grad()
-def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
-    """Whether variants are right about the test samples of a task, [1.0] or [0.0] each; errors as for `scores_of`."""
-    result, samples = Answers(), study.tasks[task].test
+def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
+    """Return for every test sample of a task whether each variant is right; every chunk is read once for all."""
+    samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
-        return result
+        return {}
     modality = study.pool.chain.modality
-    maps = {variant: study.head(task, variant) for variant in variants}
-    result.results = {(variant, modality.metric): [] for variant in variants}
+    results: _Results = {(variant, modality.metric): [] for variant in variants}
     sample = samples.load([0])
     per_sample = input_bytes(sample) + waiting_bytes(study.pool, expert_of(task), sample)
     length = samples.fitting(per_sample, CHUNK_BYTES)
-    # Of every task as many as rows come of: none without a test split or a head.
+    # Only samples that give rows: none without a test split or a head.
     units = {
         name: len(variants) * len(data.test) if data.test and ACCURACY.name in metrics_of(study, name) else 0
         for name, data in study.tasks.items()
@@ -104,21 +128,25 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
-            model = expert_of(task) if variant == "expert" else variant
+            model, head = _model(variant, task), study.head(task, variant)
+            assert head is not None
             # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
             for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
-                head = maps[variant]
-                assert head is not None
                 labels = samples.labels[start : start + len(features)]
                 hits = modality.is_right(head, features, labels).cpu().double().tolist()
-                result.results[variant, modality.metric] += [(hit,) for hit in hits]
+                results[variant, modality.metric] += [(hit,) for hit in hits]
     meter.finish()
-    return result
+    return results
+
+
+def _model(variant: str, task: str) -> str:
+    """Return a variant's name in the pool; `expert` is the task's own."""
+    return expert_of(task) if variant == "expert" else variant
 
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """What leaves the last layer of one model, one vector per sample, [n, d]."""
+    """Return the features after the last layer of one model, one vector per sample, [n, d]."""
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
@@ -126,7 +154,7 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
 
 
 def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
-    """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
+    """Return the drift of final features [n, d] from the expert's, by columns of the layer table's last row."""
     drift = wide(lengths(features - expert))
     size = float(wide(lengths(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
@@ -134,58 +162,51 @@ def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
 
 
-SPARE_TOKENS = 8
-"""What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""
-
-
-@dataclass
-class Answers:
-    """What was said to the test samples, by variant and metric: of every sample value, reference, answer, target."""
-
-    results: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict)
-    notices: list[str] = field(default_factory=list)
-
-
-def answers(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
-    """What variants answer to test samples of a task, by the metrics that ask for that; `expert` is the task's own.
+@torch.no_grad()
+def _answers(
+    study: Study, task: str, variants: Sequence[str], reporter: Reporter, notices: list[str]
+) -> _Results:
+    """Return the answers to test samples of a task, by the metrics that ask for them.
 
     A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
     """
-    result, samples = Answers(), study.tasks[task].test
+    results: _Results = {}
+    samples = study.tasks[task].test
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
     if samples is None or not metrics:
-        return result
+        return results
     if samples.texts is not None and samples.texts.compared is not None:
         return _compared(study, task, variants, reporter)
     test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
     total, at_once = len(variants) * len(samples), samples.at_once
     scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
-        model = expert_of(task) if variant == "expert" else variant
+        model = _model(variant, task)
         try:
             if not scored:
                 study.pool.require_room(model)
         except DataError as error:
             reason = f"{error.message}. {error.hint}"
-            result.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
+            notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
             continue
-        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
+        rows: dict[str, _Rows] = {name: [] for name in metrics}
         one_score = partial(_one_score, study, task, variant, samples, test.reader)
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
             for first in range(0, len(samples), at_once):
                 done = place * len(samples) + first
                 reporter.step("answer", done, total, f"task {task}: {variant}")
+                batch = range(first, min(first + at_once, len(samples)))
                 for name in metrics:
-                    batch = range(first, min(first + at_once, len(samples)))
                     rows[name] += _MEASURES[name](test, module, batch)
-        result.results |= {(variant, name): results for name, results in rows.items()}
+        results |= {(variant, name): of_metric for name, of_metric in rows.items()}
     reporter.step("answer", total, total, f"task {task}")
-    return result
+    return results
 
 
-def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
-    """How alike test samples and what they are compared with are, by each metric; as `answers`."""
-    result, samples = Answers(), study.tasks[task].test
+def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
+    """Rank or compare test samples with their pairs or passages, by each metric; as `_answers`."""
+    results: _Results = {}
+    samples = study.tasks[task].test
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
     beside, metrics = samples.texts.compared, metrics_of(study, task)
     related = [beside.of(position) for position in range(len(samples))]
@@ -196,22 +217,18 @@ def _compared(study: Study, task: str, variants: Sequence[str], reporter: Report
         if beside.passages is None:
             targets = [samples.text(position).target.strip() for position in range(len(samples))]
             pairs = zip(rows, targets, strict=True)
-            result.results[variant, "spearman"] = [
+            results[variant, "spearman"] = [
                 (float(similarity), float(target), None, target) for similarity, target in pairs
             ]
             continue
         ranked = [_ranked(beside, other, row) for other, row in zip(related, rows, strict=True)]
         for name in metrics:
-            result.results[variant, name] = [
+            results[variant, name] = [
                 (RANKINGS[name](hits, count), None, best and best[:_SHOWN], other.positive[0][:_SHOWN])
                 for (hits, count, best), other in zip(ranked, related, strict=True)
             ]
     reporter.step("answer", total, total, f"task {task}")
-    return result
-
-
-_SHOWN = 300
-"""Characters of a passage that are kept beside a score."""
+    return results
 
 
 def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list[Tensor]:
@@ -221,7 +238,7 @@ def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list
     part = range(len(samples))
     passages, texts = beside.passages, [samples.text(position).input for position in part]
     places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
-    model = expert_of(task) if variant == "expert" else variant
+    model = _model(variant, task)
     queries = _embeddings(study, model, samples, reader, [Text(text) for text in texts])
     paired = [beside.of(position).pair for position in part] if passages is None else passages.texts
     embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in paired])
@@ -236,7 +253,7 @@ def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list
 def _embeddings(
     study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
 ) -> Tensor:
-    """Final features [n, d] of texts that stand beside a task's samples; those of like length go together."""
+    """Return final features [n, d] of texts that belong to a task's samples, texts of similar length in one batch."""
     assert reader is not None
     unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
     samples_of_texts = dataclasses.replace(
@@ -252,7 +269,7 @@ def _embeddings(
 
 
 def _ranked(beside: Comparison, relation: Related, likeness: Tensor) -> tuple[list[bool], int, str | None]:
-    """Whether each candidate in the order of likeness answers a query, how many passages do, and the first of them."""
+    """Return whether each candidate, most similar first, answers a query, how many passages do, and the best one."""
     assert beside.passages is not None
     places, answers = beside.passages.candidates(relation), beside.passages.answers(relation)
     order = likeness.argsort(descending=True, stable=True)[:DEEPEST].tolist()
@@ -261,25 +278,9 @@ def _ranked(beside: Comparison, relation: Related, likeness: Tensor) -> tuple[li
     return [place in answers for place in ranked], len(answers), best
 
 
-def metrics_of(study: Study, task: str) -> tuple[str, ...]:
-    """What a task is scored by: its data entry's metrics, else accuracy by classes, else the answers themselves."""
-    data = study.tasks[task]
-    if data.metrics or (test := data.test) is None:
-        return data.metrics
-    if test.labels is not None and data.head is not None and not is_of_vocabulary(data.head):
-        return (ACCURACY.name,)
-    texts = test.texts
-    if texts is not None and texts.compared is not None:
-        needs = "number" if texts.compared.passages is None else "passages"
-        return tuple(name for name, metric in METRICS.items() if metric.needs == needs)
-    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not test.text(0).target:
-        return ()
-    return ("choice",) if data.choices else ("exact_match",)
-
-
 @dataclass(frozen=True)
 class _TestTexts:
-    """Questions and wanted answers of all test samples of a task."""
+    """The questions and targets of all test samples of a task."""
 
     texts: list[Text]
     labels: tuple[str, ...] | None
@@ -310,7 +311,7 @@ class _TestTexts:
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
 
     def generated(self, module: Any, part: range) -> list[str]:
-        """Greedy answers, up to the first line break where no target has one."""
+        """Return greedy answers, up to the first line break where no target has one."""
         questions = [self.reader.asked(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
         if any("\n" in text.target.strip() for text in self.texts):
@@ -322,18 +323,10 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-Results = Iterator[tuple[Any, Any, str | None, str]]
-"""Of every sample: value and reference as the table `scores` has them, what was answered and what was wanted."""
-
-
-def _exact_match(test: _TestTexts, module: Any, part: range) -> Results:
+def _exact_match(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     for position, answer in zip(part, test.generated(module, part), strict=True):
         target = test.texts[position].target.strip()
         yield float(_plain(answer) == _plain(target)), None, answer, target
-
-
-_AT_ONCE = 4096
-"""Texts whose features are held together where one number of each is kept."""
 
 
 def _one_score(
@@ -344,8 +337,8 @@ def _one_score(
     reader: TextReader | None,
     texts: Sequence[Text],
 ) -> list[float]:
-    """The number that a variant's head gives each text, by features that are read layer by layer."""
-    model, head = expert_of(task) if variant == "expert" else variant, study.head(task, variant)
+    """Score each text by a variant's head, with features that are read layer by layer."""
+    model, head = _model(variant, task), study.head(task, variant)
     assert head is not None
     scores: list[float] = []
     for first in range(0, len(texts), _AT_ONCE):
@@ -354,14 +347,14 @@ def _one_score(
     return scores
 
 
-def _preference(test: _TestTexts, one_score: Any, part: range) -> Results:
+def _preference(test: _TestTexts, one_score: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
     preferred, rejected = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
     for text, better, worse in zip(texts, preferred, rejected, strict=True):
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
-def _spearman(test: _TestTexts, module: Any, part: range) -> Results:
+def _spearman(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     if not isinstance(module, nn.Module):
         scores = module([Text(test.texts[position].input) for position in part])
         for position, score in zip(part, scores, strict=True):
@@ -373,7 +366,7 @@ def _spearman(test: _TestTexts, module: Any, part: range) -> Results:
         yield score, test.numbers[position], answer, test.texts[position].target.strip()
 
 
-def _choice(test: _TestTexts, module: Any, part: range) -> Results:
+def _choice(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     assert test.labels is not None
     names, answers = [*test.choices], [*test.choices.values()]
     questions = [test.reader.asked(test.texts[position]) for position in part]
@@ -382,7 +375,7 @@ def _choice(test: _TestTexts, module: Any, part: range) -> Results:
         yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
 
 
-def _perplexity(test: _TestTexts, module: Any, part: range) -> Results:
+def _perplexity(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
     questions, answers = map(test.reader.asked, texts), [[text.target] for text in texts]
     sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
@@ -390,7 +383,7 @@ def _perplexity(test: _TestTexts, module: Any, part: range) -> Results:
         yield -total, count, None, text.target.strip()
 
 
-_MEASURES: dict[str, Callable[[_TestTexts, Any, range], Results]] = {
+_MEASURES: dict[str, Callable[[_TestTexts, Any, range], Iterator[tuple[Any, ...]]]] = {
     "exact_match": _exact_match,
     "choice": _choice,
     "spearman": _spearman,

@@ -207,7 +207,7 @@ class RunWriter:
 
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:
         self.describe(phases={name: phase})
-        append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)
+        self.event("phase", name=name, state=phase.state, seconds=phase.seconds)
 
     def describe(self, **entries: Any) -> None:
         """Add entries to the manifest, by the names of its attributes.
@@ -219,12 +219,12 @@ class RunWriter:
     def warn(self, text: str) -> None:
         """Record something that may spoil the numbers."""
         self.describe(warnings=[text])
-        append_event(self.folder, "warning", text=text)
+        self.event("warning", text=text)
 
     def notice(self, text: str) -> None:
         """Record something a reader should know."""
         self.describe(notices=[text])
-        append_event(self.folder, "notice", text=text)
+        self.event("notice", text=text)
 
     def append(
         self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[Column] = ()

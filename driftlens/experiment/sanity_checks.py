@@ -1,27 +1,35 @@
-"""Doubts about models that fit each other in shape: their weights, and what comes with these, such as tokenizers."""
+"""Checks of models that fit each other in shape: weights, tokenizers, adapters, configurations.
+
+Entry points: `suspicions` for weights, `companions` for everything that comes with them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, Spellings
+from driftlens.checkpoints.loading import read_json, with_floats
 from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector
-from driftlens.checkpoints.unsupported import foreign_code
+from driftlens.checkpoints.unsupported import foreign_code, running
 from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
-from driftlens.experiment.config_checks import contradictions
 from driftlens.experiment.loading import OpenModels, model_folder
 from driftlens.models import vocabularies
+from driftlens.models.architecture import Architecture
+from driftlens.models.architectures.open_clip_vit import CONFIG_FILE
+from driftlens.models.architectures.vit import activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError
 from driftlens.utils.rounding import Change, coarse_words, lost_words
@@ -43,15 +51,15 @@ HELD = 1 << 22
 ROUNDING = 1e-12
 """Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
-Level = Literal["ok", "notice", "problem"]
+_Level = Literal["ok", "notice", "problem"]
 """A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: how bad it is, what was looked at, what was found, and what to do about it."""
+    """One check: its level, its subject, what was found, and what to do about it."""
 
-    level: Level
+    level: _Level
     subject: str
     text: str
     hint: str = ""
@@ -59,12 +67,12 @@ class Finding:
 
 
 def problem(subject: str, error: DriftLensError) -> Finding:
-    """The finding that an error makes."""
+    """Return the finding of an error."""
     return Finding("problem", subject, error.message, error.hint, error.exit_code)
 
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
-    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part."""
+    """Compare the weights of models that have the same parameters; read them once, large ones in part."""
     findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
     if not sources:
         return findings
@@ -78,7 +86,7 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Fi
 
 
 def label(name: str) -> str:
-    """What messages call a model, given its name in the pool."""
+    """Return a model's name for messages, given its name in the pool."""
     kind, _, which = name.partition(":")
     if which:
         return f"{kind} {which}" if kind == "baseline" else f"{kind} of {which}"
@@ -97,25 +105,25 @@ def _same(first: str, second: str) -> Finding:
 
 
 def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
-    """Models with the same weights, each with the first such model; reading ends once all are known to differ."""
+    """Return models with the same weights, each with the first such model; stop reading once all differ."""
     pairs = list(combinations(sources, 2))
     for key in chain.parameter_keys():
         tensors = {name: sources[name].read(key) for name in {name for pair in pairs for name in pair}}
-        pairs = [pair for pair in pairs if is_equal(*(tensors[name] for name in pair))]
+        pairs = [pair for pair in pairs if _is_equal(*(tensors[name] for name in pair))]
         if not pairs:
             break
     copies = {second for _, second in pairs}
     return [(first, second) for first, second in pairs if first not in copies]
 
 
-def is_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether they are, in the narrower one's dtype."""
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    """Return True if the tensors are equal in the narrower one's dtype."""
     narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(first.to(narrow), second.to(narrow))
 
 
 def _distances(sampled: _Sampled) -> list[Finding]:
-    """How far every model is from the base, or without one from the expert next to it."""
+    """Report the distance of every model from the base, or without one from the nearest expert."""
     has_base = "base" in sampled.names
     close: list[tuple[float, float, int]] = []
     foreign = []
@@ -151,7 +159,7 @@ def _distances(sampled: _Sampled) -> list[Finding]:
 
 
 def _plausibility(sampled: _Sampled, name: str) -> Finding:
-    """Whether a merged model is a combination of the experts, by least squares."""
+    """Report whether a merged model is a combination of the experts, by least squares."""
     model, fits = label(name), _fits(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
@@ -193,7 +201,7 @@ class _Sampled:
     def of(
         cls, chain: LayerChain, sources: Mapping[str, StateSource]
     ) -> tuple[_Sampled, dict[str, NumericsError]]:
-        """The models whose weights are finite, and what is wrong with the others."""
+        """Read all models; return those whose weights are finite, and the errors of the others."""
         headers = next(iter(sources.values())).headers
         slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
         sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
@@ -207,7 +215,7 @@ class _Sampled:
             for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
                 pieces = _finite_pieces(sources, slot.key, rows, broken)
                 for name, piece in pieces.items() if "base" in pieces else ():
-                    if slot.key not in changed[name] and not is_equal(pieces["base"], piece):
+                    if slot.key not in changed[name] and not _is_equal(pieces["base"], piece):
                         changed[name].add(slot.key)
                 if pieces:
                     stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
@@ -252,7 +260,7 @@ def _finite_pieces(
     rows: tuple[int, int] | None,
     broken: dict[str, NumericsError],
 ) -> dict[str, Tensor]:
-    """Rows of one tensor of every model; whose are not finite is filed in `broken` and not read any more."""
+    """Read rows of one tensor of every model; a model that is not finite goes to `broken` and is not read again."""
     pieces = {name: source.read(key, rows) for name, source in sources.items() if name not in broken}
     for name in list(pieces):
         try:
@@ -264,7 +272,7 @@ def _finite_pieces(
 
 
 def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
-    """The first rows of what a slot names, up to `limit` entries, in runs of at most `most`, or of one row."""
+    """Return the first rows of a slot, up to `limit` entries, in runs of at most `most` entries, or of one row."""
     if not shape:
         return [None]
     start, stop = slot.rows or (0, shape[0])
@@ -274,7 +282,7 @@ def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> li
 
 
 def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
-    """How well task vectors explain a merged model: with one coefficient per expert, and with one per tensor too.
+    """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor too.
 
     Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
     the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy. For
@@ -297,29 +305,26 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
         return []
     moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
 
-    def fit(coefficients: Tensor) -> tuple[Tensor, float]:
+    def _fit(coefficients: Tensor) -> tuple[Tensor, float]:
         residual = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
         return coefficients[moved, :, 0], float(residual.sum().clamp_min(0) / energy)
 
-    shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
-    return [fit(shared), fit(_solved(inner, cross))]
-
-
-def _solved(inner: Tensor, cross: Tensor) -> Tensor:
     # Equal experts make it singular, up to what rounding leaves; the smallest solution shares their coefficient.
-    return torch.linalg.lstsq(inner, cross, rcond=1e-8, driver="gelsd").solution
+    solve = partial(torch.linalg.lstsq, rcond=1e-8, driver="gelsd")
+    shared = solve(inner.sum(dim=0), cross.sum(dim=0)).solution.expand_as(cross)
+    return [_fit(shared), _fit(solve(inner, cross).solution)]
 
 
-FEW_READ = 1 << 16
+_FEW_READ = 1 << 16
 """Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
 
 
-Doubt = Iterator[tuple[str, str]]
-"""What is odd, and what to do about it."""
+_Doubt = Iterator[tuple[str, str]]
+"""Oddities, each with a remedy."""
 
 
 def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
-    """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read.
+    """Check what comes with the weights of a spec's models: tokenizers, adapters, configurations, text towers.
 
     `changes` are the experts' task vectors, where they are known already.
     """
@@ -327,12 +332,12 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     home = folders.get("base") or Path(models.architecture.source)
 
-    def doubts(name: str, source: StateSource, called: str) -> Doubt:
+    def _doubts(name: str, source: StateSource, called: str) -> _Doubt:
         if code := foreign_code(vocabularies.json_object(folders[name], "config.json"), needed=False):
-            text = (
-                f"{called} brings code of its own ({code}), which is not run: the library's own model is used"
+            yield (
+                f"{called} brings code of its own ({code}), which is not run: the library's own model is used",
+                "Check that they compute the same.",
             )
-            yield text, "Check that they compute the same."
         yield from ((text, "Take out what is not the model's.") for text in folder_notices(source))
         yield from _passed_over(models, source, called)
         if models.base is None or name == "base":
@@ -344,11 +349,12 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             yield from _long(changes, name, called)
         if (folder := folders[name]) is not None:
             yield from _adapter(models, folders["base"], folder, called)
-            differing = [
-                *vocabularies.changed_files(home, folder),
-                *vocabularies.changed_special_tokens(home, folder).values(),
-            ]
-            if differing := [*differing, *vocabularies.changed_ends(home, folder)]:
+            changed = (
+                vocabularies.changed_files(home, folder),
+                vocabularies.changed_special_tokens(home, folder).values(),
+                vocabularies.changed_ends(home, folder),
+            )
+            if differing := [*itertools.chain.from_iterable(changed)]:
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
                     "The base's reads and ends everything; where ids mean other words, features are those of other "
@@ -358,20 +364,20 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     findings = [
         Finding("notice", label(name), text, hint)
         for name, source in models.stored.items()
-        for text, hint in doubts(name, source, f"the {label(name)}")
+        for text, hint in _doubts(name, source, f"the {label(name)}")
     ]
     for name, folder in folders.items():
         called = f"the {label(name)}"
         try:
-            for text, hint in contradictions(models.architecture, folder, called) if folder else ():
+            for text, hint in _contradictions(models.architecture, folder, called) if folder else ():
                 findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
         except DriftLensError as error:
             findings.append(problem(label(name), error))
     return findings
 
 
-def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
-    """What a file holds that its library has no use for; of an expert what the base has not, too."""
+def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt:
+    """Report tensors of a file that its library does not read; of an expert only those the base lacks."""
     layout, base = models.architecture.layout, models.base
     if not isinstance(layout, Spellings):
         return
@@ -389,8 +395,8 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> Doubt:
         )
 
 
-def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> Doubt:
-    """What a model changed and no layer reads: it is merged with nothing, and saved folders hold the base's."""
+def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> _Doubt:
+    """Report what a model changed and no layer reads: saved folders hold the base's."""
     architecture, layout = models.architecture, models.architecture.layout
     if layout is None:
         return
@@ -426,11 +432,11 @@ def _differs(base: StateSource, key: str, source: StateSource, source_key: str) 
     if not start.dtype.is_floating_point:
         return False  # an index
     width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
-    rows = (0, min(start.shape[0], max(1, FEW_READ // width))) if start.shape else None
-    return not is_equal(base.read(key, rows), source.read(source_key, rows))
+    rows = (0, min(start.shape[0], max(1, _FEW_READ // width))) if start.shape else None
+    return not _is_equal(base.read(key, rows), source.read(source_key, rows))
 
 
-def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> Doubt:
+def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> _Doubt:
     if not is_lora_folder(folder):
         return
     (stated, revision), base = named_base(folder), models.origins["base"]
@@ -449,7 +455,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
 
 
 def task_vectors(models: OpenModels) -> dict[str, Change]:
-    """What every expert changes of the base, by some entries of every tensor; empty without a base."""
+    """Return the change of every expert from the base, by some entries of every tensor; nothing without a base."""
     base = models.sources.get("base")
     experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
     return {} if base is None else {name: task_vector(base, source) for name, source in experts.items()}
@@ -464,8 +470,8 @@ as they should be, and what was trained with ten times the learning rate is abou
 """
 
 
-def _rounded(change: Change, models: OpenModels, name: str, called: str) -> Doubt:
-    """What of an expert's change a number type loses, or has lost."""
+def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Doubt:
+    """Report how much of an expert's change its number type, or the base's, loses."""
     start, end = (
         max(
             header.dtype.itemsize
@@ -488,7 +494,7 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> Doub
         )
 
 
-def _long(changes: Mapping[str, Change], name: str, called: str) -> Doubt:
+def _long(changes: Mapping[str, Change], name: str, called: str) -> _Doubt:
     norms = [change.norm for other, change in changes.items() if other != name and change.changed]
     typical = statistics.median(norms) if norms else 0.0
     # Of one that comes from another base that is told.
@@ -501,7 +507,7 @@ def _long(changes: Mapping[str, Change], name: str, called: str) -> Doubt:
         )
 
 
-def _rank_stabilised(source: StateSource, called: str) -> Doubt:
+def _rank_stabilised(source: StateSource, called: str) -> _Doubt:
     if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
         listed = ", ".join(
             f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
@@ -514,10 +520,157 @@ def _rank_stabilised(source: StateSource, called: str) -> Doubt:
 
 
 def _names(place: str) -> set[str]:
-    """What a path or Hub id calls a model: its last part, or that of the repository in a cache, in lower case."""
+    """Return a model's names in a path or Hub id: its last part, or its repository in a cache, in lower case."""
     path = PurePosixPath(place.replace("\\", "/").casefold())
     cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
     is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
     return {
         name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name
     }
+
+
+_CLIP = ("clip", "clip_vision_model")
+"""Model types of a whole CLIP and of its image tower alone."""
+_HF_PIXELS = ("image_mean", "image_std", "size", "crop_size", "resample", "rescale_factor", "do_normalize")
+_OPEN_CLIP_PIXELS = ("mean", "std", "interpolation", "resize_mode")
+_HF_COMPUTED = (
+    *("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "layer_norm_epsilon"),
+    *("rms_norm_eps", "num_attention_heads", "n_head", "num_key_value_heads", "patch_size", "image_size"),
+    *("rope_theta", "rope_parameters", "qkv_bias", "position_embedding_type", "activation", "n_heads"),
+    *("position_buckets", "max_relative_positions", "pos_att_type", "share_att_key", "norm_rel_ebd"),
+    *("pooler_hidden_act", "classifier_pooling", "classifier_activation", "head_dim", "sliding_window"),
+    *("layer_types", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier", "clip_qkv"),
+    *("attention_multiplier", "residual_multiplier", "num_experts_per_tok", "norm_topk_prob", "alibi"),
+    *("scale_embedding", "dense_act_fn", "is_gated_act", "relative_attention_max_distance"),
+)
+"""What decides on features beside weights, in any family's config.json."""
+_ACTIVATIONS = ("hidden_act", "quick_gelu", "activation_function")
+
+_Statement = tuple[str, str, object, object]
+"""File, key and value of a model's configuration, and the value that is used for all models.
+
+Files that are not there say nothing; keys that are left out say the library's default.
+"""
+
+
+def _contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
+    """Yield contradictions between the configuration in a folder and the architecture of all models."""
+    loader = architecture.loader
+    reader = _open_clip_statements if loader == "open-clip" else _hf_statements
+    for file, key, stated, used in reader(architecture, folder) if loader in _CONFIGURED else ():
+        if _equal(stated, used):
+            continue
+        remedy = "Merge models of one architecture, or correct the file that is wrong."
+        if key in _ACTIVATIONS:
+            remedy = (
+                "Name the architecture with the activation that the weights were trained with "
+                "(`architecture.source`)."
+            )
+        elif file.endswith("processor_config.json"):
+            remedy = "Merge models that see the same pixels, or correct the file that is wrong."
+        yield f"{file} of {called} has {key} {stated}, but all models are computed with {used}", remedy
+
+
+_CONFIGURED = (
+    *(
+        "open-clip",
+        "hf-clip",
+        "hf-vit",
+        "hf-auto",
+        "hf-encoder",
+        "hf-decoder",
+        "hf-vlm",
+        "hf-seq2seq",
+        "hf-t5",
+    ),
+)
+
+
+def _hf_statements(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
+    """Yield statements by the library's own reading, which fills in defaults and older versions' spellings."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = _json(folder, "config.json")
+    used: Any = {} if architecture.folder is None else dict(architecture.folder.configs).get("config.json")
+    kind, is_clip = config.get("model_type"), config.get("model_type") in _CLIP
+    if not isinstance(used, dict) or kind not in CONFIG_MAPPING:
+        return
+    if kind != used.get("model_type") and not (is_clip and used.get("model_type") in _CLIP):
+        if architecture.loader == "hf-decoder" and "text_config" not in config:
+            yield ("config.json", "model_type", kind, used.get("model_type"))
+        return
+    with running(str(folder)):
+        ours, theirs = (
+            CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated)).to_dict()
+            for stated in (used, config)
+        )
+    for section in ("vision_config",) if is_clip else ("", "vision_config", "text_config"):
+        # The configuration of a tower alone is that of the tower.
+        our, their = (
+            whole if not section or whole["model_type"] == "clip_vision_model" else whole.get(section, {})
+            for whole in (ours, theirs)
+        )
+        for key in _HF_COMPUTED:
+            if key in our or key in their:
+                yield ("config.json", key, _activation(their.get(key)), _activation(our.get(key)))
+    if architecture.preprocess is None:
+        return
+    file, default, pixels = "preprocessor_config.json", {}, _json(folder, "preprocessor_config.json")
+    if is_clip:
+        default = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)().to_dict()
+        nested = _json(folder, "processor_config.json").get("image_processor")  # as transformers 5 saves it
+        file, pixels = ("processor_config.json", nested) if isinstance(nested, dict) else (file, pixels)
+    if pixels:
+        settings = default | dict(architecture.preprocess.settings)
+        yield from _pixel_statements(file, _HF_PIXELS, default | pixels, settings)
+
+
+def _open_clip_statements(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
+    config = _json(folder, CONFIG_FILE)
+    model, settings = config.get("model_cfg"), architecture.chain.settings
+    if isinstance(model, dict):
+        activation = "quick_gelu" if model.get("quick_gelu", False) else "gelu"
+        yield (CONFIG_FILE, "quick_gelu", activation, settings["activation"])
+        for key in ("patch_size", "image_size"):
+            if isinstance(size := model.get("vision_cfg", {}).get(key), int):
+                yield (CONFIG_FILE, key, [size] * 2, settings[key])
+    pixels = config.get("preprocess_cfg")
+    if isinstance(pixels, dict) and architecture.preprocess is not None:
+        yield from _pixel_statements(CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings)
+
+
+def _pixel_statements(
+    file: str, keys: Sequence[str], stated: Mapping[str, Any], used: Mapping[str, Any]
+) -> Iterator[_Statement]:
+    for key in keys:
+        if key in stated and key in used:
+            yield (file, key, _edges(stated[key]), _edges(used[key]))
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(folder / name) if (folder / name).is_file() else {}
+
+
+def _edges(size: object) -> object:
+    """Return sizes in the long form of newer files: a number alone is the shorter edge, or a square."""
+    if isinstance(size, dict):
+        numbers = [size[key] for key in ("shortest_edge", "height", "width") if key in size]
+        return numbers[0] if len(set(numbers)) == 1 else numbers
+    return size
+
+
+def _activation(value: object) -> object:
+    """Return one name for all names of an activation: what it computes decides."""
+    from transformers.activations import ACT2FN
+
+    return activation_name(ACT2FN[value]) or value if isinstance(value, str) and value in ACT2FN else value
+
+
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second

@@ -1,4 +1,7 @@
-"""Merging checkpoints: in float32, as much at a time as the method reads, saved the way the base is."""
+"""Merging of checkpoints: in float32, as much at a time as the method reads, saved the way the base is.
+
+Entry points: `save_one` for a request, `save_merge` for open models, `merged_source` for a model in memory.
+"""
 
 from __future__ import annotations
 
@@ -57,206 +60,111 @@ PIECE = 2**22
 """Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
 
 
-class _Weights(Mapping[str, Tensor]):
-    """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked when asked for."""
+def save_one(
+    source: Path | str | Mapping[str, Any] | RunSpec,
+    request: MergeRequest,
+    context: Callable[[], AbstractContextManager[Context]],
+) -> tuple[str, list[str]]:
+    """Make the requested merge, or else the spec's own, and save it; return the method and notices.
 
-    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
-        self._source = source
-        floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
-        self._slots = {key: Slot(key) for key in floats} if named is None else named
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.at(self._slots[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._slots  # the inherited one would read the tensor
-
-    def under(self, named: Mapping[str, Slot]) -> _Weights:
-        """The same weights, by these names."""
-        return _Weights(self._source, named)
-
-    def at(self, slot: Slot) -> Tensor:
-        """What lies there, in the layer's layout."""
-        tensor = self._source.read(slot.key, slot.rows)
-        check_finite(self._source.name, slot.key, tensor)
-        return slot.own(tensor.float())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Merge:
-    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
-
-    start: StateSource
-    base: _Weights
-    experts: Mapping[str, _Weights]
-    merge: Merge
-    chain: LayerChain
-    study: Study | None
-
-    @property
-    def name(self) -> str:
-        """What messages call the merge."""
-        return f"{self.merge.method.title} of {', '.join(self.experts)}"
-
-    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        """All that the method makes: where it belongs, and its value; what is done can be read at its place."""
-        entry, settings = self.merge
-        function = entry.function
-        if entry.reads == "samples":
-            for key, value in function(self.base, self.experts, self.study, **settings):
-                yield Slot(key), value
-        elif entry.reads == "model":
-            named = _slots_by_name(self.chain, self.base)
-            experts = {task: expert.under(named) for task, expert in self.experts.items()}
-            for name, value in function(self.base.under(named), experts, **settings):
-                yield named.get(name, Slot(name)), value
-        else:
-            for part in self.separate_parts(place_of):
-                yield from self.merge_part(part)
-
-    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
-        """What is merged by itself, one after the other, of a method that reads no whole models."""
-        entry = self.merge.method
-        if entry.reads_sites:
-            yield from self._sites(place_of)
-        elif entry.reads == "tensor":
-            for name, slot in _slots_by_name(self.chain, self.base).items():
-                yield _Part(self.merge, {name: slot})
-        else:
-            most = PIECE if entry.reads == "entry" else None
-            for key in self.base:
-                for slot in pieces(key, self.start.headers[key].shape, most):
-                    yield _Part(self.merge, {key: slot})
-
-    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
-        """Layer by layer the modules by the method, and all else, tensor by tensor, by the one that it names for it."""
-        entry, rest = self.merge.method, self.merge.rest
-        extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
-        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
-            (layer, None) for layer in self.chain.layers
+    Raises:
+        SpecError: there is no place to save it, settings have no method, or a spec names a merged model instead.
+        DriftLensError: as for `merge_experts`.
+    """
+    method, parameters, out = request.method, request.parameters, request.out
+    if out is None:
+        raise SpecError(
+            "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
         )
-        if self.study is not None and entry.reads_moments:
-            merged = place_of if entry.reads == "prefix" else None
-            walk = site_moments(self.study, merged=merged)
-            extra_of_rest = ({},) if entry.others == entry.name else ()
-        for layer, moments in walk:
-            names = {
-                slot: name for name, slot in self.chain.owned(layer).items()
-            }  # two sites may share a weight
-            owned = {name: slot for slot, name in names.items()}
-            for site in layer.sites:
-                parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
-                is_known = moments is None or site.name in moments
-                if not is_known or parts["weight"] not in owned or site.kind != "linear":
-                    continue
-                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
-                extra = () if moments is None else (moments[site.name],)
-                yield _Part(self.merge, slots, extra)
-            for slot in owned.values():
-                yield _Part(rest, {slot.key: slot}, extra_of_rest)
-        layer_keys = set(self.chain.parameter_keys())
-        for key in self.base:
-            if key not in layer_keys:
-                yield _Part(rest, {key: Slot(key)}, extra_of_rest)
-
-    def merge_part(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
-        """What comes of one part of all models: where it belongs, and its value in the files' layout."""
-        merge, slots, extra = part
-        base = {name: self.base.at(slot) for name, slot in slots.items()}
-        experts = {
-            task: {name: expert.at(slot) for name, slot in slots.items()}
-            for task, expert in self.experts.items()
-        }
-        merged: Mapping[str, Tensor] = merge.method.function(base, experts, *extra, **merge.settings)
-        return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
+    if method is None and parameters:
+        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
+    spec = load_spec(source)
+    if method is None:
+        if spec.merge is None:
+            raise SpecError(
+                f"the spec of {spec.name!r} names a merged model, and no merge to make",
+                hint="Say which with --method, or add `merge:`.",
+            )
+        method, parameters = spec.merge.method, spec.merge.parameters
+    with context() as opened:
+        return method, merge_experts(spec, method, parameters, out, opened, request.out_dtype)
 
 
-class _Part(NamedTuple):
-    """What a method is called with once: the method, which slots by its names for them, and what else it is given."""
-
-    merge: Merge
-    slots: Mapping[str, Slot]
-    extra: tuple[object, ...] = ()
-
-
-def _store(
-    inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
-) -> tuple[int, Change | None]:
-    """Store what was merged at its place; returns how many entries it has, and the change with what rounding loses."""
-    value = slot.stored(value).detach()
-    if value.shape != place.shape:
-        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
-    if change is not None:
-        change += written(inputs.start, slot.key, value, place.dtype, slot.rows)
-    place.copy_(value)
-    return value.numel(), change
-
-
-def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
-    if missing:
-        raise ShapeError(
-            f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
-        )
+def merge_experts(
+    spec: RunSpec,
+    method: str,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    context: Context = Context(),
+    out_dtype: str | None = None,
+) -> list[str]:
+    """Open what the method reads, merge, and write the result in the format of the base, or in a dtype."""
+    merge, study = merge_of(spec, method, parameters), None
+    if merge.method.runs_models:
+        study, models = opening.open_study(spec, access=context.access)
+    else:
+        models = opening.open_models(spec, context.access, unread=True)
+        opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
+    doubts = [doubt.text for doubt in companions(models)]
+    models = opening.all_in(models, out_dtype)
+    return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
 
 
-class StreamedMerge:
-    """A merge that is made tensor by tensor as it is read by whoever writes it; what was read is not kept."""
+def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
+    """Return a merge that suits a spec's experts; no file is opened."""
+    merge = merge_called(method, parameters)
+    without = [task for task in spec.tasks if task not in spec.data.tasks]
+    merge.require(has_base=spec.base is not None, without=without)
+    return merge
 
-    def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
-        self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
-        self.name = self._inputs.name
-        self.headers = _headers(self._inputs.start, models.out_dtype)
-        self.change = Change("") if "base" in models.sources else None
-        self._parts = defaultdict[str, list[_Part]](list)
-        for part in self._inputs.separate_parts():
-            for key in dict.fromkeys(slot.key for slot in part.slots.values()):
-                self._parts[key].append(part)
-        self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
-        self._done = set[str]()
 
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The merged tensor, or rows [start, stop) of it; errors as for `merged_source`."""
-        require_key(self, key)
-        header, inputs = self.headers[key], self._inputs
-        if key not in inputs.base:
-            return inputs.start.read(key, rows)
-        change = None if key in self._done else self.change  # of what a file holds twice once
-        merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
-        for slot, value in self._merged_slots(key):
-            place = merged if slot.rows is None else merged[slice(*slot.rows)]
-            count, change = _store(inputs, slot, value, place, change)
-            missing -= count
-        _require_whole(inputs, key, missing)
-        self._done.add(key)
-        self.change = change or self.change
-        self._reporter.step(PHASE, len(self._done), len(inputs.base), key)
-        return merged if rows is None else merged[slice(*rows)]
+@exact_products()
+def save_merge(
+    models: OpenModels,
+    merge: Merge,
+    path: PathLike,
+    study: Study | None = None,
+    reporter: Reporter | None = None,
+    *,
+    notices: Sequence[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """Merge, and write the result in the format of the base; a folder gets a card.
 
-    @torch.no_grad()
-    def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
-        """What parts of the models make of a tensor; what they make of others waits for these to be read."""
-        for part in self._parts[key]:
-            pairs = self._waiting.pop((key, id(part)), None)
-            if pairs is None:
-                by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
-                with computing_with(1):
-                    for slot, value in self._inputs.merge_part(part):
-                        by_key[slot.key].append((slot, value))
-                pairs = by_key.pop(key, [])
-                self._waiting |= {
-                    (name, id(part)): slots for name, slots in by_key.items() if name not in self._done
-                }
-            yield from pairs
+    Returns the manifest's record of the merge, and notices: those given, and what the number type has lost.
+    """
+    architecture, chain = models.architecture, models.architecture.chain
+    require_target(architecture, path)
+    source: StateSource
+    if merge.method.runs_models or merge.method.reads == "model":
+        source = merged_source(models, merge, study, beside=path, reporter=reporter)
+    else:
+        source = StreamedMerge(models, merge, reporter or Reporter())
+    record = merge.record
+    if merge.method.runs_models and study is not None:
+        counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
+        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
+    settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
+
+    def rounding_notices() -> list[str]:
+        change: Change | None = getattr(source, "change", None)  # known when all is written
+        record.update({} if change is None else {"change": vars(change)})
+        return [*notices, *([] if change is None else saved_words(change, "the merge"))]
+
+    def card(usage: str) -> str:
+        from driftlens.experiment.model_card import merge_card  # its libraries are not those of live modules
+
+        texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
+        described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
+        return merge_card(record, described, models.origins, [*texts, *rounding_notices()], usage)
+
+    heads = opening.head_files(models)
+    save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
+    return record, rounding_notices()
 
 
 class Merged(TensorsSource):
-    """A merged model, and what its number type left of the way from the base; None without a base."""
+    """A merged model, and its change from the base in its number type; None without a base."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
         super().__init__(name, tensors)
@@ -297,14 +205,212 @@ def merged_source(
 
 
 def merged_within(study: Study, merge: Merge) -> Merged:
-    """The experts of a study, merged in what it saves in; of its calibration samples a method reads all."""
+    """Merge the experts of a study in the dtypes that it saves in; a method reads all calibration samples."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
     bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
     return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
+class StreamedMerge:
+    """A merge that is made tensor by tensor as it is read and written; nothing is kept."""
+
+    def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
+        self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
+        self.name = self._inputs.name
+        self.headers = _headers(self._inputs.start, models.out_dtype)
+        self.change = Change("") if "base" in models.sources else None
+        self._parts = defaultdict[str, list[_Part]](list)
+        for part in self._inputs.separate_parts():
+            for key in dict.fromkeys(slot.key for slot in part.slots.values()):
+                self._parts[key].append(part)
+        self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
+        self._done = set[str]()
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return a merged tensor, or rows [start, stop) of it."""
+        require_key(self, key)
+        header, inputs = self.headers[key], self._inputs
+        if key not in inputs.base:
+            return inputs.start.read(key, rows)
+        change = None if key in self._done else self.change  # of what a file holds twice once
+        merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
+        for slot, value in self._merged_slots(key):
+            place = merged if slot.rows is None else merged[slice(*slot.rows)]
+            count, change = _store(inputs, slot, value, place, change)
+            missing -= count
+        _require_whole(inputs, key, missing)
+        self._done.add(key)
+        self.change = change or self.change
+        self._reporter.step(PHASE, len(self._done), len(inputs.base), key)
+        return merged if rows is None else merged[slice(*rows)]
+
+    @torch.no_grad()
+    def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield the slots of a tensor; what the same parts make of other tensors is kept until these are read."""
+        for part in self._parts[key]:
+            pairs = self._waiting.pop((key, id(part)), None)
+            if pairs is None:
+                by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
+                with computing_with(1):
+                    for slot, value in self._inputs.merge_part(part):
+                        by_key[slot.key].append((slot, value))
+                pairs = by_key.pop(key, [])
+                self._waiting |= {
+                    (name, id(part)): slots for name, slots in by_key.items() if name not in self._done
+                }
+            yield from pairs
+
+
+class _Weights(Mapping[str, Tensor]):
+    """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked on access."""
+
+    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
+        self._source = source
+        floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+        self._slots = {key: Slot(key) for key in floats} if named is None else named
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.at(self._slots[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots  # the inherited one would read the tensor
+
+    def under(self, named: Mapping[str, Slot]) -> _Weights:
+        """Return the same weights, by these names."""
+        return _Weights(self._source, named)
+
+    def at(self, slot: Slot) -> Tensor:
+        """Return a slot's values in the layer's layout."""
+        tensor = self._source.read(slot.key, slot.rows)
+        check_finite(self._source.name, slot.key, tensor)
+        return slot.own(tensor.float())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
+
+    start: StateSource
+    base: _Weights
+    experts: Mapping[str, _Weights]
+    merge: Merge
+    chain: LayerChain
+    study: Study | None
+
+    @property
+    def name(self) -> str:
+        """The merge in messages."""
+        return f"{self.merge.method.title} of {', '.join(self.experts)}"
+
+    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield slots with merged values; `place_of` returns values that were yielded before."""
+        entry, settings = self.merge
+        function = entry.function
+        if entry.reads == "samples":
+            for key, value in function(self.base, self.experts, self.study, **settings):
+                yield Slot(key), value
+        elif entry.reads == "model":
+            named = _slots_by_name(self.chain, self.base)
+            experts = {task: expert.under(named) for task, expert in self.experts.items()}
+            for name, value in function(self.base.under(named), experts, **settings):
+                yield named.get(name, Slot(name)), value
+        else:
+            for part in self.separate_parts(place_of):
+                yield from self.merge_part(part)
+
+    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
+        """Yield what is merged separately by a method that reads no whole models."""
+        entry = self.merge.method
+        if entry.reads_sites:
+            yield from self._sites(place_of)
+        elif entry.reads == "tensor":
+            for name, slot in _slots_by_name(self.chain, self.base).items():
+                yield _Part(self.merge, {name: slot})
+        else:
+            most = PIECE if entry.reads == "entry" else None
+            for key in self.base:
+                for slot in pieces(key, self.start.headers[key].shape, most):
+                    yield _Part(self.merge, {key: slot})
+
+    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
+        """Yield modules, layer by layer, for the method, and other tensors for the method that it names for them."""
+        entry, rest = self.merge.method, self.merge.rest
+        extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
+        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
+            (layer, None) for layer in self.chain.layers
+        )
+        if self.study is not None and entry.reads_moments:
+            merged = place_of if entry.reads == "prefix" else None
+            walk = site_moments(self.study, merged=merged)
+            extra_of_rest = ({},) if entry.others == entry.name else ()
+        for layer, moments in walk:
+            names = {
+                slot: name for name, slot in self.chain.owned(layer).items()
+            }  # two sites may share a weight
+            owned = {name: slot for slot, name in names.items()}
+            for site in layer.sites:
+                parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
+                is_known = moments is None or site.name in moments
+                if not is_known or parts["weight"] not in owned or site.kind != "linear":
+                    continue
+                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
+                extra = () if moments is None else (moments[site.name],)
+                yield _Part(self.merge, slots, extra)
+            for slot in owned.values():
+                yield _Part(rest, {slot.key: slot}, extra_of_rest)
+        layer_keys = set(self.chain.parameter_keys())
+        for key in self.base:
+            if key not in layer_keys:
+                yield _Part(rest, {key: Slot(key)}, extra_of_rest)
+
+    def merge_part(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
+        """Merge one part of all models; return slots with values in the files' layout."""
+        merge, slots, extra = part
+        base = {name: self.base.at(slot) for name, slot in slots.items()}
+        experts = {
+            task: {name: expert.at(slot) for name, slot in slots.items()}
+            for task, expert in self.experts.items()
+        }
+        merged: Mapping[str, Tensor] = merge.method.function(base, experts, *extra, **merge.settings)
+        return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
+
+
+class _Part(NamedTuple):
+    """The arguments of one call of a method: slots by their names, and extra arguments."""
+
+    merge: Merge
+    slots: Mapping[str, Slot]
+    extra: tuple[object, ...] = ()
+
+
+def _store(
+    inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
+) -> tuple[int, Change | None]:
+    """Store a merged value at its place; return its number of entries, and the change with what rounding loses."""
+    value = slot.stored(value).detach()
+    if value.shape != place.shape:
+        raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+    if change is not None:
+        change += written(inputs.start, slot.key, value, place.dtype, slot.rows)
+    place.copy_(value)
+    return value.numel(), change
+
+
+def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
+    if missing:
+        raise ShapeError(
+            f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
+        )
+
+
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
-    """What a merge reads, after it was seen that all of it is there."""
+    """Return what a merge reads, after checking that all of it is there."""
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
     tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
@@ -321,7 +427,7 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
 
 
 def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
-    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported."""
+    """Hide labels, and of texts that are scored the answers, from a method of samples; report every reading."""
     (entry, settings), total, done = merge, 0, 0
 
     def shown(samples: SampleSet) -> SampleSet:
@@ -345,31 +451,30 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
+    """Make room for a model like `start`, whose integers it holds, in files that lose their names at once."""
     headers = _headers(start, dtype)
-    floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
+    tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
-        return {
-            key: _room(folder / f"{number}", headers[key]) if key in floats else start.read(key)
-            for number, key in enumerate(headers)
-        }
+        for number, (key, header) in enumerate(headers.items()):
+            if not start.headers[key].dtype.is_floating_point:
+                tensors[key] = start.read(key)
+            elif not header.nbytes:
+                tensors[key] = torch.empty(header.shape, dtype=header.dtype)
+            else:
+                file, count = folder / f"{number}", torch.Size(header.shape).numel()
+                # Written before it is mapped: a full disk is an error here, and would be a crash later.
+                file.write_bytes(bytes(header.nbytes))
+                mapped = torch.from_file(str(file), shared=True, size=count, dtype=header.dtype)
+                tensors[key] = mapped.reshape(header.shape)
+    return tensors
 
 
 def _headers(start: StateSource, dtype: torch.dtype | None) -> Mapping[str, TensorHeader]:
     return start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
 
 
-def _room(file: Path, header: TensorHeader) -> Tensor:
-    if not header.nbytes:
-        return torch.empty(header.shape, dtype=header.dtype)
-    # Written before it is mapped: a full disk is an error here, and would be a crash later.
-    file.write_bytes(bytes(header.nbytes))
-    count = torch.Size(header.shape).numel()
-    return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
-
-
 def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
-    """The refusal of a method that reads score maps, where some tasks have none."""
+    """Return the refusal of a method that reads score maps, where some tasks have none."""
     return SpecError(
         f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
         hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
@@ -377,7 +482,7 @@ def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
 
 
 def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
-    """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
+    """Return every parameter once, by a name that all file formats share; those of no layer by their keys."""
     named, seen = dict[str, Slot](), set[Slot]()
     for layer in chain.layers:
         groups, numbers = parameter_groups(layer), Counter[str]()
@@ -391,7 +496,7 @@ def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
 
 
 def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
-    """A tensor as runs of rows of at most so many entries, or of one row; without a number as a whole."""
+    """Split a tensor into runs of rows of at most `most` entries, or of one row; None keeps it whole."""
     rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
         return [Slot(key)]
@@ -402,200 +507,70 @@ def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
 def site_moments(
     study: Study, *, merged: Callable[[Slot], Tensor] | None = None
 ) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
-    """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
+    """Yield layers in forward order, each with {site: {task: E[x x'] [k, k]}} of the site's inputs in the expert.
 
-    The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
-    ones and sites that run twice left out. With `merged`, which tells a parameter of a layer that was given, an
-    expert's layer reads what merged layers made of the samples.
-    The matrices of a layer lie where those of the next will.
+    The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights; masked
+    tokens and sites that run twice are left out. With `merged`, which returns a merged parameter, an expert's layer
+    reads the features of the merged layers before it. The next layer's matrices reuse the memory of a layer's.
     """
+    pool, memory = study.pool, GramPool()
     sets = {task: viewed(samples) for task, samples in study.calibration_sets.items()}
-    passage = Passage(study.pool, sets, [_WALKER])
-    moments = _SiteMoments(passage, merged)
-    for layer in study.pool.chain.layers:
-        yield from moments.visit(layer)
+    passage = Passage(pool, sets, [_WALKER])
+    for layer in pool.chain.layers:
+        sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
+        readers = {(site.input, site.token_weights): site for site in sites}  # others have equal moments
+        moments: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
+        memory.take_back()  # of the layer before, which is merged
+        for task in sets:
+            means = _input_moments(passage, memory, layer, task, [*readers.values()], merged is not None)
+            for site in sites:
+                moments[site.name][task] = means[readers[site.input, site.token_weights].name]
+        yield layer, moments
+        if merged is not None and layer.role != "head":
+            parameters = {
+                name: slot.own(merged(slot).to(pool.device, pool.dtype))
+                for name, slot in layer.parameters.items()
+            }
+            for task in sets:
+                crossing = passage.crossing(layer, task)
+                for batch in crossing:
+                    crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
+            passage.check()
 
 
 _WALKER = "walker"
 
 
-@dataclasses.dataclass(frozen=True)
-class _SiteMoments:
-    """Sums up what every site of a layer is fed, expert by expert."""
+def _input_moments(
+    passage: Passage, memory: GramPool, layer: Layer, task: str, readers: Sequence[Site], waits: bool
+) -> dict[str, Tensor]:
+    """Return E[x x'] of the inputs of sites in a task's expert; with `waits` the features stay before the layer."""
+    pool, expert = passage.pool, expert_of(task)
+    parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
+    grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)
 
-    passage: Passage
-    merged: Callable[[Slot], Tensor] | None
-    grams: GramPool = dataclasses.field(default_factory=GramPool, init=False)
+    def _through(state: State, side: SideInputs) -> State:
+        rows, output = rows_and_output(layer, parameters, state, side, names)
+        for site in readers:
+            x = rows.inputs[site.name]
+            weights = row_weights(pool.chain, layer, site, x, state, rows.side)
+            # Float32 products would fill the null space of few tokens with rounding.
+            x = wide(x.flatten(0, -2))
+            if site.name not in grams:
+                grams[site.name] = memory.lend(x.shape[-1], torch.float64, x.device)
+            if weights is not None:
+                weights = weights.to(x.device)
+                x = x * weights.sqrt()[:, None]
+            totals[site.name].append(len(x) if weights is None else weights.sum(dtype=torch.float64).item())
+            grams[site.name].add_rows(x)
+        return output
 
-    def visit(self, layer: Layer) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
-        sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
-        readers = {_reader(site): site for site in sites}
-        by_site: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
-        self.grams.take_back()  # of the layer before, which is merged
-        for task in self.passage.parts:
-            means = self._means(layer, task, [*readers.values()])
-            for site in sites:
-                by_site[site.name][task] = means[readers[_reader(site)].name]
-        yield layer, by_site
-        if self.merged is not None and layer.role != "head":
-            pool = self.passage.pool
-            parameters = {
-                name: slot.own(self.merged(slot).to(pool.device, pool.dtype))
-                for name, slot in layer.parameters.items()
-            }
-            for task in self.passage.parts:
-                crossing = self.passage.crossing(layer, task)
-                for batch in crossing:
-                    crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
-            self.passage.check()
-
-    def _means(self, layer: Layer, task: str, readers: Sequence[Site]) -> dict[str, Tensor]:
-        pool, moments = self.passage.pool, _InputMoments(self.grams)
-        parameters, names = pool.parameters(expert_of(task), layer), [site.name for site in readers]
-
-        def layer_call(state: State, side: SideInputs) -> State:
-            rows, output = rows_and_output(layer, parameters, state, side, names)
-            for site in readers:
-                x = rows.inputs[site.name]
-                moments.add(site, x, row_weights(pool.chain, layer, site, x, state, rows.side))
-            return output
-
-        crossing = self.passage.crossing(layer, task, waits=self.merged is not None)
-        for batch in crossing:
-            if self.merged is None:
-                crossing.take(batch, _WALKER, layer_call, named=expert_of(task))
-            else:
-                left = layer_call(batch.get(_WALKER), batch.side)
-                crossing.watch.see(expert_of(task), left[layer.stream], batch.start)
-        self.passage.check()
-        return moments.means()
-
-
-class _InputMoments:
-    """E[x x'] of what one task feeds the linear sites of a layer, by site, in float64."""
-
-    def __init__(self, memory: GramPool) -> None:
-        self._memory = memory
-        self._grams: dict[str, GramSum] = {}
-        self._counts: defaultdict[str, list[float]] = defaultdict(list)
-
-    def add(self, site: Site, x: Tensor, weights: Tensor | None) -> None:
-        # Float32 products would fill the null space of few tokens with rounding.
-        x = wide(x.flatten(0, -2))
-        weights = None if weights is None else weights.to(x.device)
-        self._counts[site.name].append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
-        if site.name not in self._grams:
-            self._grams[site.name] = self._memory.lend(x.shape[-1], torch.float64, x.device)
-        self._grams[site.name].add_rows(x if weights is None else x * weights.sqrt()[:, None])
-
-    def means(self) -> dict[str, Tensor]:
-        grams = self._grams.items()
-        return {name: gram.full().div_(sum(self._counts[name])).cpu() for name, gram in grams}
-
-
-def _reader(site: Site) -> tuple[str, str]:
-    """What sites of equal moments share."""
-    return site.input, site.token_weights
-
-
-@exact_products()
-def save_merge(
-    models: OpenModels,
-    merge: Merge,
-    path: PathLike,
-    study: Study | None = None,
-    reporter: Reporter | None = None,
-    *,
-    notices: Sequence[str] = (),
-) -> tuple[dict[str, Any], list[str]]:
-    """Merge, and write the result in the format of the base; a folder gets a card.
-
-    Returns what a run says of a merge, and beside the `notices` of the models what its number type has lost.
-    """
-    architecture, chain = models.architecture, models.architecture.chain
-    require_target(architecture, path)
-    source: StateSource
-    if merge.method.runs_models or merge.method.reads == "model":
-        source = merged_source(models, merge, study, beside=path, reporter=reporter)
-    else:
-        source = StreamedMerge(models, merge, reporter or Reporter())
-    record = merge.record
-    if merge.method.runs_models and study is not None:
-        counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
-        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
-    settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
-    metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
-
-    def rounding_notices() -> list[str]:
-        change: Change | None = getattr(source, "change", None)  # known when all is written
-        record.update({} if change is None else {"change": vars(change)})
-        return [*notices, *([] if change is None else saved_words(change, "the merge"))]
-
-    def card(usage: str) -> str:
-        from driftlens.experiment.model_card import merge_card  # its libraries are not those of live modules
-
-        texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
-        described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
-        return merge_card(record, described, models.origins, [*texts, *rounding_notices()], usage)
-
-    heads = opening.head_files(models)
-    save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
-    return record, rounding_notices()
-
-
-def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
-    """A merge that a spec's experts can be merged by; no file is opened."""
-    merge = merge_called(method, parameters)
-    without = [task for task in spec.tasks if task not in spec.data.tasks]
-    merge.require(has_base=spec.base is not None, without=without)
-    return merge
-
-
-def merge_experts(
-    spec: RunSpec,
-    method: str,
-    parameters: Mapping[str, object],
-    path: PathLike,
-    context: Context = Context(),
-    out_dtype: str | None = None,
-) -> list[str]:
-    """Open what the method reads of a spec, merge, and write the result in the format of the base, or in a dtype."""
-    merge, study = merge_of(spec, method, parameters), None
-    if merge.method.runs_models:
-        study, models = opening.open_study(spec, access=context.access)
-    else:
-        models = opening.open_models(spec, context.access, unread=True)
-        opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
-    doubts = [doubt.text for doubt in companions(models)]
-    models = opening.all_in(models, out_dtype)
-    return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
-
-
-def save_one(
-    source: Path | str | Mapping[str, Any] | RunSpec,
-    request: MergeRequest,
-    context: Callable[[], AbstractContextManager[Context]],
-) -> tuple[str, list[str]]:
-    """Make the merge that is asked for, or else the spec's own, and save it; returns the method and notices.
-
-    Raises:
-        SpecError: there is no place to save it, settings have no method, or a spec names a merged model instead.
-        DriftLensError: as for `merge_experts`.
-    """
-    method, parameters, out = request.method, request.parameters, request.out
-    if out is None:
-        raise SpecError(
-            "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
-        )
-    if method is None and parameters:
-        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
-    spec = load_spec(source)
-    if method is None:
-        if spec.merge is None:
-            raise SpecError(
-                f"the spec of {spec.name!r} names a merged model, and no merge to make",
-                hint="Say which with --method, or add `merge:`.",
-            )
-        method, parameters = spec.merge.method, spec.merge.parameters
-    with context() as opened:
-        return method, merge_experts(spec, method, parameters, out, opened, request.out_dtype)
+    crossing = passage.crossing(layer, task, waits=waits)
+    for batch in crossing:
+        if waits:
+            left = _through(batch.get(_WALKER), batch.side)
+            crossing.watch.see(expert, left[layer.stream], batch.start)
+        else:
+            crossing.take(batch, _WALKER, _through, named=expert)
+    passage.check()
+    return {name: gram.full().div_(sum(totals[name])).cpu() for name, gram in grams.items()}

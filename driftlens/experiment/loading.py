@@ -1,13 +1,18 @@
-"""From a spec to a study: checkpoints opened and compared, samples drawn, heads made. No weights are read yet."""
+"""From a spec to a study: open and compare checkpoints, draw samples, make heads. No weights are read yet.
+
+Entry points: `open_study`, or `open_models` for the checkpoints alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import pathlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -105,10 +110,56 @@ class OpenModels:
         return self.sources[min(name for name in self.sources if task_of(name) is not None)]
 
 
+def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
+    """Open and compare everything that a spec names; its merge is still to be made."""
+    models = open_models(spec, access)
+    data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
+    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    return study_of(spec, models, data, heads, access=access), models
+
+
+def study_of(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    heads: Mapping[str, ScoreMap],
+    *,
+    access: Access = Access(),
+) -> Study:
+    """Return the study of what was opened for a spec; errors as for `open_study`."""
+    access.team.tell_idle([*data])
+    pool = open_pool(spec, models, device=access.device)
+    preprocess = models.architecture.preprocess
+    if (lm := models.architecture.lm) is not None:
+        own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
+        heads = {**own, **heads}
+    settings = settings_of(spec, pool.chain, heads)
+    return Study(
+        name=spec.name,
+        pool=pool,
+        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
+        tasks={
+            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            for task, opened in data.items()
+        },
+        settings=settings,
+        seed=spec.data.defaults.seed,
+        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
+        provenance=models.origins,
+        architecture={
+            **models.architecture.described,
+            **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
+        },
+        preprocessing="" if preprocess is None else preprocess.backend,
+        team=access.team,
+        adapters={name: stored for name, stored in models.stored.items() if isinstance(stored, LoraSource)},
+    )
+
+
 NEW_TOKENS = 64
 """Tokens of an expert's own answer at most, where calibration shows it."""
 
-Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
+_Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
 """(name in the pool, opens the model) -> the model, or None where it is to be left out."""
 
 
@@ -117,48 +168,54 @@ def open_models(
     access: Access = Access(),
     *,
     architecture: Architecture | None = None,
-    attempt: Attempt = lambda name, opened: opened(),
+    attempt: _Attempt = lambda name, opened: opened(),
     unread: bool = False,
 ) -> OpenModels:
-    """All checkpoints that the spec names, the base first; `attempt` may do without a model that is broken.
+    """Open all checkpoints of a spec, the base first.
 
-    `unread` says that no sample will be read: a decoder's tokenizer stays closed.
+    Args:
+        spec: names the models.
+        access: what may be used.
+        architecture: where it is open already.
+        attempt: opens one model, and may leave a broken one out.
+        unread: True if no sample will be read: a decoder's tokenizer stays closed.
     """
     shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
-    notices: list[str] = []
+    notices: list[str | None] = []
     reads_texts = shared.lm is not None or (
         shared.preprocess is not None and shared.preprocess.texts is not None
     )
-    rows, align = vocabulary_keys(shared.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
-    for name, place in origins.items():
+    rows, home = vocabulary_keys(shared.skeleton) if reads_texts else {}, library_folder(shared.source)
 
-        def opened(name: str = name, place: str = place) -> StateSource:
-            stored[name] = _opened(place, shared, stored.get("base"), access)
-            aligned = shared.align(stored[name], fallback=sources.get("base"))
-            if not reads_texts:
-                return aligned
-            folder, home = model_folder(place, stored[name]), library_folder(shared.source)
-            if folder is not None and home is not None:
-                require_same_tokenizer(home, folder)
-            notices.extend(filter(None, [require_same_reading(home, folder)]))
-            fitted, notice = with_rows(aligned, rows, sources.get("base"), folder, align=align)
-            notices.extend(filter(None, [notice]))
-            if shared.lm is None:
-                return fitted
-            table = next(key for key in rows if key != shared.lm.key or len(rows) == 1)
-            if isinstance(stored[name], LoraSource) and "base" in stored:  # whose base says it
-                folder = model_folder(origins["base"], stored["base"])
-            headed, text = with_head(fitted, stored[name], folder, shared.lm, table)
-            notices.extend(filter(None, [text]))
-            return headed
+    def _open(name: str) -> StateSource:
+        stored[name] = _opened(origins[name], shared, stored.get("base"), access)
+        source = shared.align(stored[name], fallback=sources.get("base"))
+        if not reads_texts:
+            return source
+        folder, align = model_folder(origins[name], stored[name]), spec.architecture.vocab is not None
+        if folder is not None and home is not None:
+            require_same_tokenizer(home, folder)
+        notices.append(require_same_reading(home, folder))
+        source, notice = with_rows(source, rows, sources.get("base"), folder, align=align)
+        notices.append(notice)
+        if shared.lm is None:
+            return source
+        table = next(key for key in rows if key != shared.lm.key or len(rows) == 1)
+        if isinstance(stored[name], LoraSource) and "base" in stored:  # adapters are of the base's folder
+            folder = model_folder(origins["base"], stored["base"])
+        source, notice = with_head(source, stored[name], folder, shared.lm, table)
+        notices.append(notice)
+        return source
 
-        if (source := attempt(name, opened)) is not None:
+    for name in origins:
+        if (source := attempt(name, partial(_open, name))) is not None:
             sources[name] = source
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
-    return OpenModels(shared, sound, sources, places, _with_a_head(shared, sound, sources), tuple(notices))
+    form, said = _with_a_head(shared, sound, sources), tuple(filter(None, notices))
+    return OpenModels(shared, sound, sources, places, form, said)
 
 
 def _with_a_head(
@@ -176,39 +233,31 @@ def _with_a_head(
 
 
 def _opened(place: str, architecture: Architecture, base: StateSource | None, access: Access) -> StateSource:
-    """A model that a spec names, under its own key names; adapters are added to `base`, or to what it names."""
-    model, file = known_places(place, architecture, access)
-    if model is not None:
-        base = open_checkpoint(model, offline=access.offline)
+    """Open a model under its own key names; adapters are added to `base`, or to the model of `MODEL+ADAPTER`."""
+    model, _, adapter = place.partition("+")
+    parts = [model, adapter] if model and adapter and not expanded(place).exists() else [place]
+    *whole, file = (
+        fetched(resolve_pretrained(part, architecture, offline=access.offline), offline=access.offline)
+        for part in parts
+    )
+    if whole:
+        base = open_checkpoint(whole[0], offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
         base = architecture.lora_base(base.whole if isinstance(base, Refitted) else base, file)
     opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=architecture.in_by_out)
     return architecture.layout.refitted(opened) if isinstance(architecture.layout, Spellings) else opened
 
 
-def known_places(place: str, architecture: Architecture, access: Access) -> tuple[str | None, str]:
-    """Where the weights that a spec names lie; of `MODEL+ADAPTER` both parts, of others None and the one."""
-    model, plus, adapter = place.partition("+")
-    parts = [model, adapter] if plus and model and adapter and not expanded(place).exists() else [place]
-    files = [
-        fetched(resolve_pretrained(part, architecture, offline=access.offline), offline=access.offline)
-        for part in parts
-    ]
-    return (files[0] if len(files) == 2 else None), files[-1]
-
-
 def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
-    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
-    if expanded(origin).is_file():
-        return None
+    """Return the folder of a model's own configuration; None for a file, whose folder may be another model's."""
     stored = pathlib.Path(source.name)
-    return stored if stored.is_dir() else stored.parent
+    return None if expanded(origin).is_file() else stored if stored.is_dir() else stored.parent
 
 
 def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
-    """The architecture of a spec; of a language model with a head apart where any of its models has one of its own."""
+    """Load a spec's architecture; a language model's head is untied where any of its models has one of its own."""
     entry = spec.architecture
-    load = functools.partial(
+    load = partial(
         load_architecture,
         entry.loader,
         entry.source or "",
@@ -222,9 +271,7 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         return architecture
     base = None
     for name, place in origins_of(spec).items():
-        with contextlib.suppress(
-            DriftLensError
-        ):  # what is wrong with a model, whoever opens all of them says
+        with contextlib.suppress(DriftLensError):  # `open_models` reports what is wrong with a model
             stored = _opened(place, architecture, base, access)
             base = stored if name == "base" else base
             if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
@@ -233,10 +280,10 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:
-    """Where the weights of every model of a spec lie, by name in the pool, the base first."""
-    entries = {expert_of(task): entry for task, entry in spec.experts.items()}
-    entries |= {baseline(name): entry for name, entry in spec.baselines.items()}
-    named = {"base": spec.base, **entries, "merged": spec.merged}
+    """Return the place of every model's weights, by name in the pool, the base first."""
+    experts = {expert_of(task): entry for task, entry in spec.experts.items()}
+    baselines = {baseline(name): entry for name, entry in spec.baselines.items()}
+    named = {"base": spec.base, **experts, **baselines, "merged": spec.merged}
     return {name: entry.weights for name, entry in named.items() if entry is not None}
 
 
@@ -259,38 +306,36 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """The score map of every task that has one: the spec's, else its expert's classifier; `data` holds class names."""
+    """Open the score map of every task that has one: the spec's, else its expert's classifier; `data` names classes."""
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
-        named = data.get(task) or named_by_expert(spec, task, entry) or numbered_rows(entry, task, models)
+        named = data.get(task) or _named_by_expert(spec, task, entry) or _numbered_rows(entry, task, models)
         classes = classes_of(task, entry, named)
         if isinstance(entry, LinearHead):
             heads[task] = _linear_head(task, entry, classes, models)
-            continue
-        if isinstance(entry, FileHead):
+        elif isinstance(entry, FileHead):
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
-            continue
-        if models.base is None:
+        elif models.base is None:
             raise SpecError(
                 f"heads.{task}: templates are read by the base's text tower, and there is no base",
                 hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
             )
-        tower = tower or models.architecture.text_tower(models.base)
-        words = None if entry.suite is None else published_task(entry.suite).classes
-        heads[task] = text_head(tower, classes, entry.templates, words)
+        else:
+            tower = tower or models.architecture.text_tower(models.base)
+            words = None if entry.suite is None else published_task(entry.suite).classes
+            heads[task] = text_head(tower, classes, entry.templates, words)
     return heads
 
 
 def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
-    """The spec's heads, and those of tasks that have none there, but an expert that ends in a classifier."""
-    architecture = models.architecture
+    """Return the spec's heads, and those of other tasks whose expert ends in a classifier."""
     own = {
         task: LinearHead(linear="own")
         for task in spec.tasks
         if task not in spec.heads
         and (stored := models.stored.get(expert_of(task))) is not None
-        and architecture.classifier_keys(stored) is not None
+        and models.architecture.classifier_keys(stored) is not None
     }
     return own | spec.heads
 
@@ -334,15 +379,19 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
-def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:
-    """The classes of a classifier that comes with an expert, as the expert's folder names them; None elsewhere."""
-    is_own = isinstance(entry, LinearHead) and entry.linear == "own"
-    return stated_classes(spec.experts[task].weights) if is_own else None
+def _is_own(entry: Head) -> TypeGuard[LinearHead]:
+    """Return True for the classifier that comes with an expert."""
+    return isinstance(entry, LinearHead) and entry.linear == "own"
 
 
-def numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
-    """What the rows of an expert's classifier are called where nobody names them; None of other heads."""
-    if not isinstance(entry, LinearHead) or entry.linear != "own":
+def _named_by_expert(spec: RunSpec, task: str, entry: Head) -> tuple[str, ...] | None:
+    """Return the classes of an expert's own classifier as its folder names them; None for other heads."""
+    return stated_classes(spec.experts[task].weights) if _is_own(entry) else None
+
+
+def _numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
+    """Number the rows of an expert's own classifier; None for other heads."""
+    if not _is_own(entry):
         return None
     stored = models.stored[expert_of(task)]
     shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
@@ -352,7 +401,7 @@ def numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...]
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order."""
+    """Return the names of a head's rows: its own, or the data's; a suite puts them in its own order."""
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
         return _rows_of(published_task(entry.suite), named)
@@ -382,62 +431,16 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
     raise DataError(f"the suite's {task.title}: class names occur more than once")
 
 
-def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
-    """Everything the spec names, opened and compared; a merge that the spec asks for is still to be made."""
-    models = open_models(spec, access)
-    data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
-    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    return study_of(spec, models, data, heads, access=access), models
-
-
-def study_of(
-    spec: RunSpec,
-    models: OpenModels,
-    data: Mapping[str, TaskData],
-    heads: Mapping[str, ScoreMap],
-    *,
-    access: Access = Access(),
-) -> Study:
-    """The study of a spec, of what was opened for it; errors as for `open_study`."""
-    access.team.tell_idle([*data])
-    pool = open_pool(spec, models, device=access.device)
-    preprocess = models.architecture.preprocess
-    if (lm := models.architecture.lm) is not None:
-        own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
-        heads = {**own, **heads}
-    settings = settings_of(spec, pool.chain, heads)
-    return Study(
-        name=spec.name,
-        pool=pool,
-        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
-        tasks={
-            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
-            for task, opened in data.items()
-        },
-        settings=settings,
-        seed=spec.data.defaults.seed,
-        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
-        provenance=models.origins,
-        architecture={
-            **models.architecture.described,
-            **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
-        },
-        preprocessing="" if preprocess is None else preprocess.backend,
-        team=access.team,
-        adapters={name: stored for name, stored in models.stored.items() if isinstance(stored, LoraSource)},
-    )
-
-
 def _notices(
     spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
 ) -> Iterator[str]:
-    """What a reader should know of models, samples and heads."""
+    """Yield what a reader should know of models, samples and heads."""
     yield from (*models.architecture.notices, *models.notices)
     for opened in data.values():
         yield from opened.notices
     for task, entry in heads_of(spec, models).items():
-        is_own = isinstance(entry, LinearHead) and entry.linear == "own" and entry.classes is None
-        if is_own and data[task].class_names and named_by_expert(spec, task, entry) is None:
+        unnamed = _is_own(entry) and entry.classes is None and _named_by_expert(spec, task, entry) is None
+        if unnamed and data[task].class_names:
             yield (
                 f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
                 "the data's order; `heads.TASK.classes` gives another"
@@ -461,14 +464,14 @@ def _notices(
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
-    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read."""
+    """Draw the samples of one task; without the architecture they can be listed but not read."""
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
         kind = next((of.kind for of in spec.data.tasks.values()), "imagefolder")
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
     if named is None and architecture is not None and architecture.ends_in_classes:
-        named = named_by_expert(spec, task, head or LinearHead(linear="own"))
+        named = _named_by_expert(spec, task, head or LinearHead(linear="own"))
     preprocess = None if architecture is None else architecture.preprocess
     reader = None if preprocess is None else preprocess.texts
     if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:
@@ -486,32 +489,27 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
 
 
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
-    """The same samples; where their task wants it, with the greedy answers of its own expert, made when first read."""
+    """Return the samples, if their task asks for it with the greedy answers of its expert, made on first reading."""
     texts = samples.texts
     if texts is None or texts.reader is None or texts.shown != "expert":
         return samples
-    reader, count = texts.reader, len(samples)
-    space = " " if texts.answer.startswith(" ") else ""
+    reader, space = texts.reader, " " if texts.answer.startswith(" ") else ""
 
-    def answers(rows: Sequence[Any]) -> list[str]:
+    def _answers(rows: Sequence[Any]) -> list[str]:
+        asked = [*map(reader.asked, rows)]
         with pool.loaded(expert_of(samples.task)) as module:
-            generated = generate(
-                module, reader, [*map(reader.asked, rows)], NEW_TOKENS, batch_size=samples.at_once
-            )
+            generated = generate(module, reader, asked, NEW_TOKENS, batch_size=samples.at_once)
         return [space + answer if answer else "" for answer in generated]
 
-    @functools.cache
-    def shown() -> SampleSet:
-        return samples.answering(answers([texts.read(position) for position in range(count)]))
-
-    answered = replace(texts, answers=answers)
+    shown = functools.cache(lambda: samples.answering(_answers(samples.all_texts)))
+    answered = replace(texts, answers=_answers)
     return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
 
 
 def task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """A task's samples before its score map; a SpecError where a metric needs what the task or the model lacks."""
+    """Return a task's samples with its score map; refuse metrics that the task or the model can't serve."""
     test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
     choices = {} if test.labels is None else data.answers()
     reader = None if texts is None else texts.reader
@@ -541,7 +539,7 @@ def task_samples(
         test=test if test.labels is not None or has["number"] or compared is not None else None,
         head=head,
         calibration=with_own_answers(data.calibration, pool),
-        picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
+        picture=partial(data.picture, "diagnosis") if data.has_pictures else None,
         metrics=tuple(metrics),
         choices=choices,
     )
@@ -563,7 +561,7 @@ _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
-    """What a spec asks to be computed; features are pooled as heads of the experts' own read them."""
+    """Return what a spec asks to be computed; features are pooled as the experts' own heads read them."""
     pool = spec.layers.pool
     for task, head in (heads or {}).items():
         if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
@@ -578,26 +576,23 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
             f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",
             hint="Take `pool` out; the final feature is the embedding that the folder makes.",
         )
-    metrics, jacobian = spec.metrics, None
-    if metrics.jacobian is not False:
-        jacobian = JacobianSettings(
-            **metrics.jacobian.model_dump(),
-            contributions=metrics.contributions,
-            prefix=metrics.prefix,
-            seed=spec.data.defaults.seed,
-        )
+    metrics = spec.metrics
+    more = {"contributions": metrics.contributions, "prefix": metrics.prefix}
+    jacobian = metrics.jacobian and JacobianSettings(
+        **metrics.jacobian.model_dump(), **more, seed=spec.data.defaults.seed
+    )
     return Settings(
         pool=pool or chain.modality.pool,
         stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
         options=metrics.options,
-        jacobian=jacobian,
+        jacobian=jacobian or None,
         feature_budget=spec.compute.feature_budget,
         deterministic=spec.compute.deterministic,
     )
 
 
 def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
-    """All settings of the calibration that the spec asks for; None where it asks for none."""
+    """Return all settings of the spec's calibration; None without one."""
     section = spec.calibration
     if section is None:
         return None
@@ -606,33 +601,30 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
     return resolve(calibrators[section.method], parameters, f"calibration: {section.method}")
 
 
+_POOLED = {"cls": "that of its first token", "mean": "the mean over its tokens", "last": "its last token's"}
+
+
 def head_notices(models: OpenModels) -> list[str]:
-    """That experts bring heads of several layers, which no merged model holds, or that no head says what to read."""
-    form, bring = models.architecture.own_head, [expert_of(task) for task in own_heads(models)]
+    """Report experts' heads of several layers, which no merged model holds, or that no head fixes the pooling."""
+    form, bring = models.architecture.own_head, [expert_of(task) for task in _own_heads(models)]
     if form is None:
         return []
     if not bring:
-        pool = {
-            "cls": "that of its first token",
-            "mean": "the mean over its tokens",
-            "last": "its last token's",
-        }
-        feature = pool.get(models.architecture.chain.modality.pool)
-        return (
-            [f"no expert brings a classifier: the final feature of a sample is {feature}"] if feature else []
-        )
+        feature = _POOLED.get(models.architecture.chain.modality.pool)
+        text = f"no expert brings a classifier: the final feature of a sample is {feature}"
+        return [text] if feature else []
     modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
     text = f"{', '.join(bring)}: all that reads the features of tokens ({modules}) is the task's own; saved models"
     return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
 
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
-    """The experts' own heads by their places in a saved folder."""
-    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in own_heads(models).items()}
+    """Return the experts' own heads by their places in a saved folder."""
+    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in _own_heads(models).items()}
 
 
-def own_heads(models: OpenModels) -> dict[str, StateSource]:
-    """By task, the heads that experts bring."""
+def _own_heads(models: OpenModels) -> dict[str, StateSource]:
+    """Return by task the heads that experts bring."""
     experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
     heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
     return {task: head for task, head in heads.items() if head is not None}
@@ -656,14 +648,13 @@ def all_in(models: OpenModels, name: str | None) -> OpenModels:
 
 
 def dtype_notices(models: OpenModels) -> list[str]:
-    """That the checkpoints are stored in different dtypes, if they are."""
-    by_dtype: dict[str, list[str]] = {}
+    """Report checkpoints that are stored in different dtypes."""
+    keys, by_dtype = models.architecture.chain.parameter_keys(), defaultdict[str, list[str]](list)
     for name, source in models.sources.items():
-        if isinstance(models.stored[name], LoraSource):
-            continue  # it is the base's, with sums that are not rounded
-        keys = models.architecture.chain.parameter_keys()
-        for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
-            by_dtype.setdefault(dtype, []).append(name)
+        # Adapters are stored as the base, with sums that are not rounded.
+        is_adapter = isinstance(models.stored[name], LoraSource)
+        for dtype in {source.headers[key].dtype for key in keys} if not is_adapter else ():
+            by_dtype[str(dtype).removeprefix("torch.")].append(name)
     if len(by_dtype) < 2:
         return []
     listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(by_dtype.items()))

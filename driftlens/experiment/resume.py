@@ -1,6 +1,6 @@
 """Runs opened again or written to: checks that nothing changed, phases, one writing process of several.
 
-Entry points: `reopened` for a run's study, `writing` and `run_phases` for a job. `Kept` caches what a job has done, so
+Entry points: `reopened` for a run's study, `writing` and `run_phase` for a job. `Kept` caches what a job has done, so
 that one that was stopped resumes there.
 """
 
@@ -10,9 +10,8 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -228,56 +227,54 @@ class _Follower(RunWriter):
         self.manifest = dataclasses.replace(self.manifest, **changes)
 
 
-@dataclass(frozen=True)
-class Phase:
-    """One part of a job.
+def run_phase(
+    writer: RunWriter,
+    name: str,
+    work: Callable[[], object],
+    study: Study | None = None,
+    *,
+    again: bool = False,
+    sums: bool = False,
+) -> None:
+    """Do one part of a job unless it is done already, and record what it used.
 
-    Attributes:
-        name: of the phase in the manifest, progress and the table `resources`.
+    Where memory is too little, the work begins again with smaller batches, see `halving_batches`.
+
+    Args:
+        writer: of the run.
+        name: of the phase in the manifest, the events and the table `resources`.
         work: does it.
         study: whose models it runs; None where it runs none.
         again: whether it is done although it was done before.
         sums: whether it sums up moments, which may go to the host where memory is too little.
     """
-
-    name: str
-    work: Callable[[], object]
-    study: Study | None = None
-    again: bool = False
-    sums: bool = False
-
-
-def run_phases(writer: RunWriter, phases: Iterable[Phase]) -> None:
-    """Do the phases that are not done yet, one after the other, and record what each used."""
-    for phase in phases:
-        if writer.done(phase.name) and not phase.again:
-            continue
-        device = (accelerator() or HOST) if phase.study is None else phase.study.pool.device
-        answered = answering(device, f"{phase.name.partition(':')[0]} here")
-        with exact_products(), writer.phase(phase.name) as usage, answered:
-            reset_peak_memory(device)
-            if phase.study is None:
-                phase.work()
-            else:
-                _run_in_memory(writer, phase, phase.study, device)
-            if (peak := peak_memory(device)) is not None:
-                usage["peak_gpu_bytes"] = peak
-
-
-def _run_in_memory(writer: RunWriter, phase: Phase, study: Study, device: torch.device) -> None:
-    """Do a phase; where memory is too little, begin again with smaller batches, see `halving_batches`."""
+    if writer.done(name) and not again:
+        return
+    device = (accelerator() or HOST) if study is None else study.pool.device
 
     def _work() -> None:
-        study.pool.begin_anew()  # what an earlier try has prefetched would take memory
-        phase.work()
+        if study is not None:
+            study.pool.begin_anew()  # what an earlier try has prefetched would take memory
+        work()
 
     def _report(goes_on_with: str) -> None:
-        writer.notice(f"{device} has too little memory for {phase.name}: it goes on with {goes_on_with}")
+        writer.notice(f"{device} has too little memory for {name}: it goes on with {goes_on_with}")
 
-    size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
-    with halving_batches(size, _report, sums=phase.sums) as done:
+    with (
+        exact_products(),
+        writer.phase(name) as usage,
+        answering(device, f"{name.partition(':')[0]} here"),
+    ):
+        reset_peak_memory(device)
         # Several processes would have to begin again together: there, too little memory ends the job.
-        done(_work) if study.team.size == 1 else _work()
+        if study is None or study.team.size > 1:
+            _work()
+        else:
+            size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
+            with halving_batches(size, _report, sums=sums) as done:
+                done(_work)
+        if (peak := peak_memory(device)) is not None:
+            usage["peak_gpu_bytes"] = peak
 
 
 @contextmanager

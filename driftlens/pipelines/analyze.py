@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -27,12 +28,11 @@ from driftlens.experiment.loading import OpenModels, calibration_settings, open_
 from driftlens.experiment.merging import merge_of, save_merge
 from driftlens.experiment.resume import (
     MERGED_FILE,
-    Phase,
     deterministic_algorithms,
     difference,
     lead,
     resumable,
-    run_phases,
+    run_phase,
     writing,
 )
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
@@ -57,8 +57,6 @@ from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import calibrated, is_explained
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from driftlens.config import RunSpec
     from driftlens.data.sources import Picture
 
@@ -115,7 +113,7 @@ def analyze(
             _merge(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
             phases = Phases(writer, study, reporter)
-            run_phases(writer, phases.analysis(attribution=request.attribution, weights=request.weights))
+            phases.analyze(attribution=request.attribution, weights=request.weights)
     return open_run(out)
 
 
@@ -145,7 +143,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
         for notice in notices:
             writer.notice(notice)
 
-    run_phases(writer, [Phase("merge", lambda: lead(study.team, writer, save))])
+    run_phase(writer, "merge", lambda: lead(study.team, writer, save))
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -179,16 +177,15 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
         calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
             phases = Phases(writer, study, reporter)
-            measured = phases.measuring((*study.variants, "expert"))
-            run_phases(writer, (phase for phase in measured if phase.name.startswith("evaluate:")))
+            phases.evaluate((*study.variants, "expert"))
             uncalibrated = [variant for variant in study.explained_variants if variant not in calibration_of]
-            run_phases(writer, phases.explaining(uncalibrated, add))
+            phases.explain(uncalibrated, add)
             for name in manifest.calibrations:
                 variants = [variant for variant in study.variants if calibration_of.get(variant) == name]
-                phases = Phases(writer, study, reporter, f"calibrate:{name}:")
-                run_phases(writer, phases.completing(variants))
-                run_phases(writer, phases.explaining(variants, add))
-            run_phases(writer, Phases(writer, study, reporter).adding(add))
+                of_calibration = Phases(writer, study, reporter, f"calibrate:{name}:")
+                of_calibration.complete(variants)
+                of_calibration.explain(variants, add)
+            phases.add(add)
     return open_run(folder)
 
 
@@ -201,54 +198,55 @@ class Phases:
     reporter: Reporter
     prefix: str = ""
 
-    def analysis(self, *, attribution: bool = True, weights: bool = True) -> Iterator[Phase]:
-        """Yield drift and accuracy of all tasks, then task vectors, then, with `attribution`, the sources of drift."""
+    def analyze(self, *, attribution: bool = True, weights: bool = True) -> None:
+        """Measure drift and accuracy of all tasks, then task vectors, then, with `attribution`, sources of drift."""
         study = self.study
-        yield Phase("digests", lambda: self._digest(study.pool.names))
-        yield from self.measuring((*study.variants, "expert"))
+        self._run("digests", partial(self._digest, study.pool.names))
+        self.measure((*study.variants, "expert"))
         if study.has_base and weights:
-            yield Phase("params", lambda: self._compare_parameters(study.explained_variants), study)
+            self._run("params", partial(self._compare_parameters, study.explained_variants), study)
         if attribution:
-            yield from self.explaining(study.explained_variants)
+            self.explain(study.explained_variants)
 
-    def measuring(self, variants: Sequence[str]) -> Iterator[Phase]:
-        """Yield drift and accuracy; `expert` is each task's own."""
+    def measure(self, variants: Sequence[str]) -> None:
+        """Measure drift and accuracy; `expert` is each task's own."""
         named = tuple(name for name in variants if name != "expert")
-        new = dataclasses.replace(self, study=dataclasses.replace(self.study, variants=named))
-        for task in self.study.tasks:
-            work = partial(new._diagnose, task, variants)
-            yield Phase(f"{self.prefix}analyze:{task}", work, new.study)
-        for task in self.study.tasks:
-            work = partial(self._score, task, variants)
-            yield Phase(f"{self.prefix}evaluate:{task}", work, self.study)
+        study = dataclasses.replace(self.study, variants=named)
+        for task in study.tasks:
+            self._run(f"analyze:{task}", partial(self._diagnose, study, task, variants), study)
+        self.evaluate(variants)
 
-    def completing(self, variants: Sequence[str]) -> Iterator[Phase]:
-        """Yield digests of the models, and their task vectors."""
-        yield Phase(f"{self.prefix}digests", lambda: self._digest(variants))
+    def evaluate(self, variants: Sequence[str]) -> None:
+        """Measure accuracy."""
+        for task in self.study.tasks:
+            self._run(f"evaluate:{task}", partial(self._score, task, variants), self.study)
+
+    def complete(self, variants: Sequence[str]) -> None:
+        """Add digests of models, and their task vectors."""
+        self._run("digests", partial(self._digest, variants))
         if self.study.has_base:
-            yield Phase(f"{self.prefix}params", lambda: self._compare_parameters(variants), self.study)
+            self._run("params", partial(self._compare_parameters, variants), self.study)
 
-    def explaining(self, variants: Sequence[str], add: Sequence[str] = ()) -> Iterator[Phase]:
-        """Yield the attribution of drift to layers, for tasks and variants whose rows lack it."""
+    def explain(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
+        """Attribute drift to layers, for tasks and variants whose rows lack that."""
         if self.study.settings.jacobian is None:
             return
 
-        def explained_already() -> set[tuple[str, str]]:
+        def _explained() -> set[tuple[str, str]]:
             rows = open_run(self.writer.folder).layers()
             filled = rows.groupby(["task", "variant"])[_columns_of_attribution(add)].count().gt(0).all(axis=1)
             return {*filled[filled].index}
 
-        explained = self.study.team.once(explained_already)
+        explained = self.study.team.once(_explained)
         for task in self.study.tasks:
             missing = [name for name in variants if is_explained(name) and (task, name) not in explained]
-            name = f"{self.prefix}explain:{task}"
             # A phase that was stopped behind its last row is recorded as done now.
-            if missing or name in self.writer.manifest.phases:
+            if missing or f"{self.prefix}explain:{task}" in self.writer.manifest.phases:
                 work = partial(self._explain, task, missing)
-                yield Phase(name, work, self.study, again=bool(missing))
+                self._run(f"explain:{task}", work, self.study, again=bool(missing))
 
-    def adding(self, add: Sequence[str]) -> Iterator[Phase]:
-        """Yield one phase per option and task, or per walk and task, where variants lack these options."""
+    def add(self, add: Sequence[str]) -> None:
+        """Measure optional diagnostics for variants that lack them: one phase per option or walk, and task."""
         team, tasks = self.study.team, self.study.tasks
         for option, table in _FOLLOWED.items():
             present = team.once(partial(self._present, table)) if option in add else set()
@@ -256,7 +254,7 @@ class Phases:
                 lacking = [name for name in self.study.explained_variants if (task, name) not in present]
                 if lacking:
                     work = partial(self._follow, option, task, lacking)
-                    yield Phase(f"explain:{option}:{task}", work, self.study, again=True)
+                    self._run(f"explain:{option}:{task}", work, self.study, again=True)
         entries = [entry for entry in chosen(add) if entry.option]
         for task in tasks:
             there = [
@@ -267,7 +265,12 @@ class Phases:
             if lacking:
                 work = partial(self._walk, task, lacking, entries)
                 named = "+".join(dict.fromkeys(entry.option for entry in entries))
-                yield Phase(f"explain:{named}:{task}", work, self.study, again=True)
+                self._run(f"explain:{named}:{task}", work, self.study, again=True)
+
+    def _run(
+        self, name: str, work: Callable[[], object], study: Study | None = None, *, again: bool = False
+    ) -> None:
+        run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
     def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
         """Return tasks and variants with rows in a table, and a number in one of these columns if any are named."""
@@ -283,8 +286,6 @@ class Phases:
 
     def _compare_parameters(self, variants: Sequence[str]) -> None:
         """Compare the task vectors of these variants with the experts'."""
-        import pandas as pd
-
         study, rows = self.study, list[dict[str, Any]]()
 
         def compared(task: str, variant: str) -> list[dict[str, Any]]:
@@ -300,8 +301,6 @@ class Phases:
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
-        import pandas as pd
-
         scores = scores_of(self.study, task, list(variants), self.reporter)
         if scores is None:
             return
@@ -320,11 +319,9 @@ class Phases:
             base = {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in layers}
         return diagnose(study, task, self.reporter, base)
 
-    def _diagnose(self, task: str, variants: Sequence[str]) -> None:
+    def _diagnose(self, study: Study, task: str, variants: Sequence[str]) -> None:
         """Write the rows and features of one task; rows with other keys keep their exact values."""
-        import pandas as pd
-
-        study, writer = self.study, self.writer
+        writer = self.writer
         diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
             return
@@ -350,8 +347,6 @@ class Phases:
                 )
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
-        import pandas as pd
-
         explanation = attribution_of(self.study, task, variants, self.reporter)
         if explanation is None:
             return
@@ -379,8 +374,6 @@ class Phases:
 
     def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
         """Add rows of `adjoint` or `groups`, by the nodes that the run's Jacobians have."""
-        import pandas as pd
-
         study, layers = self.study, open_run(self.writer.folder).layers(task)
 
         def rows_of(variant: str) -> list[dict[str, Any]]:
@@ -400,8 +393,6 @@ class Phases:
 
 def _frames(diagnosis: TaskDiagnosis) -> dict[str, pd.DataFrame]:
     """Return the tables of a task's diagnosis by name."""
-    import pandas as pd
-
     frames = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
     return frames | ({"outputs": stacked(diagnosis.outputs)} if diagnosis.outputs else {})
 

@@ -30,11 +30,10 @@ from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
 from driftlens.experiment.resume import (
     Kept,
-    Phase,
     deterministic_algorithms,
     lead,
     resumable,
-    run_phases,
+    run_phase,
     writing,
 )
 from driftlens.experiment.study import Study
@@ -269,9 +268,7 @@ class _Work:
             self._make_room()
         notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
         self.writer.begin_variants(plan.variants)
-        run_phases(
-            self.writer, [Phase(plan.phase, lambda: self._save(identity, notices), self.study, sums=True)]
-        )
+        run_phase(self.writer, plan.phase, lambda: self._save(identity, notices), self.study, sums=True)
         change = self.team.once(lambda: kept_change(self.writer.folder, plan.name))
         notices = [
             *notices,
@@ -281,7 +278,7 @@ class _Work:
         reopening.add_calibration(
             self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
         )
-        run_phases(self.writer, self.phases.measuring(plan.variants))
+        self.phases.measure(plan.variants)
         maps = self.study.pool.variant(plan.variant).attachments
         attached = attachment_tensors(maps, len(self.study.pool.chain.layers))
         numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
@@ -301,7 +298,7 @@ class _Work:
             reporter = _Candidates(self.reporter, writer, plan.name)
             self.plan = plan.chosen(choose, self.study, reporter, begun, scratch.tried)
 
-        run_phases(writer, [Phase(phase, tried, self.study, again=True, sums=True)])
+        run_phase(writer, phase, tried, self.study, again=True, sums=True)
         if not begun["selection"]:
             identity = self.plan.identity(self.opened.manifest, self.study)
             settled = start | identity | {"selection": dict(self.plan.selection)}
@@ -315,7 +312,7 @@ class _Work:
             solve(self.writer, self.study, plan, self.scratch, self.reporter)
 
         try:
-            run_phases(self.writer, [Phase(f"{plan.phase}:solve", work, self.study, again=True, sums=True)])
+            run_phase(self.writer, f"{plan.phase}:solve", work, self.study, again=True, sums=True)
         except DriftLensError as error:
             if self.team.is_main and not isinstance(error, Cancelled | RunError):
                 self.scratch.remove()  # what has the name stays, and going on would fail once more
@@ -346,7 +343,7 @@ class _Work:
         variants = [control, plan.variant] if control else [plan.variant]
         if plan.variant not in study.pool:
             reopening.add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
-        run_phases(writer, self.phases.completing(variants))
+        self.phases.complete(variants)
 
         def describe() -> None:
             from driftlens.experiment.model_card import model_card
@@ -358,7 +355,7 @@ class _Work:
         if (export := self.export) is not None:
             self.team.once(lambda: export.save(info))
         if attribution:
-            run_phases(writer, self.phases.explaining(variants))
+            self.phases.explain(variants)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:

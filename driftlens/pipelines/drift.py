@@ -13,9 +13,10 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,9 +37,6 @@ from driftlens.models.chain import Layer, Pool, State
 from driftlens.utils.diagnostic import Diagnostic, Seen
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.progress import Reporter, TaskMeter
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Array = NDArray[np.float64]
 Row = dict[str, object]
@@ -200,8 +198,6 @@ class _Recorder:
 
 def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Rows of a table, from its columns part by part."""
-    import pandas as pd
-
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 

@@ -30,7 +30,6 @@ from driftlens.experiment.resume import (
     deterministic_algorithms,
     require_same_models,
     require_same_samples,
-    run_phases,
 )
 from driftlens.experiment.study import Settings, Study, TaskSamples
 from driftlens.models.architecture import Architecture, architecture_of
@@ -201,7 +200,7 @@ def analyze_study(
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
-            run_phases(writer, Phases(writer, study, reporter).analysis())
+            Phases(writer, study, reporter).analyze()
     return open_run(out)
 
 

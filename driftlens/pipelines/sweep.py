@@ -24,7 +24,7 @@ from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_own_answers
-from driftlens.experiment.resume import Phase, deterministic_algorithms, run_phases, writing
+from driftlens.experiment.resume import deterministic_algorithms, run_phase, writing
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import (
@@ -162,7 +162,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
             for seed, drawn in samples.items():
                 rows = _SeedRows(writer, table, seed, tuple(tasks), visits.scored)
                 visit = functools.partial(visits.visit, settings, drawn, seed, rows, unsolved)
-                run_phases(writer, [Phase(f"{PHASE}:{seed}", visit, study, again=True, sums=True)])
+                run_phase(writer, f"{PHASE}:{seed}", visit, study, again=True, sums=True)
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)

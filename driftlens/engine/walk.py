@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import module_source
-from driftlens.data.samples import Batch, fitting_batch
+from driftlens.data.samples import Batch, SampleSet, fitting_batch
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
@@ -660,16 +660,16 @@ def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
 
 
 _RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far two ways to compute one drift may be apart, relative to it: orders above what either dtype rounds."""
+"""Largest relative error of one drift computed in two ways: orders of magnitude above either dtype's rounding."""
 
-ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+_ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
 machine epsilons after many layers; where models hardly differ, that is all there is to see."""
 
 
 def tolerance(dtype: str, drift_rel: float) -> float:
-    """The largest error, relative to the drift, that rounding explains; `drift_rel` is relative to the features."""
-    return _RELATIVE[dtype] + ROUNDING[dtype] / drift_rel
+    """Return the largest relative error of a drift that rounding explains; `drift_rel` is |e| / |h|."""
+    return _RELATIVE[dtype] + _ROUNDING[dtype] / drift_rel
 
 
 def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
@@ -681,13 +681,13 @@ def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
         error, drift = row["closure_error"], row["drift_rel"]
         if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
             limit = tolerance(dtype, drift)
-            raise not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
+            raise _not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
 
 
-def not_closed(
+def _not_closed(
     layer: int, path: str, task: str, variant: str, error: float, limit: float, model: str = ""
 ) -> NumericsError:
-    """The refusal of a drift that the library does not have."""
+    """Return the error for a drift that the library does not give."""
     of_model = f"{model}: " if model else ""
     return NumericsError(
         f"{of_model}the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary "
@@ -700,3 +700,96 @@ def not_closed(
         closure_error=error,
         tolerance=limit,
     )
+
+
+class LibraryDrift:
+    """The drift of a task's first samples by the models' own library, to compare the walk's drift with.
+
+    Attributes:
+        batch: the samples: a batch, fewer where its features at all boundaries exceed the budget, and at most `most`.
+        expert: the expert's final features.
+        error: |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        task: str,
+        variants: Sequence[str],
+        samples: SampleSet,
+        budget: int,
+        most: int | None = None,
+    ) -> None:
+        self._task = task
+        num_states = len(pool.chain.layers) * (1 + len(variants))
+        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
+        fitting = max(1, budget // max(1, per_sample))
+        # Not fewer samples read, for texts are padded to the longest of their batch.
+        self.batch = next(samples.batches()).first(min(fitting, most or fitting))
+        self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
+        self._dtype = str(pool.dtype).removeprefix("torch.")
+        with pool.sent(self.batch.inputs) as inputs:
+            expert = pool.library_states(pool.expert(task), inputs)
+            self.expert = expert[-1]
+            self._drift: dict[str, list[State]] = {
+                variant: [
+                    subtract(*pair)
+                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+                ]
+                for variant in variants
+            }
+        self.error: dict[tuple[str, int], float] = {}
+
+    def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
+        """Note the closure error of the first samples at a layer.
+
+        Raises:
+            NumericsError: drift that the models' own library doesn't give.
+        """
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
+        )
+        theirs = self._drift[variant][layer.index - 1]
+        error, limit, is_off = relative_gap(subtract(merged, expert), theirs, expert, self._dtype)
+        self.error[variant, layer.index] = error
+        if is_off:
+            raise _not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
+
+
+def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+    """Return how far two computations of one drift differ, the limit, and True if that exceeds rounding."""
+    sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
+    size, apart, scale = sizes.tolist()
+    error = apart / size if size > 0 else math.nan
+    limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
+    # Where one sees no difference at all, the other must see none either.
+    return error, limit, error > limit or (size == 0 and apart > _ROUNDING[dtype] * scale)
+
+
+@torch.no_grad()
+def check_closure(
+    pool: ModelPool,
+    samples: Mapping[str, SampleSet],
+    variants: Sequence[str],
+    budget: int,
+    most: int | None = None,
+) -> None:
+    """Compare the drift of every task's first samples, a batch or `most`, with the library's own forward passes.
+
+    Args:
+        pool: the models.
+        samples: samples by task.
+        variants: names of the models whose drift from the experts is checked.
+        budget: bytes of features that may be cached.
+        most: how many samples of a task are compared; None takes a batch.
+
+    Raises:
+        NumericsError: the layers do not compute what the library computes.
+    """
+    for task, of_task in samples.items():
+        library = LibraryDrift(pool, task, variants, of_task, budget, most)
+        models = pool.expert(task), *variants
+        passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
+        for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
+            for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):
+                library.compare(layer, variant, state, expert)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import (
     InDtypes,
     StateSource,
@@ -18,18 +17,19 @@ from driftlens.checkpoints.tensor_sources import (
     floats_in,
 )
 from driftlens.data.samples import SampleSet
-from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import Asked, Attachments, ModelPool, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
-from driftlens.runs.manifest import ModelInfo
 from driftlens.utils.diagnostic import Diagnostic, chosen
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.variants import expert_of, is_explained
 
 if TYPE_CHECKING:
+    from driftlens.checkpoints.lora import LoraSource
     from driftlens.config.data import Views
     from driftlens.data.sources import Picture
+    from driftlens.diagnostics.attribution import JacobianSettings
+    from driftlens.runs.manifest import ModelInfo
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -181,6 +181,8 @@ class Study:
 
 def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
     """Digest, number of parameters and origin of a model, with what is attached to it; reads all its tensors once."""
+    from driftlens.runs.manifest import ModelInfo  # a calibration in memory writes no manifest
+
     keys = chain.parameter_keys()
     count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
     digest = content_digest(source, keys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,10 +14,10 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings, Modules
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import coverage, select_sites, tied_sites
+from driftlens.engine.walk import check_closure
+from driftlens.experiment.live import open_live
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.models.chain import ParameterKey, fused
-from driftlens.pipelines.drift import check_closure
-from driftlens.pipelines.in_memory import live_study
 from driftlens.utils.devices import exact_products
 from driftlens.utils.progress import Reporter
 
@@ -67,26 +66,26 @@ class Fitting(Calibrator):
         shown = None if request.tokenizer is None else data
         given = Modules(merged, experts, data, base, calibration=shown, device=around.device)
         inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
-        study = live_study(given, LiveSettings(**inputs, n_calibration=request.n))
-        chain, reporter = study.pool.chain, Reporter(around.on_progress, around.cancel)
+        live = open_live(given, LiveSettings(**inputs, n_calibration=request.n))
+        chain, reporter = live.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
-        # Of the base nothing but weights is asked.
-        check_closure(replace(study, variants=("merged",)), request.closure_samples)
         ground = Ground(
-            study.pool,
-            {task: at_hand.calibration or at_hand.diagnosis for task, at_hand in study.tasks.items()},
+            live.pool,
+            {task: samples.calibration or samples.diagnosis for task, samples in live.tasks.items()},
             chosen,
             base="base" if base is not None else None,
-            feature_budget=study.settings.feature_budget,
             on_step=lambda now: reporter.step("calibrate", now.done, now.total, now.label),
         )
+        # The base is only read for its weights, so its drift is not checked.
+        diagnosis = {task: samples.diagnosis for task, samples in live.tasks.items()}
+        check_closure(live.pool, diagnosis, ("merged",), ground.feature_budget, request.closure_samples)
         parameters: dict[ParameterKey, Tensor] = {}
         reports: list[dict[str, Any]] = []
         for layer in self.calibrate(ground):
             parameters |= {(layer.layer, name): value for name, value in layer.updates.items()}
             reports += [{"layer": layer.layer, **vars(report)} for report in layer.reports]
         reporter.step("calibrate", max(chosen), max(chosen))
-        source = study.pool.source("merged")
+        source = live.pool.source("merged")
         self.model_ = copy.deepcopy(merged).eval()
         state = self.model_.state_dict()  # references: writing into them keeps ties, devices and dtypes
         for key, value in fused(chain, parameters, source).items():
@@ -94,7 +93,7 @@ class Fitting(Calibrator):
         self.history_ = pd.DataFrame(reports).drop(columns="change")
         self.modules_ = tuple(dict.fromkeys(report["site"] for report in reports))
         share, text = coverage(chain, source, chosen, self.update)
-        self.notices_ = study.notices
+        self.notices_ = live.notices
         if request.sites is None and (tied := ", ".join(tied_sites(chain))):
             self.notices_ += (f"left as they are, because their weights serve other places too: {tied}",)
         if share < 1:

@@ -22,18 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.engine.walk import (
-    ROUNDING,
-    LayerView,
-    layer_states,
-    not_closed,
-    tolerance,
-    waiting_bytes,
-    walk,
-)
+from driftlens.engine.walk import LayerView, LibraryDrift, relative_gap, tolerance, waiting_bytes, walk
 from driftlens.experiment.study import Study
-from driftlens.linalg.state import norm, subtract
-from driftlens.models.chain import Layer, Pool, State
+from driftlens.linalg.state import subtract
+from driftlens.models.chain import Pool, State
 from driftlens.utils.diagnostic import Diagnostic, Seen
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.progress import Reporter, TaskMeter
@@ -77,10 +69,13 @@ def diagnose(
     """
     diagnosis, data = TaskDiagnosis(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
-    library = LibraryDrift(study, task)
+    budget = study.settings.feature_budget
+    library = LibraryDrift(study.pool, task, study.variants, samples, budget)
+    with study.pool.sent(library.batch.inputs) as inputs:
+        notice = require_as_peft(study, task, inputs, library.expert)
     recorder = _recorded(study, task, library, reporter)
     diagnosis.features = recorder.features()
-    diagnosis.notices += filter(None, [library.unheld])
+    diagnosis.notices += filter(None, [notice])
     if task == next(iter(study.tasks)):
         _check_precision(study, task, diagnosis)
     for (variant, index), (tokens, gates) in recorder.routing.items():
@@ -100,7 +95,7 @@ def diagnose(
                 diagnosis.features["expert", layer.index],
                 all_columns[variant, layer.index],
                 None if base is None else {"drift_l2": base[layer.index]},
-                study.head(task, variant),
+                study.pool.score_map(data.own_heads.get(variant, data.head), variant),
                 data.head,
                 samples.labels,
             )
@@ -219,61 +214,6 @@ def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
     return columns
 
 
-class LibraryDrift:
-    """The drift of a task's first samples by the models' own library, to compare the walk's drift with.
-
-    They are a batch, fewer where its features at all boundaries exceed the budget, and at most `most`.
-    `error` is |e - e_library| / |e| by variant and layer; NaN where there is no drift.
-    """
-
-    def __init__(self, study: Study, task: str, most: int | None = None) -> None:
-        pool, samples = study.pool, study.tasks[task].diagnosis
-        self._task = task
-        num_states = len(pool.chain.layers) * (1 + len(study.variants))
-        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
-        fitting = max(1, study.settings.feature_budget // max(1, per_sample))
-        # Not fewer samples read, for texts are padded to the longest of their batch.
-        self.batch = next(samples.batches()).first(min(fitting, most or fitting))
-        self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
-        self._dtype = str(pool.dtype).removeprefix("torch.")
-        with pool.sent(self.batch.inputs) as inputs:
-            expert = pool.library_states(pool.expert(task), inputs)
-            self.unheld = require_as_peft(study, task, inputs, expert[-1])
-            self._drift: dict[str, list[State]] = {
-                variant: [
-                    subtract(*pair)
-                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
-                ]
-                for variant in study.variants
-            }
-        self.error: dict[tuple[str, int], float] = {}
-
-    def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
-        """Note the closure error of the first samples at a layer.
-
-        Raises:
-            NumericsError: drift that the models' own library doesn't give.
-        """
-        merged, expert = (
-            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
-        )
-        theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = _apart(subtract(merged, expert), theirs, expert, self._dtype)
-        self.error[variant, layer.index] = error
-        if is_off:
-            raise not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
-
-
-def _apart(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
-    """Return how far two computations of one drift differ, the limit, and True if that exceeds rounding."""
-    sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
-    size, apart, scale = sizes.tolist()
-    error = apart / size if size > 0 else math.nan
-    limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
-    # Where one sees no difference at all, the other must see none either.
-    return error, limit, error > limit or (size == 0 and apart > ROUNDING[dtype] * scale)
-
-
 def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     """Refuse an expert of adapters unlike peft's own model; return a notice where peft can't run it."""
     adapters = study.adapters.get(study.pool.expert(task))
@@ -284,7 +224,7 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
         return unheld(task, theirs)
     base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    error, limit, is_off = _apart(subtract(expert, base), subtract(adapted, base), expert, dtype)
+    error, limit, is_off = relative_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)
     if is_off:
         raise NumericsError(
             f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
@@ -343,19 +283,6 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
             return unlike
     return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
-
-
-@torch.no_grad()
-def check_closure(study: Study, most: int | None = None) -> None:
-    """Compare the drift of every task's first samples, a batch or `most`, with the library's own forward passes."""
-    pool = study.pool
-    for task in study.tasks:
-        library = LibraryDrift(study, task, most)
-        models = pool.expert(task), *study.variants
-        passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
-        for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
-            for variant, (_, [(_, state, _)]) in zip(study.variants, of_variants, strict=True):
-                library.compare(layer, variant, state, expert)
 
 
 def precision_error(

@@ -16,9 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.engine.walk import require_closed
+from driftlens.engine.walk import LibraryDrift, require_closed
 from driftlens.experiment import resume as reopening
-from driftlens.pipelines.drift import LibraryDrift
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError, SpecError
 from tests.quick import few

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.config import load_spec
-from driftlens.config.requests import AnalysisRequest, Modules
+from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules
 from driftlens.engine.walk import capture
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
@@ -224,10 +224,13 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
 
 def test_live_models_pool_as_their_family_says() -> None:
     ids = torch.arange(24).reshape(4, 6)
-    live = live_study(Modules(Letters(0), {"t": Letters(1)}, {"t": ids}))
+    live = live_study(Modules(Letters(0), {"t": Letters(1)}, {"t": ids}), LiveSettings())
     assert live.settings.pool == "mean"
     pixels = torch.zeros(2, 3, 16, 16)
-    assert live_study(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels})).settings.pool == "cls"
+    assert (
+        live_study(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()).settings.pool
+        == "cls"
+    )
     block = next(vectors for layer, vectors in capture(Letters(0), [ids]) if layer.role == "block")
     with torch.no_grad():
         wanted = Letters(0).blocks[0](Letters(0).letters(ids)).mean(dim=1)

@@ -100,7 +100,7 @@ def _fixed(entry: Mapping[str, Any]) -> Any:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.config.data import Views
     from driftlens.merging.method import merge_called
-    from driftlens.utils.settings import resolve
+    from driftlens.utils.registry import resolve
 
     share, name = entry["share"], entry["name"]
     untold = dict.fromkeys([f"{of}{end}" for of in ("score", "drift") for end in ("", "_low", "_high")])

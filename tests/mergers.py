@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from driftlens.merging.method import READS, MergeMethod, merge_methods
-from driftlens.utils.settings import settings_of
+from driftlens.utils.registry import settings_of
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES = 8, 64, 10

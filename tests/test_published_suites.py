@@ -11,7 +11,7 @@ import torch
 
 from driftlens.config import json_schema, load_spec
 from driftlens.config.published import published_names, published_task
-from driftlens.config.sections import TextHead
+from driftlens.config.run import TextHead
 from driftlens.data.task_data import plain_form
 from driftlens.experiment.loading import classes_of, open_heads
 from driftlens.models.heads import TextTower

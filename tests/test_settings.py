@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.settings import Bounds, model_of, read, resolve, schemas_of, settings_of
+from driftlens.utils.registry import Bounds, model_of, read, resolve, schemas_of, settings_of
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -159,7 +159,7 @@ def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method(kind: An
 
 
 def test_reading_settings_imports_no_arrays() -> None:
-    code = "import sys, driftlens.utils.settings; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, driftlens.utils.registry; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

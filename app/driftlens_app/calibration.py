@@ -12,9 +12,8 @@ import streamlit as st
 from pydantic import TypeAdapter
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, layers_named
-from driftlens.utils.errors import SpecError
-from driftlens.utils.settings import Schema, choices_of, entry_of, expected
-from driftlens.utils.words import counted
+from driftlens.utils.errors import SpecError, counted
+from driftlens.utils.registry import Schema, choices_of, entry_of, expected
 from driftlens_app.processes import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import caption, coded, is_narrow, note, plain

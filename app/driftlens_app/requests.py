@@ -16,9 +16,8 @@ from driftlens.config.requests import (
 from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import SpecError
+from driftlens.utils.errors import SpecError, listed
 from driftlens.utils.files import entries
-from driftlens.utils.words import listed
 from driftlens_app.calibration import methods, require_free_name
 from driftlens_app.processes import Kind, Request, job_of
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root

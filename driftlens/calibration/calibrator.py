@@ -1,7 +1,7 @@
 """What calibrators are made of, and the registry that finds them: one file each in this package.
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
-annotations (see `driftlens.utils.settings`). Spec, command line, dashboard and model card ask for them there. Its class
+annotations (see `driftlens.utils.registry`). Spec, command line, dashboard and model card ask for them there. Its class
 says how it is solved for or trained (`calibrated`), and what it needs for that; nobody else asks of which kind it is.
 """
 
@@ -24,8 +24,7 @@ from driftlens.engine.walk import OnStep, Passage, WaitingBatch
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import moved
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
-from driftlens.utils.registry import Registry
-from driftlens.utils.settings import read, settings_of
+from driftlens.utils.registry import Registry, read, settings_of
 from driftlens.utils.variants import expert_of
 
 

@@ -23,7 +23,7 @@ from driftlens.linalg.ridge import (
 )
 from driftlens.models.chain import Parameters, Site
 from driftlens.utils.errors import SpecError
-from driftlens.utils.settings import Bounds, Label
+from driftlens.utils.registry import Bounds, Label
 
 
 @torch.no_grad()

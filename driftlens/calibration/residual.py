@@ -20,7 +20,7 @@ from driftlens.engine.sequential import Stepwise
 from driftlens.engine.solver_types import SiteReport, SiteUpdate, StepProblem
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 from driftlens.utils.errors import SingularGramError, SpecError
-from driftlens.utils.settings import Bounds, Label
+from driftlens.utils.registry import Bounds, Label
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, calibrators
 from driftlens.utils.devices import beside, moved
-from driftlens.utils.settings import Bounds, Label
+from driftlens.utils.registry import Bounds, Label
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from driftlens.checkpoints.unsupported import NESTS, conversion, refuse_pointer
-from driftlens.utils.errors import CheckpointError
+from driftlens.utils.errors import CheckpointError, some_of
 from driftlens.utils.files import from_json, plain_file
-from driftlens.utils.words import some_of
 
 if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
     from driftlens.checkpoints.tensor_sources import StateSource

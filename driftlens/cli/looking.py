@@ -115,7 +115,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.merging.method import READS, merge_methods
     from driftlens.models.architecture import loaders
-    from driftlens.utils.settings import schemas_of, settings_of
+    from driftlens.utils.registry import schemas_of, settings_of
 
     return {
         "calibrators": {
@@ -155,7 +155,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
 
 def _varied(kind: type[Calibrator]) -> list[str]:
     """The settings that candidates differ in, in the order of the constructor."""
-    from driftlens.utils.settings import settings_of
+    from driftlens.utils.registry import settings_of
 
     return [
         name
@@ -177,7 +177,7 @@ def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
 
 def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
     """The catalogue for a person: a paragraph per method, a line per setting."""
-    from driftlens.utils.settings import expected
+    from driftlens.utils.registry import expected
 
     lines = []
     for kind, methods in found.items():

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from driftlens.config.sections import ClassNames
 from driftlens.config.types import (
+    ClassNames,
     Count,
     CountOrAll,
     Flag,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -245,3 +246,16 @@ def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
 def _short(value: Any, limit: int = 80) -> str:
     shown = "nothing" if value is None else repr(value)
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise problem(
+            f"class names occur more than once: {', '.join(twice)}", "Each row needs a name of its own."
+        )
+    return names
+
+
+ClassNames = Annotated[Texts, AfterValidator(_each_once)] | LocalPath | None
+"""Class names in the order of the rows, or a JSON file of them; None leaves naming to the data source."""

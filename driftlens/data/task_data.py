@@ -14,8 +14,7 @@ from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, open_split
 from driftlens.models.texts import TextReader
 from driftlens.utils.access import Access
-from driftlens.utils.errors import DataError, concerning
-from driftlens.utils.words import some_of
+from driftlens.utils.errors import DataError, concerning, some_of
 
 if TYPE_CHECKING:
     from driftlens.config.data import DataDefaults

@@ -26,9 +26,8 @@ from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import features_of, known_on_host
 from driftlens.models.tracing.hooks import buffers_on, plain_experts
 from driftlens.utils.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
-from driftlens.utils.errors import DataError, IncompatibleModelsError
+from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 from driftlens.utils.variants import task_of
-from driftlens.utils.words import some_of
 
 
 class ReadAhead:

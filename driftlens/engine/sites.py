@@ -19,8 +19,7 @@ from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
 from driftlens.models.tracing.sites import BLOCK_ITSELF
 from driftlens.utils.devices import on_host
-from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.utils.words import listed
+from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError, listed
 
 
 def site_path(layer: Layer, site: Site) -> str:

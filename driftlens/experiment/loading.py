@@ -24,7 +24,7 @@ from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.tensor_sources import Composed, InDtypes, StateSource, floats_in
 from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.published import PublishedTask, published_task
-from driftlens.config.sections import FileHead, Head, LinearHead
+from driftlens.config.run import FileHead, Head, LinearHead
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -71,7 +71,7 @@ from driftlens.utils.errors import (
 )
 from driftlens.utils.files import expanded
 from driftlens.utils.metrics import METRICS
-from driftlens.utils.settings import resolve
+from driftlens.utils.registry import resolve
 from driftlens.utils.variants import baseline, expert_of, task_of
 
 if TYPE_CHECKING:

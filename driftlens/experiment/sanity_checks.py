@@ -31,10 +31,9 @@ from driftlens.models.architecture import Architecture
 from driftlens.models.architectures.open_clip_vit import CONFIG_FILE
 from driftlens.models.architectures.vit import activation_name
 from driftlens.models.chain import LayerChain, Slot
-from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError
+from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
 from driftlens.utils.rounding import Change, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
-from driftlens.utils.words import some_of
 
 FOREIGN = 0.5
 """Relative distance between weights from which on they hardly come from one base.

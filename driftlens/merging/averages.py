@@ -10,7 +10,7 @@ from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.utils.errors import SpecError
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
 SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]

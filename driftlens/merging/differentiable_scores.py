@@ -13,7 +13,7 @@ from driftlens.merging.averages import MOST_STEPS, average
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.utils.devices import wide
 from driftlens.utils.errors import NumericsError, SpecError
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 Rows = tuple[int, int] | None
 MOST_CLASSES = 2048

@@ -12,7 +12,7 @@ from torch import Tensor
 from driftlens.linalg.cholesky import polar, singular_parts, solve_in_range
 from driftlens.merging.averages import MATRIX, MOST_STEPS, StepScaling, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 _RATE = 1 / 20
 """Of WUDI's descent, for task vectors whose entries have a root mean square of 1: 300 steps go as far as 15 of them.

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.registry import Registry
-from driftlens.utils.settings import resolve, settings_of
+from driftlens.utils.registry import Registry, resolve, settings_of
 
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; to be read, not modified."""
@@ -43,7 +42,7 @@ READS: Mapping[Reads, str] = {
   the calibration samples without their labels; gradients are on. A method that says it needs `scores` gets them from
   `study.asked(task)`, which `driftlens.engine.pool.Asked` describes.
 
-Settings follow as keyword-only arguments; see `driftlens.utils.settings`. Tensors of integers never come along.
+Settings follow as keyword-only arguments; see `driftlens.utils.registry`. Tensors of integers never come along.
 """
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftlens.merging.averages import StepScaling, SumScaling
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, renamed
 from driftlens.models.texts import MEANING, plain_part
-from driftlens.utils.errors import IncompatibleModelsError
+from driftlens.utils.errors import IncompatibleModelsError, some_of
 from driftlens.utils.files import from_json, plain_file
-from driftlens.utils.words import some_of
 
 if TYPE_CHECKING:
     from driftlens.models.heads import LmScores

@@ -33,12 +33,12 @@ from driftlens.utils.devices import wide
 from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.intervals import standard_error, student
 from driftlens.utils.progress import Reporter
-from driftlens.utils.settings import resolve
+from driftlens.utils.registry import resolve
 from driftlens.utils.variants import calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
     from driftlens.config import RunSpec
-    from driftlens.config.sections import Calibration
+    from driftlens.config.run import Calibration
 
 
 _SURE = 200

@@ -44,10 +44,9 @@ from driftlens.runs.manifest import CalibrationInfo, Manifest, versions
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import CheckpointError, DriftLensError
+from driftlens.utils.errors import CheckpointError, DriftLensError, counted, some_of
 from driftlens.utils.rounding import Change, saved_words
 from driftlens.utils.variants import calibrated
-from driftlens.utils.words import counted, some_of
 
 ATTACHED_FILE = "attachments.safetensors"
 """Where a saved folder holds what is attached."""

@@ -38,7 +38,7 @@ from driftlens.utils.errors import (
 )
 from driftlens.utils.intervals import Interval, mean_interval
 from driftlens.utils.progress import Reporter
-from driftlens.utils.settings import resolve
+from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of
 
 C = TypeVar("C")

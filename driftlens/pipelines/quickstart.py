@@ -32,9 +32,8 @@ from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
 from driftlens.utils.access import Access
-from driftlens.utils.errors import DataError, SpecError
+from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded
-from driftlens.utils.words import counted
 
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
 """Samples per task at most: enough for an interval, few enough for minutes."""

@@ -57,7 +57,7 @@ from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecErr
 from driftlens.utils.files import PathLike
 from driftlens.utils.metrics import METRICS
 from driftlens.utils.progress import Reporter
-from driftlens.utils.settings import resolve
+from driftlens.utils.registry import resolve
 
 if TYPE_CHECKING:
     import pandas as pd

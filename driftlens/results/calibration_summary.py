@@ -31,10 +31,10 @@ from driftlens.results.measures import (
 from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
+from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
 from driftlens.utils.metrics import ACCURACY, metric_called, says_of, title_of
 from driftlens.utils.variants import calibrated, title
-from driftlens.utils.words import counted
 
 _MOST_MOVES = 5
 

@@ -13,9 +13,9 @@ from driftlens.results.formatting import Kind, is_measured
 from driftlens.results.measures import RELATIVE, mean_change
 from driftlens.results.verdict import Gap, Verdict, change_of_gap, verdict
 from driftlens.runs.run import DriftRun, remembered
+from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, ratio
 from driftlens.utils.variants import part_of, title
-from driftlens.utils.words import counted
 
 Tone = Literal["good", "mixed", "bad", "none"]
 ORDER = ("base", "merged", "baseline", "calibrated", "expert")

@@ -13,11 +13,11 @@ from driftlens.results.measures import main_metrics
 from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
+from driftlens.utils.errors import counted
 from driftlens.utils.files import from_json
 from driftlens.utils.intervals import mean_over_tasks, over_draws, share_of_samples
 from driftlens.utils.metrics import METRICS
 from driftlens.utils.variants import title
-from driftlens.utils.words import counted
 
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""

@@ -33,11 +33,11 @@ from driftlens.results.recommendations import comparison, nearer_merge, next_com
 from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
+from driftlens.utils.errors import counted, some_of
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens.utils.metrics import ACCURACY
 from driftlens.utils.rounding import COARSE, Change
 from driftlens.utils.variants import calibrated, calibration_of, is_control, part_of, title
-from driftlens.utils.words import counted, some_of
 
 MOST_WORDS = 60
 """Of the verdict, numbers among them."""

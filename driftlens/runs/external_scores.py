@@ -20,12 +20,11 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.run_state import command_to_resume, is_analyzed
 from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean
+from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
 from driftlens.utils.intervals import share_of_samples
 from driftlens.utils.metrics import ATTACHED, metric_called
 from driftlens.utils.variants import expert_of
-from driftlens.utils.words import some_of
 
 _HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
 TOOLS: Mapping[str, str] = MappingProxyType(

@@ -17,10 +17,9 @@ from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.status import Status, read_status
 from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
 from driftlens.utils.diagnostic import Column
-from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean
+from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
 from driftlens.utils.variants import calibrated
-from driftlens.utils.words import some_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

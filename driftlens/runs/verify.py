@@ -18,9 +18,8 @@ from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
 from driftlens.runs.tables import stored_columns
-from driftlens.utils.errors import RunError
+from driftlens.utils.errors import RunError, counted
 from driftlens.utils.files import sha256_of
-from driftlens.utils.words import counted
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import difflib
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -195,3 +195,19 @@ _STEERING = re.compile(
 def harmless(text: str, *, is_json: bool = False) -> str:
     """The text without control characters, in JSON spelled out: names come from files and may not steer a terminal."""
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}" if is_json else "\ufffd", text)
+
+
+def counted(n: int, noun: str) -> str:
+    """How many there are, with the noun in the right number: "1 task", "2 tasks"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a row: "lam, rho and alpha"."""
+    return " and ".join(filter(None, ", ".join(names).rsplit(", ", 1)))
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are: "a, b, c and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

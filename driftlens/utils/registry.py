@@ -5,19 +5,48 @@ registers it as a module of the package would; `examples/driftlens-example` has 
 
     [project.entry-points."driftlens.merge_methods"]
     median = "driftlens_example.merging"
+
+The settings of an entry are the parameters of its function or class, read off the signature:
+
+    def ties(base, experts, *, density: Annotated[float, Bounds(0, 1, low_open=True), "share kept"] = 0.2): ...
+
+    settings_of(ties)                               # a pydantic model; its JSON schema is what forms and texts show
+    resolve(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
+
+Nobody keeps a second list of names, types, defaults or bounds. Kinds of value: `float`, `int`, `bool`, `str`,
+`Literal`, a `Sequence` of these, and `None` beside any. In `Annotated`, `Bounds` say which numbers are allowed, a
+text what the setting does, and a `Label` what a form calls it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
-from typing import Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import annotated_types
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PydanticInvalidForJsonSchema,
+    PydanticSchemaGenerationError,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
 
 from driftlens.utils.errors import SpecError, did_you_mean
 
@@ -155,3 +184,201 @@ class Registry(Mapping[str, T], Generic[T]):
         except BaseException:  # the user stopped it; the next lookup begins afresh
             self._discovered = False
             raise
+
+
+Schema = Mapping[str, Any]
+"""What JSON Schema says of one setting: type and bounds, `title`, `description`, `default` unless it is required."""
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "number": (float, "a finite number"),
+    "integer": (int, "a whole number"),
+    "boolean": (bool, "true or false"),
+    "string": (str, "text that is not empty"),
+}
+_BOUNDS = {
+    "minimum": ("ge", "at least"),
+    "exclusiveMinimum": ("gt", "more than"),
+    "maximum": ("le", "at most"),
+}
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
+
+
+@dataclass(frozen=True)
+class Bounds(annotated_types.GroupedMetadata):
+    """Metadata of `Annotated`: between which a number lies, itself excluded where `low_open`; and its unit."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    unit: str = ""
+
+    def __iter__(self) -> Iterator[annotated_types.BaseMetadata]:
+        """The bounds as pydantic knows them."""
+        if self.low is not None:
+            yield annotated_types.Gt(self.low) if self.low_open else annotated_types.Ge(self.low)
+        if self.high is not None:
+            yield annotated_types.Le(self.high)
+
+
+class Label(str):
+    """Metadata of `Annotated`: what a form calls the setting, where its name would say too little."""
+
+
+def settings_of(owner: Callable[..., object]) -> type[BaseModel]:
+    """The settings of a function, its keyword-only parameters, or of a class, the parameters of its constructor.
+
+    A parameter without an annotation is of its default's type.
+
+    Raises:
+        TypeError: a parameter is annotated with something that no setting can be.
+    """
+    key: Any = owner  # hashable, which type checkers don't believe of an abstract class
+    return _settings_of(key)
+
+
+@functools.cache
+def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
+    function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
+    ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = ours if inspect.isclass(owner) else ours[:1]
+    parameters = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    # Evaluated alone: the other annotations may name what is imported for type checkers only.
+    given = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
+    holder = types.SimpleNamespace(__annotations__=given)
+    hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
+    return model_of(
+        {each.name: _schema(each, hints.get(each.name, type(each.default))) for each in parameters}
+    )
+
+
+def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
+    """What a parameter's annotation says of it, and its default."""
+    try:
+        schema = TypeAdapter(annotation).json_schema()
+        _type_of(schema)
+    except (KeyError, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
+        raise TypeError(
+            f"the parameter {parameter.name!r} can't be a setting: {annotation!r} is none of float, int, bool, str, "
+            "Literal, a Sequence of these, or one of them beside None"
+        ) from None
+    schema |= {"title": parameter.name, "unit": ""}
+    for said in getattr(annotation, "__metadata__", ()):
+        if isinstance(said, Bounds):
+            schema["unit"] = said.unit
+        elif isinstance(said, str):
+            schema["title" if isinstance(said, Label) else "description"] = str(said)
+    if parameter.default is not parameter.empty:
+        schema["default"] = parameter.default
+    return schema
+
+
+def model_of(settings: Mapping[str, Schema]) -> type[BaseModel]:
+    """The model whose fields have these JSON schemas: of an owner's signature, or as another process sent them."""
+    fields: dict[str, Any] = {}
+    for name, schema in settings.items():
+        fields[name] = (
+            _type_of(schema),
+            Field(
+                _as_tuple(schema.get("default", ...)),
+                title=schema.get("title"),
+                description=schema.get("description"),
+                json_schema_extra={"unit": schema.get("unit", "")},
+            ),
+        )
+    return create_model("Settings", __config__=_STRICT, **fields)
+
+
+def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
+    """The JSON schema of every setting by name."""
+    return dict(model.model_json_schema().get("properties", {}))
+
+
+def _type_of(schema: Schema) -> Any:
+    """What pydantic holds values of a setting against; a KeyError where no setting can be so."""
+    if "anyOf" in schema:
+        other, nothing, *more = schema["anyOf"]
+        if nothing != {"type": "null"} or more:
+            raise KeyError("anyOf")
+        return _type_of(other) | None
+    if schema.get("type") == "array":
+        entries: Any = tuple[_type_of(schema["items"]), ...]  # type: ignore[misc]
+        # An empty list is refused, unless that is what is meant if nobody says anything.
+        least = None if schema.get("default") in ((), []) else 1
+        return Annotated[entries, Field(min_length=least), BeforeValidator(_as_tuple)]
+    if choices := choices_of(schema):
+        return Annotated[Literal[choices], BeforeValidator(functools.partial(_chosen, choices))]
+    bounds = {_BOUNDS[key][0]: value for key, value in schema.items() if key in _BOUNDS}
+    plain: Any = Annotated[_TYPES[schema["type"]][0], Field(**bounds)]
+    return Annotated[plain, AfterValidator(_on_a_machine)] if schema["type"] == "integer" else plain
+
+
+def choices_of(schema: Schema) -> tuple[Any, ...]:
+    """The values that a setting, or an entry of one, can have, if they are listed."""
+    return tuple(schema.get("enum") or [schema["const"]] if "const" in schema or "enum" in schema else ())
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _chosen(choices: tuple[Any, ...], value: object) -> object:
+    if isinstance(value, bool) and {"on", "off"} <= {*choices}:
+        return "on" if value else "off"  # as YAML reads these words
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError("by type too: True and 1.0 are equal to 1")
+    return value
+
+
+def _on_a_machine(value: int) -> int:
+    if abs(value) >= 2**63:
+        raise ValueError("no machine has such a whole number")
+    return value
+
+
+def entry_of(schema: Schema) -> tuple[Schema, bool]:
+    """The schema of a setting's value beside None, or of every entry of its list; and whether it is a list."""
+    value = schema.get("anyOf", [schema])[0]
+    return value.get("items", value), value.get("type") == "array"
+
+
+def expected(schema: Schema) -> str:
+    """What values are allowed, in words."""
+    entry, is_list = entry_of(schema)
+    choices = choices_of(entry)
+    words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]][1]
+    bounds = [f"{said} {entry[key]:g}" for key, (_, said) in _BOUNDS.items() if key in entry]
+    words = f"{words} {' and '.join(bounds)}" if bounds else words
+    words = f"a list, each entry {words}" if is_list else words
+    return f"{words}, or nothing" if "anyOf" in schema else words
+
+
+def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "") -> dict[str, Any]:
+    """All settings, those given over the defaults, as a method gets them: a number as float, a list as tuple.
+
+    `what` is what messages call their owner, for example "merge method 'ties'". A `SpecError` refuses a name that is
+    none of the settings, a value that is not allowed, or one missing without default.
+    """
+    before = f"{what}: " if what else ""
+    try:
+        return dict(settings.model_validate(dict(given)))
+    except ValidationError as error:
+        problems = {problem["loc"][0]: problem["type"] for problem in reversed(error.errors())}
+    fields = settings.model_fields
+    for name in given:
+        if name not in fields:
+            takes = ", ".join(fields) or "none"
+            hint = did_you_mean(name, fields)
+            raise SpecError(f"{what} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name)
+    name = str(next(iter(field for field in fields if field in problems)))
+    schema = schemas_of(settings)[name]
+    if problems[name] == "missing":
+        raise SpecError(f"{what} needs {name}: {expected(schema)}", setting=name)
+    hint = did_you_mean(given[name], choices_of(entry_of(schema)[0]))
+    raise SpecError(
+        f"{before}{name} is {given[name]!r}; expected {expected(schema)}", hint=hint, setting=name
+    )
+
+
+def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str) -> dict[str, Any]:
+    """All settings of a function or class, those given over the defaults; arguments and errors as for `read`."""
+    return read(settings_of(owner), given, what)

@@ -17,10 +17,9 @@ from driftlens.results.summary import Headline, headline
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
-from driftlens.utils.errors import DataError
+from driftlens.utils.errors import DataError, counted
 from driftlens.utils.files import PathLike, atomic_path, write_text_atomic
 from driftlens.utils.variants import part_of
-from driftlens.utils.words import counted
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.formats.page import called, reach

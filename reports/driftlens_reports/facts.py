@@ -22,9 +22,9 @@ from driftlens.results.verdict import share_of
 from driftlens.results.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.run_state import last_work
+from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, share_of_samples
 from driftlens.utils.variants import title
-from driftlens.utils.words import counted
 
 _SYNTHETIC = (
     "Synthetic demo: samples and models were made by DriftLens itself. "

@@ -13,9 +13,8 @@ import pandas as pd
 from driftlens.results.formatting import Kind, printable
 from driftlens.results.table import Table, with_ends
 from driftlens.runs.layout import COMPARISON
-from driftlens.utils.errors import RunError
+from driftlens.utils.errors import RunError, counted
 from driftlens.utils.files import from_json, write_json_atomic, write_text_atomic
-from driftlens.utils.words import counted
 from driftlens_reports.charts import theme, words
 from driftlens_reports.charts.chart import Drawn
 

@@ -19,11 +19,10 @@ from driftlens.results.verdict import final_sheet, routing_sheet, shareable, tas
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
-from driftlens.utils.errors import SpecError, did_you_mean
+from driftlens.utils.errors import SpecError, counted, did_you_mean
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens.utils.metrics import ACCURACY, metric_called, says_of
 from driftlens.utils.variants import control_of, part_of, title
-from driftlens.utils.words import counted
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict

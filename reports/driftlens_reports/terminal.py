@@ -32,10 +32,10 @@ from driftlens.results.verdict import final_sheet, others_sheet, routing_sheet, 
 from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
+from driftlens.utils.errors import counted, listed, some_of
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
 from driftlens.utils.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
 from driftlens.utils.variants import calibrated, title
-from driftlens.utils.words import counted, listed, some_of
 from driftlens_reports import facts
 
 _SHOWN = 5

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.utils.settings import Bounds, Label
+from driftlens.utils.registry import Bounds, Label
 
 
 @calibrators.register("toy-kinds")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.merging.method import merge_methods
-from driftlens.utils.settings import schemas_of, settings_of
+from driftlens.utils.registry import schemas_of, settings_of
 from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
 from tests.models.writing import train

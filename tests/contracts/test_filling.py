@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.config.sections import Metrics
+from driftlens.config.run import Metrics
 from driftlens.runs.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
 from driftlens.utils.diagnostic import diagnostics
 

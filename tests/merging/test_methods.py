@@ -13,7 +13,7 @@ import torch
 from driftlens.merging.method import merge_methods
 from driftlens.pipelines.calibrate import _anchor
 from driftlens.utils.errors import NumericsError, SpecError
-from driftlens.utils.settings import settings_of
+from driftlens.utils.registry import settings_of
 from tests.merging.applying import LAWS, Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.sections import Calibration
+from driftlens.config.run import Calibration
 from driftlens.pipelines.calibrate import calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import calibrator_of
 from driftlens.runs.manifest import ids_digest

@@ -19,7 +19,7 @@ from driftlens.config.run import load_spec
 from driftlens.config.yaml_text import MOST_CHARACTERS, from_yaml
 from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
 from driftlens.utils.files import from_json
-from driftlens.utils.settings import model_of, read
+from driftlens.utils.registry import model_of, read
 from tests.cli.conftest import Result, run_cli
 from tests.pipeline.fixtures import light, world
 from tests.quick import few

@@ -15,8 +15,8 @@ from driftlens.results.formatting import NOT_MEASURED, is_measured, size
 from driftlens.results.table import Table
 from driftlens.results.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.run import DriftRun
+from driftlens.utils.errors import counted
 from driftlens.utils.variants import title
-from driftlens.utils.words import counted
 from driftlens_app.live import offer_attribution, show_steps, steps_of
 from driftlens_app.samples import explore, show_explorer
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection

@@ -19,9 +19,8 @@ from driftlens.runs.layout import begun_calibration, calibration_folder, calibra
 from driftlens.runs.run import DriftRun
 from driftlens.runs.run_state import is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
-from driftlens.utils.errors import RunLockedError
+from driftlens.utils.errors import RunLockedError, counted, listed, some_of
 from driftlens.utils.variants import calibrated, title
-from driftlens.utils.words import counted, listed, some_of
 from driftlens_app import calibration
 from driftlens_app.live import begin, show_bad_end, show_live, show_steps, steps_of
 from driftlens_app.processes import Job, View, is_at_work, running_drift, running_scores, watch

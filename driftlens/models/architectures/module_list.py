@@ -34,8 +34,7 @@ from driftlens.models.tracing.block_runner import (
 )
 from driftlens.models.tracing.hooks import buffers_on
 from driftlens.models.tracing.sites import no_sites, traced_sites
-from driftlens.utils.errors import NumericsError, SpecError
-from driftlens.utils.words import some_of
+from driftlens.utils.errors import NumericsError, SpecError, some_of
 
 NAME = "sequential"
 

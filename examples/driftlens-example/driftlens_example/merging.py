@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 
 from driftlens.merging.method import merge_methods
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 
 @merge_methods.method("median", title="Median of Task Vectors", source="", laws={"expert_order_free"})

@@ -14,7 +14,7 @@ from driftlens.results.table import Table
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
-from driftlens.utils.words import counted
+from driftlens.utils.errors import counted
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape as tex
 from driftlens_reports.paper.tables import latex_table

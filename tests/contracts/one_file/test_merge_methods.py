@@ -39,7 +39,7 @@ from typing import Annotated
 import torch
 
 from driftlens.merging.method import merge_methods
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 Share = Annotated[float, Bounds(0, 1, low_open=True), "how far from the base"]
 

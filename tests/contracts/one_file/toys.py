@@ -13,7 +13,7 @@ import torch
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.featcal import relative_change
 from driftlens.engine.solver_types import LinearProblem, Problem, SiteReport, SiteUpdate
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 
 @calibrators.register("toy-scale")
@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.utils.settings import Bounds
+from driftlens.utils.registry import Bounds
 
 
 @dataclass(frozen=True)

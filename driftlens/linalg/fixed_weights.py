@@ -32,6 +32,10 @@ class FixedWeights(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Put the rules below in the place of torch's own."""
+        if function in _BY_NUMBER and not kwargs:
+            tensor, other = args
+            if isinstance(tensor, Tensor) and isinstance(other, int | float):
+                return _BY_NUMBER[function](tensor, other)
         rule: Callable[..., Any] = _RULES.get(function, function)
         return rule(*args, **(kwargs or {}))
 
@@ -168,22 +172,13 @@ def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     return _Gelu.apply(input, approximate)
 
 
-def _by_number(plain: Callable[..., Tensor], fixed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`plain`, but `fixed` where it is asked for a tensor and a number."""
-
-    def rule(input: Any, other: Any, **named: Any) -> Tensor:
-        is_number = isinstance(input, Tensor) and isinstance(other, int | float) and not named
-        return fixed(input, other) if is_number else plain(input, other, **named)
-
-    return rule
-
-
-_TIMES = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-_OVER = (torch.div, Tensor.div, Tensor.__truediv__)
 _RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
     F.layer_norm: _layer_norm,
     F.gelu: _gelu,
-    **{function: _by_number(function, torch.ops.aten.mul.Scalar) for function in _TIMES},
-    **{function: _by_number(function, torch.ops.aten.div.Scalar) for function in _OVER},
 }
+_BY_NUMBER: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), torch.ops.aten.mul.Scalar),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), torch.ops.aten.div.Scalar),
+}
+"""Operators for a tensor and a plain number."""

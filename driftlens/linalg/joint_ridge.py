@@ -21,7 +21,7 @@ from driftlens.utils.devices import HOST, place_of_sums
 from driftlens.utils.errors import NumericsError
 
 BIAS_INPUT = math.sqrt(1000.0)
-GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
+GRID = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1, 10**-0.5, 1.0, 3.0)
 """Values of l0 and l1: 1e-4 to 1 by half decades, and 3."""
 WIDEST = 256
 """Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""

@@ -45,7 +45,6 @@ from driftlens.utils.files import (
 if TYPE_CHECKING:
     from driftlens.models.architecture import Architecture
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 """Bytes, as the format wants its header padded: no type of number is wider."""
 _CODE = frozenset(("auto_map", "custom_pipelines"))
@@ -161,8 +160,9 @@ def _head(
 ) -> bytes:
     """Length and JSON header, padded with spaces so that the numbers behind it are aligned."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     for key, header in headers.items():
-        entries[key] = {"dtype": _NAMES[header.dtype], "shape": header.shape, "data_offsets": spans[key]}
+        entries[key] = {"dtype": names[header.dtype], "shape": header.shape, "data_offsets": spans[key]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -43,7 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def _take_in_order() -> None:
-    """Give every command its group and its place in `--help`."""
+    """Set every command's group and its place in `--help`."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     for command in app.registered_commands:
         assert command.callback is not None
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of the whole program, which may also stand after the command, and all other arguments."""
+    """Split the global options, which may also follow the command, from all other arguments."""
     flags: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
@@ -195,7 +195,7 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _misused(error: Any, arguments: Sequence[str]) -> int:
-    """A command line that can't be understood."""
+    """Report a command line that cannot be parsed, and return the exit code."""
     message = error.format_message().replace("Value error, ", "")  # pydantic's word before ours
     if not message:  # no command at all: the help has been shown
         return SpecError.exit_code
@@ -220,7 +220,7 @@ def _report(message: str, hint: str, code: int) -> int:
 
 
 def _shortened(text: str) -> str:
-    """The text as a terminal may show it: no control characters, no line beyond a page, no more lines than a page."""
+    """Shorten a text for a terminal: no control characters, limited line length and number of lines."""
     lines = harmless(text).splitlines()
     shown = [line if len(line) <= WIDEST else f"{line[:WIDEST]}..." for line in lines[:MOST_LINES]]
     if len(lines) > MOST_LINES:

@@ -1,4 +1,4 @@
-"""The typer application that commands register with, flags made of the fields of requests, and what commands share."""
+"""The typer application, flags derived from the fields of requests, and functions that commands share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ app = typer.Typer(
 
 @dataclass
 class _Manner:
-    """How the program talks, as the options before the command say; `silent` is one of several processes."""
+    """The global output options; `silent` for all but the main one of several processes."""
 
     quiet: bool = False
     verbose: bool = False
@@ -139,7 +139,7 @@ Device = Annotated[
 
 @dataclass(frozen=True)
 class Job:
-    """What a command that computes may use, and how it is watched."""
+    """The options of commands that compute, and their progress display."""
 
     device: Device = None
     trust: Trust = False
@@ -151,7 +151,7 @@ class Job:
 
     @contextmanager
     def context(self) -> Iterator[Context]:
-        """Progress shown as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
+        """Yield a context with progress as `--progress` requests, a token that Ctrl-C sets, and `--threads` applied."""
         from driftlens.utils.progress import sink_for
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
@@ -167,7 +167,7 @@ Maker = Callable[[Mapping[str, Any]], Any]
 
 
 def flagged(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag per field where it takes a request, and per option where it takes a `Job`.
+    """Give a command one flag per field of its request and one per option of its `Job`.
 
         @app.command()
         @flagged
@@ -209,7 +209,7 @@ def _job(names: list[str], given: Mapping[str, Any]) -> Job:
 
 
 def _request(kind: type[Request], given: Mapping[str, Any]) -> Request:
-    """The request that flags ask for; what is left out has its default."""
+    """Build the request from flags; missing fields have their defaults."""
     said = {}
     for name, field in kind.model_fields.items():
         option = Option.of(field)
@@ -223,7 +223,7 @@ def _request(kind: type[Request], given: Mapping[str, Any]) -> Request:
 
 
 def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
-    """The flags of a request, as parameters that typer understands."""
+    """Yield the flags of a request as parameters for typer."""
     for name, field in kind.model_fields.items():
         option = Option.of(field)
         if option.is_given:
@@ -257,7 +257,7 @@ def _flag(name: str, value: Any, default: Any, option: Any) -> inspect.Parameter
 
 
 def _value_of(annotation: Any) -> Any:
-    """The type of a flag's value: without metadata, `None` beside it, and tuples as lists of words."""
+    """Return the type of a flag's value: without metadata and `None`, tuples as lists of words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _value_of(arguments[0])
@@ -269,7 +269,7 @@ def _value_of(annotation: Any) -> Any:
 
 
 def _bounds(annotation: Any, metadata: Any) -> Iterator[Any]:
-    """What an annotation says of least and greatest numbers."""
+    """Yield the bounds of a number in an annotation."""
     for each in metadata:
         if isinstance(each, annotated_types.Ge | annotated_types.Le):
             yield each
@@ -279,7 +279,7 @@ def _bounds(annotation: Any, metadata: Any) -> Iterator[Any]:
 
 
 def spelling_homes_out(command: Any) -> Callable[..., Any]:
-    """The command with `~` in its paths as in those of a spec: no shell touches what is quoted, or behind a `=`."""
+    """Expand `~` in a command's paths, since shells do not expand it in quotes or after `=`."""
 
     def spelled(value: Any) -> Any:
         if isinstance(value, list):
@@ -294,7 +294,7 @@ def spelling_homes_out(command: Any) -> Callable[..., Any]:
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:
-    """A block in which torch computes as `--threads` says; torch isn't imported for nothing."""
+    """Limit torch's threads inside the block; without a number torch is not imported."""
     if number is None:
         return nullcontext()
     from driftlens.utils.devices import using_threads
@@ -303,14 +303,14 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
 
 
 def say(text: str) -> None:
-    """A result, on stdout."""
+    """Print a result to stdout."""
     from driftlens_reports.terminal import shows_signs
 
     typer.echo(harmless(text).replace(" +- ", " ± ") if " +- " in text and shows_signs() else harmless(text))
 
 
 def say_saved(place: Path) -> None:
-    """Where a model was written to; of a folder also how to publish it, which is left to the user."""
+    """Print where a model was saved, and for a folder how to publish it."""
     say(f"wrote {place}")
     if place.is_dir():
         # The Hub's names have no spaces and Latin letters alone; `.` has no name.
@@ -319,20 +319,20 @@ def say_saved(place: Path) -> None:
 
 
 def note(text: str) -> None:
-    """A remark for a person, on stderr; silent with `--quiet`."""
+    """Print a remark to stderr, unless `--quiet` is given."""
     if not manner.quiet:
         with suppress(OSError):  # of a terminal that was closed a moment before its signal is heard
             typer.echo(harmless(text), err=True)
 
 
 def say_json(value: object) -> None:
-    """One JSON document on stdout; tables are lists of rows, and what is missing or not finite is null."""
+    """Print one JSON document to stdout; tables are lists of rows, missing and non-finite numbers null."""
     text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     typer.echo(harmless(text, is_json=True))
 
 
 def _plain(value: Any) -> Any:
-    """A result as JSON knows it."""
+    """Convert a result to JSON types."""
     from driftlens.runs.tables import plain, plain_rows
 
     if is_dataclass(value):
@@ -352,7 +352,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclass
 class Stopping:
-    """Since when this process, asked to end or by an error of its own, is on its way out."""
+    """When this process began to stop, by a signal or an error."""
 
     since: float | None = None
     failed: float | None = None
@@ -375,7 +375,7 @@ stopped = Stopping()
 
 @contextmanager
 def hearing(*, last: bool) -> Iterator[None]:
-    """A block that all of `ENDING` interrupt, once; after it they do as before, unless it is the `last`."""
+    """Let the first `ENDING` signal interrupt the block; restore handlers afterwards unless this is the `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
     # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
     usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
@@ -391,10 +391,11 @@ def hearing(*, last: bool) -> Iterator[None]:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, for `signal.signal`: as usual, but once, and not while a library is being imported.
+    """Raise KeyboardInterrupt once, but not during the import of a library.
 
-    Many don't survive it there: some swallow the interrupt and stay half imported, others bring the process down. It
-    comes again a moment later. For some seconds after the first nothing breaks off what puts things in order.
+    Many libraries swallow an interrupt during import or crash. It is raised again a moment later. For some seconds
+    after
+    the first interrupt, cleanup is not interrupted.
     """
     if stopped._is_on_its_way:
         return
@@ -421,7 +422,7 @@ def _leave_lost_terminal() -> None:
 
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
-    """A token that the first of `ENDING` sets; a second one, of any kind, stops at once. No third is heard."""
+    """Yield a token that the first `ENDING` signal sets; a second one stops at once, later ones are ignored."""
     token = CancelToken()
 
     def ask(number: int, frame: FrameType | None) -> None:

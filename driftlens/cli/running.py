@@ -56,8 +56,9 @@ def demo(
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
-    `image` is a small CLIP and eight experts, `text` a small language model and four; the package holds them. The
-    merged model is repaired by FeatCal, with the published settings for its kind, and by residual calibration.
+    `image` is a small CLIP with eight experts, `text` a small language model with four. The merged model is repaired
+    by
+    FeatCal with published settings and by residual calibration.
     """
     from driftlens.demo import spec_file
     from driftlens.pipelines.analyze import analyze
@@ -116,7 +117,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a run spec to start from: a commented one, or one of models and their data."""
+    """Write a run spec: a commented template, or a spec of given models and data."""
     from driftlens.config.templates import template_text
     from driftlens.utils.files import write_text_atomic
 
@@ -152,7 +153,7 @@ def validate(
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a spec, its checkpoints and its data before anything large is read, and sum up memory and disk."""
+    """Check a spec, its checkpoints and its data, and estimate memory and disk."""
     from driftlens.config import load_spec
     from driftlens.pipelines.validate import preflight
 
@@ -179,7 +180,7 @@ def analyze(
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure the drift of every variant in a spec and write a run directory, or measure what a run still lacks.
+    """Measure the drift of every variant in a spec and write a run directory, or add to a run.
 
     Given a run directory, this adds missing scores and the attribution of drift to layers, and with --add optional
     diagnostics.
@@ -215,8 +216,9 @@ def merge(
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
-    Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone, the
-    spec's own merge is made.
+    Only comparisons and methods that read calibration samples open the data of the spec. With --out alone, the spec's
+    own
+    merge is made.
     """
     from driftlens.config import load_spec
     from driftlens.experiment.merging import save_one
@@ -275,7 +277,7 @@ def attach(
         typer.Option(metavar="FILE", help="The JSON that lm_eval, bigcode's harness or safety-eval wrote."),
     ],
 ) -> None:
-    """Put results of lm-evaluation-harness, bigcode's or safety-eval beside a variant's own scores."""
+    """Add results of lm-evaluation-harness, bigcode's harness or safety-eval to a variant of a run."""
     from driftlens.experiment.model_card import renew_cards
     from driftlens.runs.external_scores import attach as attach_results
     from driftlens_reports.terminal import accuracy_text
@@ -304,9 +306,9 @@ def why(
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what is wrong with a merge: makes a spec of its models, measures the least that tells, ends with the verdict.
+    """Diagnose a merge: build a spec from the models, run a small analysis, print the verdict.
 
-    Without labels it tells how far the merge drifts from its experts and where from, not how accurate it is.
+    Without labels it reports how far the merge drifts from its experts and where the drift starts, not accuracy.
     """
     from driftlens.pipelines.quickstart import asked_about, draft, merge_by_mergekit, recipe_in
     from driftlens.runs.writer import refuse_occupied
@@ -400,7 +402,8 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 
     With --methods and nothing to vary, repair it by several methods on the same samples instead. Each becomes a
-    calibration of the run, and a table shows what each gains, with paired intervals, and what it costs.
+    calibration
+    of the run, and a table compares gains (paired intervals) and costs.
     """
     if request.compares:
         _compare_methods(run, request, job, as_json=as_json)

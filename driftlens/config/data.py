@@ -38,12 +38,13 @@ from driftlens.utils.registry import Registry
 
 
 class Views(Part):
-    """Copies of every calibration sample, made by `seed` whenever they are read; calibrations read them beside it.
+    """Altered copies of every calibration sample, made from `seed` whenever they are read.
 
     Attributes:
-        copies: of each sample.
-        kind: `crop` moves an image and changes its light, `mix` adds another sample of the task, `words` puts words of
-            the task's other prompts into a prompt; `auto` takes what suits the samples, `none` makes no copies.
+        copies: number of copies per sample.
+        kind: `crop` shifts an image and changes its light, `mix` adds another sample of the task, `words` replaces
+            words of
+            a prompt by words of the task's other prompts; `auto` chooses by the samples, `none` makes no copies.
     """
 
     kind: Literal["auto", "crop", "mix", "words", "none"] = "auto"
@@ -67,7 +68,7 @@ _VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9})
 
 
 def _views_spelled_out(views: Any) -> Any:
-    """`3`, `crop`, `crop:3` and `crop:3:1` by the names of their parts."""
+    """Expand `3`, `crop`, `crop:3` and `crop:3:1` to named parts."""
     if isinstance(views, int) and not isinstance(views, bool):
         return {"copies": views}
     if not isinstance(views, str):
@@ -109,7 +110,7 @@ MetricName = Annotated[Text, AfterValidator(_metric)]
 
 
 class Entry(Part):
-    """What an entry of any kind may set; `metric` is accuracy or exact match if left out."""
+    """The fields of every kind of data; `metric` defaults to accuracy or exact match."""
 
     kind: str
     n: Count | None = None
@@ -124,12 +125,12 @@ _ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
 
 
 def fields_of(template: str) -> tuple[str, ...]:
-    """The names that stand in braces in a template; between two braces each they are plain text."""
+    """List the names in braces in a template; doubled braces are plain text."""
     return tuple(match[2] for match in _ASKED.finditer(template) if match[2])
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """A template with its fields replaced; other braces, and those of the values, stay as they are."""
+    """Replace the fields of a template; other braces, also those in values, stay."""
     return _ASKED.sub(lambda match: match[1] or values[match[2]], template)
 
 
@@ -159,12 +160,12 @@ def _with_target(template: str) -> str:
 
 
 class Corpus(Part):
-    """The passages among which queries look: a file, or a split of the entry's own data.
+    """The passages that queries search: a file, or a split of the entry's own data.
 
     Attributes:
         text: column of the passages.
-        key: column of what queries call them by, which several may share; if left out, their text.
-        prompt: what is read of a passage; `{text}` or other columns stand in braces.
+        key: column of the passages' keys in queries, which several may share; their text if left out.
+        prompt: format of a passage, with `{text}` or other columns in braces.
     """
 
     file: LocalPath | None = None
@@ -191,23 +192,23 @@ Classes = Flag | ClassNames
 
 
 class TextEntry(Entry):
-    """How the rows of a source become questions and answers.
+    """The rules by which rows of a source become questions and answers.
 
     Attributes:
-        input: column of the text that `{input}` stands for.
-        target: column of the answers, which calibration may lack; if left out, `target` where there is one.
-        prompt: what the model is asked; the names of columns stand in braces.
-        answer: what it should say; with a space before it if left out, for decoders that are asked without `chat`.
-        classes: whether targets are the names of classes, which a head's rows meet; or the names, or a JSON file.
-        words: what the model is to say for each label; targets are classes then.
-        chat: whether questions go through the tokenizer's chat template, as a user's message.
-        max_length: tokens of a row at most; the model's own limit if left out.
-        too_long: whether longer questions are cut, or refused.
-        decoder_inputs: the answers that calibration shows the model: the data's, the expert's own greedy ones, or none.
-        pair: column of the text that the first is compared with; `target` is how alike they are, a number.
-        positive: column of what answers a query: texts, or keys of the corpus; a list of them, or one.
-        negative: column of the texts among which a query's positives are looked for, where that is no corpus.
-        corpus: among what queries look; if left out, all positives.
+        input: column of the text that `{input}` refers to.
+        target: column of the answers, optional for calibration; by default `target` if that exists.
+        prompt: the model's question, with names of columns in braces.
+        answer: the expected answer; by default with a leading space for decoders without `chat`.
+        classes: True if targets are class names, which a head's rows refer to; or the names, or a JSON file.
+        words: the model's word for each label; targets are classes then.
+        chat: True if questions use the tokenizer's chat template, as a user's message.
+        max_length: maximal number of tokens per row; the model's own limit if left out.
+        too_long: cut or refuse longer questions.
+        decoder_inputs: answers shown during calibration: the data's, the expert's own greedy ones, or none.
+        pair: column of the second text; `target` is their similarity, a number.
+        positive: column of what answers a query: texts or keys of the corpus; one or a list.
+        negative: column of the texts among which a query's positives are ranked, without a corpus.
+        corpus: the passages that queries search; all positives if left out.
     """
 
     input: Text | None = None
@@ -227,7 +228,7 @@ class TextEntry(Entry):
 
     @property
     def holds_texts(self) -> bool:
-        """Whether rows are texts: somebody has said which."""
+        """True if rows are texts, because a text column is named."""
         return self.input is not None or self.prompt is not None
 
     @property
@@ -295,7 +296,7 @@ class ImageFolderData(Places):
 
 
 class NpzArrays(Part):
-    """Which arrays of an `.npz` file make one split; without `y` it has no labels."""
+    """The arrays of an `.npz` file that make one split; without `y` it has no labels."""
 
     file: LocalPath | None = None
     x: Text
@@ -368,12 +369,11 @@ def _separator(text: Any) -> Any:
 
 
 class TableData(TextEntry):
-    """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
+    """CSV, TSV or Parquet files with image paths and labels, or, with `input` or `prompt`, with texts.
 
-    One per split, or `file` with a column of splits. `image` is the column of paths, `path` if left out; beside texts
-    that of the images that they are about.
-    `encoding` and `separator` are those of CSV files: UTF-8 and commas if left out, or tabs where a file's name ends
-    in `.tsv`.
+    There is one file per split, or `file` with a column of splits. `image` is the column of image paths, by default
+    `path`.
+    `encoding` and `separator` of CSV files default to UTF-8 and commas, or tabs for `.tsv`.
     """
 
     kind: Literal["table"]

@@ -1,7 +1,7 @@
-"""What each command is asked to do, one model per command: flags, keywords, forms, plans and records are made of them.
+"""Requests: the arguments of each command as one model, from which flags, keywords and forms are derived.
 
-A field says once what it is called, of which type, within which bounds, what it is if nobody says, and what it does.
-`driftlens.cli.app` makes flags of the fields, `driftlens.front.keywords` keywords of Python.
+A field defines name, type, bounds, default and description once. `driftlens.cli.app` turns fields into flags,
+`driftlens.front.keywords` into keywords.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def lists(given: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return methods joined by commas, each with settings behind colons: `ties:scaling=0.4`."""
+    """Parse methods joined by commas, each with settings after colons: `ties:scaling=0.4`."""
     methods = []
     # Commas inside brackets are those of a list.
     for text in re.split(r",(?![^\[]*\])", ",".join(given)):
@@ -98,13 +98,13 @@ def _names_shown(given: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line spells a field, where that isn't `--its-name VALUE`.
+    """The command-line spelling of a field, if it is not `--its-name VALUE`.
 
     Attributes:
-        name: the option, such as `--set`; `--no-...` of what is on unless it is given.
-        parameter: its name in environment variables, where that isn't the field's.
-        unset: what its help says of leaving it out, where that isn't the default.
-        read: words of the command line, a list of them where it is repeatable -> the value.
+        name: the option, such as `--set`; `--no-...` for what is on by default.
+        parameter: the name in environment variables, if it is not the field's.
+        unset: the help text for leaving it out, if it is not the default.
+        read: words of the command line (a list if repeatable) -> the value.
     """
 
     name: str = ""
@@ -117,23 +117,23 @@ class Option:
 
     @classmethod
     def of(cls, field: FieldInfo) -> Option:
-        """The one that a field states, or the usual one."""
+        """Return the option of a field, or the default option."""
         option: Any = field.json_schema_extra or {}
         return cls(**option)
 
     def spelled(self, field: str) -> str:
-        """The option of the field of this name, as it is given: the first name, and that of what is on."""
+        """Return the option of a field as it is typed."""
         return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
 
 
 def asked(text: str, default: Any = None, **option: Any) -> Any:
-    """A field with what it does, what it is if nobody says, and the attributes of its `Option`."""
+    """Define a field by description, default and the attributes of its `Option`."""
     how = {"default_factory": default} if default is dict else {"default": default}
     return Field(description=text, json_schema_extra=option, **how)
 
 
 def _unspoken(default: Any) -> Any:
-    """A field that the command line has no option for."""
+    """Define a field without a command-line option."""
     return asked("", default, is_given=False)
 
 
@@ -150,7 +150,7 @@ class Request(Part, title="calibrate"):
 
     @classmethod
     def keywords(cls) -> dict[str, Any]:
-        """All that can be said, with what it is if nobody does; `...` where somebody has to."""
+        """Return all field names and defaults; `...` marks required fields."""
         return {
             name: ... if field.is_required() else field.get_default(call_default_factory=True)
             for name, field in cls.model_fields.items()
@@ -168,7 +168,7 @@ class Request(Part, title="calibrate"):
         }
 
     def words(self) -> list[str]:
-        """The options of the command line that ask for the same, one word each: no value can be taken for an option."""
+        """Return the command-line options of this request, one word each: no value looks like an option."""
         options = []
         for name, field in type(self).model_fields.items():
             option, value = Option.of(field), getattr(self, name)
@@ -186,12 +186,18 @@ class Request(Part, title="calibrate"):
         return options
 
     def changed(self, **changes: Any) -> Self:
-        """The same with some fields changed, checked like a new one."""
+        """Return a validated copy with some fields changed."""
         return type(self)(**{**dict(self), **changes})
 
 
 def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse a keyword that a command does not take."""
+    """Refuse a keyword that a command does not take.
+
+    Args:
+        command: its name.
+        given: the keywords of the call.
+        known: the keywords of the command.
+    """
     for name in given:
         if name not in known:
             raise SpecError(
@@ -200,19 +206,19 @@ def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, A
 
 
 def _plain_layers(layers: Any) -> Any:
-    """Layers of Python's own kinds: a range and numpy's numbers are none that a record has."""
+    """Convert layers to plain Python types: records have no ranges or numpy numbers."""
     if layers is None or isinstance(layers, str | int):
         return layers
     return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
 
 
 def _plain_record(record: Any) -> Any:
-    """A dataclass as a mapping."""
+    """Convert a dataclass to a mapping."""
     return record if record is None or isinstance(record, Mapping) else dict(vars(record))
 
 
 def _jacobian(settings: Any) -> Any:
-    """What settings of Jacobians are given as, with a spec's words for the defaults and for none."""
+    """Convert the settings of Jacobians from the words of a spec."""
     if settings is None or isinstance(settings, bool):
         return {} if settings else None
     return settings
@@ -252,7 +258,7 @@ def _parameters(text: str) -> Any:
 
 
 class CalibrationRequest(Request):
-    """One calibration; what is left out comes from the preset, then from the run's spec."""
+    """One calibration. Missing values come from the preset, then from the run's spec."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = asked(
         "Its variant will be called calibrated:NAME.", ...
@@ -330,7 +336,7 @@ class SweepRequest(Request, title="sweep"):
 
     @property
     def compares(self) -> bool:
-        """Whether nothing is varied, so that the methods themselves are compared."""
+        """True if nothing varies, so that the methods themselves are compared."""
         return self.methods is not None and not (self.param or self.ablate)
 
     @model_validator(mode="after")
@@ -366,10 +372,11 @@ class ComparisonRequest(Request, title="compare_merges"):
 
 
 class AnalysisRequest(Request, title="analyze"):
-    """A run to be made from a spec.
+    """One run of a spec.
 
-    `synthetic` stamps it as made of drawn data, so that it's no benchmark; `weights` compares task vectors, which reads
-    all weights once more.
+    Attributes:
+        synthetic: marks the run as made from generated data, not a benchmark.
+        weights: compares task vectors, which reads all weights once more.
     """
 
     out: Path | None = asked("The run directory; runs/<name> if left out.")
@@ -395,12 +402,12 @@ class PreflightRequest(Request, title="validate"):
 
 
 class ProjectionRequest(Request, title="project"):
-    """Features to be laid out on a plane.
+    """A two-dimensional layout of features.
 
     Attributes:
-        seed: with one, a layout repeats on one machine with the same libraries; elsewhere only stored coordinates do.
-        variants: whose features to draw beside the expert's; None, which is every variant but the base.
-        max_points: samples beyond are left out, evenly over classes.
+        seed: makes a layout repeatable on one machine with the same libraries.
+        variants: variants to show in addition to the expert; None for all but the base.
+        max_points: the largest number of samples, taken evenly over classes.
     """
 
     layer: int | str = asked(
@@ -427,7 +434,7 @@ class ViewRequest(Request, title="view"):
 
 
 class ExhibitRequest(Request, title="export"):
-    """What a writer may choose of figures and tables for a paper.
+    """The options of figures and tables for a paper.
 
     Attributes:
         layer: layer index, "final" or module path, for exhibits of one layer.
@@ -480,21 +487,19 @@ class ExportRequest(ExhibitRequest, title="analyze"):
 
 
 class LiveInputs(Request):
-    """How samples of live modules are drawn and read.
+    """How samples of live modules are sampled and read.
 
     Attributes:
-        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be found
-            by themselves (generic modules only).
-        mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
-            of a batch, or False where nothing is padded; `attention_mask` is found by itself. A record holds True in
-            place of a function.
+        blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if generic modules need it.
+        mask: which tokens count, for generic modules: a batch's entry, a function from a batch to a mask [n, t], or
+            False
+            without padding; `attention_mask` is found automatically. A record has True instead of a function.
         n: samples per task, drawn at random; None takes all.
-        seed: of the samples drawn and of random directions.
+        seed: of the samples and of random directions.
         batch_size: samples per forward pass.
-        tokenizer: of the models, by their library; data are rows of text then (mappings, or pairs of a question and its
-            answer), and what models answer is scored as for files. Decoders end in their final norm then. A record
-            holds True in its place.
-        texts: per task what its `data` entry in a spec would say of texts: `prompt`, `words`, `classes`, `metric`, ...
+        tokenizer: the models' tokenizer; data are rows of text then (mappings, or pairs of question and answer), and
+            answers are scored as for files. Decoders end in their final norm then. A record has True instead.
+        texts: per task the text rules of a spec's `data` entry: `prompt`, `words`, `classes`, `metric`, ...
     """
 
     blocks: str | None = None
@@ -507,17 +512,16 @@ class LiveInputs(Request):
 
 
 class LiveSettings(LiveInputs, title="analyze"):
-    """How live modules are analyzed; what a record holds of it says how to do so again.
+    """The settings of an analysis of live modules, as recorded in the run.
 
     Attributes:
-        layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
-        pool: how one vector per sample is taken; None takes what suits the models' modality. Scores are of these
-            vectors.
-        n_calibration: the same as `n`, of samples to calibrate on.
-        cka: whether linear CKA is computed.
+        layers: layers whose rows and features are stored: `blocks`, a glob on module paths, or a list.
+        pool: how tokens become one vector per sample; None chooses by the models' modality. Scores use these vectors.
+        n_calibration: like `n`, for calibration samples.
+        cka: True to compute linear CKA.
         jacobian: settings of path-averaged Jacobians; None or False leaves them out.
-        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
-        groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
+        adjoint: True to attribute changes of loss and margin to layers; needs `jacobian`.
+        groups: True to split local mismatches and contributions by module group; needs `jacobian`.
         name: of the run.
     """
 

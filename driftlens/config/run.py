@@ -293,15 +293,16 @@ PerName = Annotated[dict[Name, T], AfterValidator(lambda entries: dict(sorted(en
 
 
 class RunSpec(Part):
-    """One run, with every default spelled out and every path absolute. `load_spec` makes one.
+    """One run, with all defaults filled in and all paths absolute. `load_spec` makes one.
 
     Attributes:
         experts: weights per task, sorted by the task's name.
         heads: how a task's features become class scores; tasks without one have no accuracy.
-        baselines: further variants to measure beside the merged model.
-        names: what exhibits call tasks and variants; what is measured doesn't depend on it, so the digest doesn't.
-        task_id: whether the task of an input is known where the model will be used; if not, repairs that attach a map
-            per task are refused. Not in the digest either.
+        baselines: further variants to measure.
+        names: names of tasks and variants in exhibits; not part of the digest.
+        task_id: whether the task of an input is known where the model is used; if not, repairs with a map per task
+            are
+            refused. Not part of the digest.
     """
 
     version: Literal[1]
@@ -354,37 +355,38 @@ class RunSpec(Part):
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain mappings, lists, numbers and text; `load_spec` reads them back to an equal spec."""
+        """Convert the spec to plain mappings, lists, numbers and text; `load_spec` reads them back to an equal spec."""
         return self.model_dump(mode="json")
 
     def dump(self) -> str:
-        """YAML with all defaults spelled out; `load_spec` reads it back to an equal spec."""
+        """Write the spec as YAML with all defaults; `load_spec` reads it back to an equal spec."""
         return to_yaml(self.as_dict())
 
     def digest(self) -> str:
-        """SHA-256 of the spec, the same in every process and whatever the order of keys in the file."""
+        """Return the SHA-256 digest of the spec, independent of the order of keys in the file."""
         document = self.model_dump(mode="json", exclude={"names", "task_id"})
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 def json_schema() -> dict[str, Any]:
-    """The grammar of a spec as JSON Schema, for editors."""
+    """Return the JSON Schema of a spec, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunSpec.model_json_schema()}
 
 
 def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> RunSpec:
-    """The run that `source` describes, checked, with all defaults filled in and all paths absolute.
+    """Load and validate a spec; fill in all defaults and make all paths absolute.
 
     Args:
-        source: a YAML file, or the values themselves. Relative paths are resolved against the file's folder,
-            or against the current folder where there is no file. The spec that a run keeps, `spec.yaml` beside its
-            manifest, may have keys that were taken out since: they are left out.
-        overrides: `a.b=value` each, the value in YAML, applied in order before anything is checked.
+        source: a YAML file, or its values. Relative paths start at the file's folder, or at the current folder
+            without a
+            file. Keys that were removed since a run stored its `spec.yaml` are left out.
+        overrides: `a.b=value` each, the value in YAML, applied in order before validation.
 
     Raises:
-        SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the
-            value, what is allowed, and the nearest name where one was misspelt.
+        SpecError: the file can't be read or is invalid; the message has the dotted path, the value, what is allowed,
+            and
+            the most similar name.
     """
     folder, where = Path.cwd(), "spec"
     if isinstance(source, RunSpec):

@@ -1,6 +1,6 @@
-"""The small types that sections of the spec are made of, and one error for all that is wrong with a section.
+"""Types that sections of the spec consist of. Entry points: `Part`, the base class of sections, and `checked`.
 
-Entry points: `Part`, the base class of sections, and `checked`, which raises a `SpecError` with dotted paths.
+`checked` raises a `SpecError` with the dotted paths of all problems of a section.
 """
 
 from __future__ import annotations
@@ -159,10 +159,16 @@ _Part = TypeVar("_Part", bound=BaseModel)
 
 
 def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
-    """Return values of a spec, or of a part of one, checked.
+    """Validate a spec or a part of one.
+
+    Args:
+        kind: the model to validate against.
+        raw: the values.
+        where: the beginning of the message.
+        context: passed to pydantic.
 
     Raises:
-        SpecError: its message begins with `where` and names everything that is wrong.
+        SpecError: with all problems.
     """
     try:
         return kind.model_validate(raw, context=context)
@@ -171,9 +177,14 @@ def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Pa
 
 
 def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
-    """Return pydantic's findings as one error: a dotted path each, pydantic's words, and a hint if there is one.
+    """Convert pydantic's errors into one `SpecError`: a dotted path and message each, and a hint if there is one.
 
-    Findings at one path are those of the members of a union; they are one problem.
+    Errors at one path come from members of a union and are one problem.
+
+    Args:
+        error: pydantic's error.
+        raw: the values.
+        where: the beginning of the message.
     """
     by_path: dict[str, tuple[list[str], str]] = {}
     for details in error.errors():
@@ -222,7 +233,7 @@ def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
 
 
 def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
-    """Return the dotted path of what is wrong, without the names of union members, which stand in no file."""
+    """Return the dotted path of an error without the names of union members, which are not in the file."""
     # Where the name itself is what is wrong, the section that holds it.
     if kind == "invalid_key":
         location = location[:-1]

@@ -101,7 +101,7 @@ def _loaded(text: str) -> Any:
 
 
 def from_yaml(text: str, where: str) -> Any:
-    """The value that `text` spells."""
+    """Parse YAML text."""
     if len(text) > MOST_CHARACTERS:
         raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
@@ -120,7 +120,13 @@ def from_yaml(text: str, where: str) -> Any:
 
 
 def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """The mapping that a YAML file spells."""
+    """Read the mapping in a YAML file.
+
+    Args:
+        file: the file.
+        what: its name in messages.
+        start: a hint how to begin.
+    """
     try:
         # What a shell hands down as /dev/stdin or /dev/fd/63 is a pipe; of a device no more than this is read.
         place = file if file.is_relative_to("/dev") else plain_file(file)
@@ -136,5 +142,5 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
 
 
 def to_yaml(value: Any) -> str:
-    """YAML that `from_yaml` reads back to an equal value, keys in the given order."""
+    """Write YAML that `from_yaml` reads back to an equal value, keys in the given order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

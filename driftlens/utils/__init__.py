@@ -1,1 +1,1 @@
-"""What everybody may import: errors, registries, settings, names of variants, files, progress, processes."""
+"""Shared utilities: errors, registries, settings, variant names, files, progress, devices, processes."""

@@ -1,4 +1,4 @@
-"""What opening models and data may do, and on which device their numbers are computed."""
+"""Permissions and device of a command. Entry points: `Access`, `Context`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from driftlens.utils.progress import CancelToken, ProgressSink, Reporter, all_of
 
 @dataclass(frozen=True)
 class Access:
-    """What the caller allows beyond what a spec says; `device` goes over the spec's, None leaves it to the spec."""
+    """Permissions that the caller grants in addition to a spec.
+
+    Attributes:
+        device: overrides the spec's device; None keeps it.
+        offline: True forbids network access.
+        trust: True allows Python code that a spec names.
+        team: the processes of the job.
+    """
 
     device: str | None = None
     offline: bool = False
@@ -28,7 +35,11 @@ class Access:
         return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
 
     def function(self, target: str, what: str) -> Callable[..., Any]:
-        """The function `package.module:function`; importing it runs its code."""
+        """Import and return the function `package.module:function`. Importing runs its code.
+
+        Raises:
+            SpecError: code is not trusted.
+        """
         if not self.trust:
             raise SpecError(
                 f"the {what} {target} is Python code, which runs only when it is trusted",
@@ -42,9 +53,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Context:
-    """What a job is given that is no part of what it is asked: what it may use, who watches, and who may stop it.
+    """The environment of a job: permissions, progress sink and cancel token.
 
-    `live`: calibration samples per task, or None -> the study behind a run of live modules, and its models.
+    Attributes:
+        live: number of calibration samples per task, or None -> the experiment of a run of live modules.
     """
 
     access: Access = Access()
@@ -53,12 +65,12 @@ class Context:
     live: Callable[[int | None], Any] | None = None
 
     def about(self, what: str) -> Context:
-        """The same for a job that is one of several: its phases are told as those of `what`."""
+        """Return the context of one of several jobs. Its phases are reported with the prefix `what`."""
         sink = self.on_progress
         if sink is None:
             return self
         return replace(self, on_progress=lambda event: sink(replace(event, phase=f"{what}: {event.phase}")))
 
     def reporter(self, *sinks: ProgressSink) -> Reporter:
-        """Hands events to these sinks and to whoever watches, and polls the token."""
+        """Return a reporter that sends events to these sinks and to the progress sink, and polls the cancel token."""
         return Reporter(all_of(*sinks, self.on_progress), self.cancel)

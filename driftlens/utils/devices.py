@@ -1,7 +1,7 @@
-"""Devices: which there are, what they are called and can do, their memory, streams and waits; threads and precision.
+"""Devices: availability, names, capabilities, memory, streams, synchronization, threads and precision.
 
-This file alone asks torch about accelerators, by `torch.accelerator`; what that lacks before torch 2.9 is asked of the
-device's own module. Where an answer can't be had (Apple's GPUs count no peak, for instance) it is None.
+Only this module asks torch about accelerators, through `torch.accelerator` or, before torch 2.9, the device's own
+module. A quantity that a device does not report is None (for example Apple's peak memory).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LESS_MEMORY = (
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that torch computes on here, None on a machine without one."""
+    """Return the accelerator that torch uses on this machine; None without one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def names() -> list[str]:
-    """What may be asked for here, the host first; of several devices of a kind each has its number."""
+    """List the device names that are available, the host first. Several devices of a kind are numbered."""
     kind, number = accelerator(), torch.accelerator.device_count()
     if kind is None:
         return ["cpu"]
@@ -38,7 +38,7 @@ def names() -> list[str]:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of that name, tried out; `auto` is the accelerator if there is one."""
+    """Return the device of a name after a trial computation; `auto` is the accelerator if there is one."""
     try:
         resolved = (accelerator() or HOST) if device == "auto" else torch.device(device)
         # A name may be known and its device not there: the second GPU of one, another build's.
@@ -53,20 +53,20 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What its maker calls it, or torch, where nobody says more."""
+    """Return the vendor's name of a device, or torch's."""
     said = None if device.type == "cpu" else _of_module("get_device_name", device)
     return str(said or device)
 
 
 def kinds() -> list[str]:
-    """Kinds of devices that something may be computed on here."""
+    """List the kinds of devices that are available."""
     kind = accelerator()
     return ["cpu"] if kind is None else ["cpu", kind.type]
 
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Whether the device computes with such numbers, tried out."""
+    """Return True if the device computes in float64. The result of a trial computation is cached."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).sum()
     except torch.OutOfMemoryError:
@@ -77,7 +77,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Where numbers of this dtype are summed and solved: there, or on the host where the device has no float64."""
+    """Return where numbers of this dtype are summed and solved: the device, or the host if it has no float64."""
     return device if dtype != torch.float64 or has_float64(device) else HOST
 
 
@@ -91,7 +91,7 @@ _FACTORS: Mapping[str, Callable[[Tensor], object]] = {
 
 @functools.cache
 def lacking(device: torch.device) -> tuple[str, ...]:
-    """Factorisations that a device doesn't know, tried out on one number; nobody waits for that."""
+    """Return the matrix factorizations that a device does not support. Each is tried on one number."""
     one, lacks = torch.ones(1, 1, device=device), []
     for name, factor in _FACTORS.items():
         try:
@@ -102,34 +102,34 @@ def lacking(device: torch.device) -> tuple[str, ...]:
 
 
 def near_factors(tensor: Tensor) -> Tensor:
-    """The tensor where it can be factored: on its own device, or on the host."""
+    """Return the tensor on a device that can factor it: its own, or the host."""
     return tensor.to(HOST) if lacking(tensor.device) else tensor
 
 
 class SumsTooLarge(torch.OutOfMemoryError):
-    """Moments, or what is solved from them, have no room on their device."""
+    """Raised if statistics, or the solution of a linear system, do not fit on their device."""
 
 
 _crowded: ContextVar[bool] = ContextVar("crowded", default=False)
 
 
 def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Where moments of this dtype are kept and solved from: as `device_of`, or on the host.
+    """Return the device for moments of this dtype and for the solves that use them.
 
-    On the host where they had no room, or where the device doesn't know what solves take.
+    This is the host if moments did not fit before, or if the device lacks a factorization.
     """
     return HOST if _crowded.get() or lacking(device) else device_of(dtype, device)
 
 
 def room_for_sums(device: torch.device, budget: int) -> int:
-    """Bytes that moments of float64 may take: a budget; on an accelerator at least a quarter of what is free there."""
+    """Return how many bytes moments in float64 may take: the budget, or a quarter of an accelerator's free memory."""
     free = memory(place_of_sums(torch.float64, device))
     return budget if free is None else max(budget, free[0] // 4)
 
 
 @contextmanager
 def summing() -> Iterator[None]:
-    """While this is open, memory that is used up is a `SumsTooLarge`."""
+    """Raise `SumsTooLarge` if memory runs out inside the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -138,7 +138,7 @@ def summing() -> Iterator[None]:
 
 @contextmanager
 def sums_moving() -> Iterator[Callable[[], bool]]:
-    """A function that lets sums lie on the host until this is closed; returns whether they lay elsewhere before."""
+    """Yield a function that moves statistics to the host until the block ends; it returns True if they moved."""
     token = _crowded.set(_crowded.get())
 
     def move() -> bool:
@@ -153,7 +153,7 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
 
 
 def host_work(device: torch.device) -> list[str]:
-    """What is computed on the host for want of the device, in sentences."""
+    """Describe, in sentences, the computations that run on the host because the device cannot do them."""
     name, lacks = device_name(device), lacking(device)
     said = (
         [] if has_float64(device) else [f"{name} knows no float64: such sums and solves are made on the host"]
@@ -173,17 +173,17 @@ def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def near_float64(tensor: Tensor) -> Tensor:
-    """The tensor where float64 is known: on its own device, or on the host."""
+    """Return the tensor on a device that has float64: its own, or the host."""
     return tensor.to(device_of(torch.float64, tensor.device))
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float64; on the host where its device knows no such numbers."""
+    """Return the tensor in float64, on the host if its device has no float64."""
     return near_float64(tensor).double()
 
 
 def memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of the device that are free, or kept by torch for later, and all it has."""
+    """Return free memory (including torch's cache) and total memory of the device, in bytes."""
     known: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
     if known is None:
         return None
@@ -192,24 +192,24 @@ def memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors have taken there since `reset_peak_memory`."""
+    """Return the largest number of bytes that tensors took on the device since `reset_peak_memory`."""
     return _memory("max_memory_allocated", "max_memory_allocated", device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to look for the peak anew."""
+    """Reset the peak that `peak_memory` reports."""
     _memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that was asked of the device is done."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether work can be queued beside other work there, and copies come from pinned memory."""
+    """Return True if the device has streams and copies asynchronously from pinned memory."""
     if device.type == "cpu":
         return False
     try:
@@ -220,12 +220,12 @@ def has_streams(device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> Any:
-    """Another queue of work beside the one in which everything is computed."""
+    """Return a second stream of the device."""
     return torch.Stream(device=device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The queue of this thread."""
+    """Return the stream of this thread."""
     return torch.accelerator.current_stream(device)
 
 
@@ -246,9 +246,11 @@ def use_device(number: int) -> torch.device | None:
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on `device`, and in `dtype` where one is given; to a GPU from pinned memory, without waiting.
+    """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
 
-    It is converted there, so that what travels is as narrow as what is stored; here what the device doesn't know.
+    The dtype is converted on the device, so that the copy is as narrow as the stored tensor, or on the host if the
+    device
+    does not support the dtype.
     """
     if device.type != "cpu" and tensor.device.type == "cpu":
         if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
@@ -260,12 +262,12 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 
 def beside(features: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor on the device of features and in their dtype, as `moved`."""
+    """Move a tensor to the device and dtype of features."""
     return moved(tensor, features.device, features.dtype)
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one device and dtype on the host, which waits once for all of them."""
+    """Copy tensors of one device and dtype to the host, with one synchronization."""
     if not tensors or tensors[0].device == HOST:
         return [*tensors]
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
@@ -274,7 +276,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def free_cached() -> None:
-    """Give back what torch keeps for later; before torch 2.9 it does so itself before it fails."""
+    """Release torch's memory cache; before torch 2.9, torch does so itself when memory runs out."""
     empty: Callable[[], None] | None = getattr(torch.accelerator, "empty_cache", None)
     if empty is not None and accelerator() is not None:
         empty()
@@ -282,7 +284,7 @@ def free_cached() -> None:
 
 @contextmanager
 def answering(device: torch.device, what: str) -> Iterator[None]:
-    """While this is open, memory that is used up and a device that is lost are a `RunError`, told in one paragraph."""
+    """Raise a `RunError` if the device runs out of memory or is lost inside the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -311,7 +313,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _memory(general: str, of_module: str, device: torch.device) -> Any:
-    """The answer of `torch.accelerator`, or of the device's own module."""
+    """Call a memory function of `torch.accelerator`, or of the device's own module."""
     if device.type == "cpu":
         return None
     try:
@@ -344,7 +346,7 @@ def using_threads(wanted: int | None) -> Iterator[None]:
 
 @contextmanager
 def computing_with(number: int) -> Iterator[int]:
-    """A block in which torch computes with just so many threads; what it was given comes back at the end."""
+    """Set torch's number of threads inside the block and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -355,11 +357,10 @@ def computing_with(number: int) -> Iterator[int]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """While this is open, float32 products keep all their bits: no TF32, no bfloat16, no autocast.
+    """Compute float32 products in full precision inside the block: no TF32, no bfloat16, no autocast.
 
-    It overrides every way in which torch lets a process choose less: `set_float32_matmul_precision`, the flags of
-    cuDNN, and since torch 2.9 `fp32_precision` of all backends, of one and of one kind of operation. What was chosen
-    comes back, and what follows a setting above it goes on following it.
+    This overrides `set_float32_matmul_precision`, the flags of cuDNN and, since torch 2.9, `fp32_precision` of all
+    backends and operations. Previous settings are restored.
     """
     with ExitStack() as stack:
         for device in kinds():
@@ -373,7 +374,7 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _exact_switches() -> Iterator[None]:
-    """The switches of torch 2.9: one kind of operation's wins over its backend's, and that over the general one."""
+    """Set the switches of torch 2.9, where an operation's switch overrides its backend's, and that the general one."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
@@ -405,7 +406,7 @@ def _exact_switches() -> Iterator[None]:
 
 @contextmanager
 def _exact_flags() -> Iterator[None]:
-    """The settings of torch before 2.9."""
+    """Set the flags of torch before 2.9."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,7 +1,8 @@
-"""What a diagnostic declares of itself: its table, its columns, the option that switches it on.
+"""Declarations of diagnostics: table, columns, and the option that enables each.
 
-One file of `driftlens.diagnostics` adds one: spec, preflight, walk and run directory ask the registry. Nothing here
-needs torch, so a spec and a saved run are read without it.
+One file of `driftlens.diagnostics` adds one diagnostic. Spec, validation, walk and run directory ask the registry.
+This
+module does not need torch.
 
     @diagnostic("norm_gap", columns=(Column("norm_gap", "float", "feature", "Difference of the mean norms."),))
     def norm_gap(seen: Seen) -> dict[str, float]:
@@ -34,14 +35,14 @@ class Column:
     """One column of a table.
 
     Attributes:
-        name: as it stands in the file.
+        name: in the file.
         dtype: kind of value; a float that was not measured is null in the file and NaN in a frame.
-        unit: "feature" is the length unit of the features themselves, "1" a pure number, "" no number at all.
-        meaning: one sentence for a reader who has only the table.
-        worse: which direction is worse, where one is.
-        range: lowest and highest value there can be, up to rounding; None where there is no limit.
-        option: key of the spec's `metrics` that asks for it, "jacobian.spectral" for one further inside; empty for what
-            is always measured.
+        unit: "feature" is the length unit of the features, "1" a pure number, "" no number.
+        meaning: one sentence for a reader of the table.
+        worse: the direction that is worse, if there is one.
+        range: lowest and highest possible value, up to rounding; None without a limit.
+        option: key of the spec's `metrics` that enables it, for example "jacobian.spectral"; empty if it is always
+            measured.
     """
 
     name: str
@@ -55,16 +56,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a diagnostic is shown: one variant behind one layer, on all diagnosis samples of one task.
+    """The input of a diagnostic: one variant after one layer, on all diagnosis samples of one task.
 
     Attributes:
-        variant: its pooled features, [n, d] in float32.
-        expert: the expert's, [n, d].
-        columns: what the `per_view` functions found, [n] each in float64, by name.
-        base: `drift_l2` of the base model, as in `columns`; None without one.
-        head: its score map (`driftlens.models.heads.ScoreMap`); None where no classes are known.
-        expert_head: the expert's.
-        labels: class of each sample; None without.
+        variant: the variant's pooled features, [n, d] in float32.
+        expert: the expert's pooled features, [n, d].
+        columns: results of the `per_view` functions by name, [n] each in float64.
+        base: `drift_l2` of the base model; None without one.
+        head: the variant's score map (`driftlens.models.heads.ScoreMap`); None if classes are unknown.
+        expert_head: the expert's score map.
+        labels: class of each sample; None without labels.
     """
 
     variant: NDArray[np.float32]
@@ -81,16 +82,18 @@ class Diagnostic:
     """One family of quantities.
 
     Attributes:
-        name: its own.
-        table: of the run that it adds columns to. Those of `layers` and `samples` are measured behind every stored
-            layer, those of `outputs` behind the last one of tasks with a head.
-        columns: that it fills.
-        needs: "view" and "features" are measured while the models are walked through, "jacobian" by the attribution
-            afterwards, "weights" without a sample.
-        option: key of the spec's `metrics` that switches it on; empty for what is always measured.
-        measure: for "view" and "features" `Seen` -> columns: one number each for `layers`, else one per sample.
-        per_view: (layer view, pooling) -> tensors [n] by names that no other diagnostic gives; they reach `measure`
-            joined over all batches as `Seen.columns`. Several diagnostics may share one.
+        name: the registered name.
+        table: the table that it adds columns to. `layers` and `samples` are measured after every stored layer,
+            `outputs`
+            after the last one, for tasks with a head.
+        columns: the columns that it fills.
+        needs: "view" and "features" are measured during the walk, "jacobian" by the attribution, "weights" without
+            samples.
+        option: key of the spec's `metrics` that enables it; empty if it is always measured.
+        measure: for "view" and "features", `Seen` -> columns: one number each for `layers`, else one per sample.
+        per_view: (layer view, pooling) -> named tensors [n], which reach `measure` as `Seen.columns`, joined over
+            batches.
+            Several diagnostics may share one.
     """
 
     name: str
@@ -114,9 +117,15 @@ def diagnostic(
     option: str | None = None,
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Decorator that files a function as the diagnostic `name`; arguments as the attributes of `Diagnostic`.
+    """Register a function as the diagnostic `name`. Without `option`, its name enables it.
 
-    Without `option` it is switched on by its own name.
+    Args:
+        name: the registered name.
+        columns: the columns that it fills.
+        table: the table that it adds columns to.
+        needs: when it is measured, see `Diagnostic`.
+        option: key of the spec's `metrics` that enables it.
+        per_view: quantities of each batch, see `Diagnostic`.
     """
 
     def file(measure: F) -> F:
@@ -128,7 +137,7 @@ def diagnostic(
 
 
 def chosen(options: Collection[str], *needs: Needs) -> list[Diagnostic]:
-    """The diagnostics that are always measured or switched on, by name: of the walk, unless it says what they need."""
+    """List the diagnostics that are always measured or enabled, by name; those of the walk unless `needs` is given."""
     wanted = needs or ("view", "features")
     there = (entry for entry in diagnostics.values() if entry.needs in wanted)
     return [entry for entry in there if not entry.option or entry.option in options]

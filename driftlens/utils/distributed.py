@@ -78,9 +78,9 @@ class Team:
             )
 
     def at(self, owner: int, work: Callable[[], T]) -> T | None:
-        """Do work on one rank and return its result on the main rank; None elsewhere.
+        """Run work on one rank and return its result on the main rank; None elsewhere.
 
-        The owner waits until the main rank takes the result, so all ranks ask for results in the same order.
+        The owner blocks until the main rank takes the result, so all ranks ask for results in the same order.
         """
         value = work() if self.rank == owner else None
         if owner == 0:
@@ -90,7 +90,7 @@ class Team:
         return cast("T", self._received(owner)) if self.is_main else None
 
     def once(self, work: Callable[[], T]) -> T:
-        """Do work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
+        """Run work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return work()
         if self.is_main:
@@ -115,11 +115,11 @@ class Team:
         return values
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Block until all processes have arrived."""
         self.gather(None)
 
     def each(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
-        """Return what is computed of every item, each on one rank; a `DriftLensError` is raised on all."""
+        """Compute every item on one rank and return all results on all; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return {item: work(item) for item in items}
         parts: dict[str, T] = {}
@@ -130,11 +130,11 @@ class Team:
         return {item: parts[item] for item in items}
 
     def agrees(self, error: BaseException) -> bool:
-        """Return True if all processes have raised this error at the same place, so that they may go on."""
+        """Return True if all processes have raised this error at the same place, so that they may continue."""
         return self.size == 1 or error in self._common
 
     def fail(self, error: BaseException) -> bool:
-        """Post the error that ends this process; return True if it was the first, which is then printed."""
+        """Send the error that ends this process to the others; return True if it was the first, to be printed."""
         if self.size == 1:
             return True
         if isinstance(error, KeyboardInterrupt):

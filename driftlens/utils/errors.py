@@ -1,25 +1,25 @@
-"""Every error DriftLens raises on purpose.
+"""Exceptions of DriftLens.
 
     DriftLensError                     exit code 1
     ├── SpecError (ValueError)                 2   the spec or a command's arguments
     ├── LayerNotFoundError (LookupError)       2   a layer or site pattern that matches nothing
-    ├── ChecksFailedError (AssertionError)     3   numbers of a run that are not as a check wants them
+    ├── ChecksFailedError (AssertionError)     3   numbers of a run that violate a check
     ├── CheckpointError (ValueError)           4   a file of weights that can't be read, or not safely
     ├── IncompatibleModelsError (ValueError)   4   models that are not fine-tuned from one base
     ├── DataError (ValueError)                 4   images, labels, class names, sample counts
     ├── ShapeError (ValueError)                4   tensors whose shapes disagree
     ├── NumericsError (ArithmeticError)        4   NaN or Inf in weights or features
-    │   └── SingularGramError                  4   a linear system that can't be solved as asked
+    │   └── SingularGramError                  4   a linear system that can't be solved
     ├── RunError (OSError)                     4   a run directory that is missing or damaged
     │   ├── SchemaTooNewError                  4   a run written by a newer DriftLens
     │   └── RunLockedError                     5   another process is writing to the run
     └── Cancelled (InterruptedError)         130   the user asked to stop
 
-Each carries `message` (what came and what was expected), `hint` (what to do next) and `context` (names and numbers a
-program may want). The same text reaches the command line, the reports and the dashboard.
+Each has `message` (what was found and what was expected), `hint` (what to do) and `context` (names and numbers for
+programs). The command line, reports and the dashboard show the same text.
 
-Errors that libraries raise about their input pass through; `from_library` turns one into an error of this tree where a
-person reads it, and `concerning` names the file or setting that it is about.
+Errors that libraries raise about their input pass through. `from_library` converts one into an error of this tree for
+display, and `concerning` adds the file or setting that it is about.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RunLockedError(RunError, exit_code=5):
 
 
 class Cancelled(DriftLensError, InterruptedError, exit_code=130):
-    """The user asked to stop; nothing half-written was left behind."""
+    """Raised if the user asked to stop. No partial results remain."""
 
 
 _IN = "in "
@@ -113,7 +113,7 @@ _MOST_LINES = 8
 
 @contextmanager
 def concerning(what: object) -> Iterator[None]:
-    """Note on an error that a library raises in this block which file or setting it is about.
+    """Add to a library's error, raised in this block, which file or setting it is about.
 
     with concerning(path):
         config = json.loads(path.read_text())
@@ -127,9 +127,9 @@ def concerning(what: object) -> Iterator[None]:
 
 
 def from_library(error: BaseException) -> DriftLensError | None:
-    """Return an error of ours as it is, one of a library about its input as ours, and None for a defect of the code.
+    """Convert a library's error about its input into a `DriftLensError`; return None for a defect of the code.
 
-    It is about the input if a library's own code or C extension raised it, or if `concerning` names what it is about.
+    An error is about the input if a library's code or C extension raised it, or if `concerning` names its subject.
     """
     if isinstance(error, DriftLensError):
         return error
@@ -178,7 +178,9 @@ def _problem(details: Any) -> str:
 
 
 def did_you_mean(name: object, known: Collection[object]) -> str:
-    """The hint `Did you mean 'x'?`, or nothing where no known name is near; `x` is near `calibrated:x`."""
+    """Return the hint `Did you mean 'x'?`, or an empty string if no known name is similar; `x` is similar to
+    `calibrated:x`.
+    """
     others = [str(other) for other in known]
     near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
         str(name), others
@@ -193,7 +195,7 @@ _STEERING = re.compile(
 
 
 def harmless(text: str, *, is_json: bool = False) -> str:
-    """The text without control characters, in JSON spelled out: names come from files and may not steer a terminal."""
+    """Replace control characters, in JSON by escapes, because names from files must not control the terminal."""
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}" if is_json else "\ufffd", text)
 
 

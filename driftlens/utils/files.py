@@ -1,8 +1,8 @@
-"""Files that are either whole or absent: everything DriftLens writes goes through here.
+"""Atomic writes: every file that DriftLens writes is complete or absent. Entry points: `atomic_path`, `atomic_folder`.
 
-A file is written under its own name inside a scratch folder `.partial-*` next to its place, and moved there
-once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included; what a
-killed process leaves is removed by the next one that writes beside it.
+A file is written in a scratch folder `.partial-*` next to its place and moved there once complete and flushed. The
+scratch folder is removed if writing stops, also by Ctrl-C. The next process that writes there removes what a killed
+process left.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ By process (a fork has its parent's entries, but must not touch them) and key: w
 
 
 def escape(name: str) -> str:
-    """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
+    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped.
 
-    So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
+    Underscores that could be read as a colon and leading dots are escaped, too: names map to files one to one, and no
+    name
     leaves its folder.
     """
     if not name:
@@ -66,9 +67,12 @@ def _percent(character: str) -> str:
 def atomic_path(
     path: PathLike, *, need: int | None = None, is_lasting: bool = True
 ) -> Iterator[pathlib.Path]:
-    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
+    """Yield a path to write to. On success the file appears at `path`; on failure the old file (or none) stays.
 
-    What need not outlive a machine that loses its power is not waited for until the disk has it.
+    Args:
+        path: the final place.
+        need: number of bytes to be written; refused if the disk has less.
+        is_lasting: True to flush to disk, so that the file survives a power failure.
     """
     target = pathlib.Path(path)
     with scratch_beside(target, need) as scratch:
@@ -81,7 +85,7 @@ def atomic_path(
 
 @contextlib.contextmanager
 def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
-    """An empty folder to fill; on success it becomes `path`, on any failure nothing does."""
+    """Yield an empty folder to fill. On success it becomes `path`; on failure nothing changes."""
     target = pathlib.Path(path)
     if not (replace and target.is_dir()):
         require_free(target)
@@ -105,7 +109,13 @@ def require_free(path: PathLike) -> None:
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
-    """Write `text` as UTF-8 with Unix line ends, whole or not at all; `is_lasting` as for `atomic_path`."""
+    """Write text as UTF-8 with Unix line ends, completely or not at all.
+
+    Args:
+        path: the file.
+        text: its content.
+        is_lasting: as for `atomic_path`.
+    """
     data = text.encode()
     with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
         written.write_bytes(data)
@@ -114,16 +124,20 @@ def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> 
 def write_json_atomic(
     path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
 ) -> None:
-    """Write `value` as indented JSON, keys in the order given, whole or not at all; `is_lasting` as for `atomic_path`.
+    """Write indented JSON, keys in the given order, completely or not at all.
 
-    With `allow_nan` infinite numbers are written as Python's own reader takes them, and no other.
+    Args:
+        path: the file.
+        value: its content.
+        allow_nan: True to write infinite numbers as Python's JSON reader accepts them.
+        is_lasting: as for `atomic_path`.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan)
     write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value that `text` spells; for all JSON that comes from outside."""
+    """Parse JSON from an untrusted source."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -131,7 +145,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def plain_file(path: PathLike) -> pathlib.Path:
-    """The path of a file from outside, for whoever opens it: devices have no end, and a pipe may have no beginning."""
+    """Return the path of an untrusted file; refuse devices and pipes, which may not end."""
     file = pathlib.Path(path)
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(file))
@@ -139,13 +153,13 @@ def plain_file(path: PathLike) -> pathlib.Path:
 
 
 def sha256_of(path: PathLike) -> str:
-    """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
+    """Return the SHA-256 digest of a file in hexadecimal."""
     with plain_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def expanded(path: PathLike) -> pathlib.Path:
-    """The path with the home folder that a `~` at its beginning stands for."""
+    """Return the path with `~` replaced by the home folder."""
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError:
@@ -156,7 +170,7 @@ def expanded(path: PathLike) -> pathlib.Path:
 
 
 def free_bytes(path: PathLike) -> int:
-    """Bytes free on the file system where `path` is, or would be once its folders are made."""
+    """Return the free bytes of the file system that contains `path`, which need not exist."""
     folder = pathlib.Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -165,7 +179,7 @@ def free_bytes(path: PathLike) -> int:
 
 @contextlib.contextmanager
 def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
-    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`."""
+    """Yield a folder next to `target` that is removed afterwards; a full disk inside the block raises a `RunError`."""
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
     missing = [
         folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
@@ -196,14 +210,14 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
 
 
 def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
-    """A folder for files of this process alone, in the system's own place for them; raises as `scratch_beside`."""
+    """Yield a folder of this process in the system's temporary folder; errors as for `scratch_beside`."""
     return scratch_beside(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
 
 
 def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
-    """Remove scratch folders that a process of this machine made which runs no more.
+    """Remove scratch folders whose process on this machine has ended.
 
-    With `others` also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
+    With `others`, also remove those of other machines and of unknown origin. The holder of a run's lock may do this.
     """
     for folder in scratch:
         machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
@@ -218,17 +232,17 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
 
 
 def undo_if_stopped(key: object, undo: Callable[[], None]) -> None:
-    """Before a step: `undo` is called where the process is stopped before `forget_undo(key)`, perhaps too late."""
+    """Register `undo`, which is called if the process is stopped before `forget_undo(key)`."""
     _unfinished[os.getpid(), key] = undo
 
 
 def forget_undo(key: object) -> None:
-    """The step is over, or undone."""
+    """Unregister the undo function of a step that is complete or undone."""
     _unfinished.pop((os.getpid(), key), None)
 
 
 def _is_unfinished(key: object) -> bool:
-    """Whether this process has begun a step and not ended it."""
+    """Return True if this process has begun a step and not ended it."""
     return (os.getpid(), key) in _unfinished
 
 
@@ -242,10 +256,11 @@ def put_in_order() -> None:
 
 
 class Guard:
-    """A file that one process holds at a time, for as long as it lives.
+    """A file lock that one process holds at a time, at most until the process ends.
 
-    On a disk that knows no locks it is open and not held, so that what lies beside it has to say who is at work: a
-    lock made of a file's mere presence would stay when its process is killed, and with a copy of its folder.
+    On file systems without locks the file is open but not locked. The mere presence of a file would not do as a lock:
+    it
+    would outlive a killed process and be copied with its folder.
     """
 
     def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
@@ -257,7 +272,7 @@ class Guard:
 
     @property
     def is_held(self) -> bool:
-        """Whether it was acquired, and not released since."""
+        """True if the lock was acquired and not released."""
         return self._lock.is_locked or self._open is not None
 
     def acquire(self) -> None:
@@ -285,7 +300,7 @@ class Guard:
 
 
 def entries(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What lies in a folder; nothing where it can't be looked into."""
+    """List a folder; return nothing if it cannot be read."""
     try:
         return [*folder.iterdir()]
     except OSError:  # removed a moment ago, or not ours to look into
@@ -316,13 +331,13 @@ def _amount(count: int) -> str:
 
 
 def _flush(path: pathlib.Path) -> None:
-    """Force a file's bytes to the disk: the move that follows must not expose an empty file after a crash."""
+    """Flush a file to disk, so that the following move cannot expose an empty file after a crash."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
 
 
 def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
-    """Move `filled` to `target`; what was there goes aside first, and back if the move fails."""
+    """Move `filled` to `target`. An existing target is moved to `aside`, and back if the move fails."""
     try:
         if target.exists():
             target.rename(aside)
@@ -334,7 +349,7 @@ def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> No
 
 
 def _finish_swap(scratch: pathlib.Path) -> None:
-    """Of a process that was killed between the two moves: the new folder is whole, so that it takes its place."""
+    """Complete the swap of a process that was killed between the two moves."""
     if (scratch / _ASIDE).exists():
         for filled in scratch.iterdir():
             if filled.name != _ASIDE and not (target := scratch.parent / filled.name).exists():

@@ -1,8 +1,9 @@
-"""How sure a number of a run is: 95 % intervals of accuracies, of means and their changes, and of shares.
+"""Confidence intervals (95 %): accuracies, means and their changes, and shares.
 
-A share of right answers has a score interval, which stays inside its range, has a width also at 0 and at n of n, and
-covers the truth close to 95 times in 100 from ten samples on; the textbook "plus or minus 1.96 standard errors" does
-not. Means have Student's t with variances divided by n - 1. Ratios of sums over samples are drawn again.
+Shares of right answers use score intervals, which stay within [0, 1] and have a width at 0 and n of n. They cover the
+truth in about 95 % of cases from ten samples on; plus or minus 1.96 standard errors do not. Means use Student's t
+with
+variances divided by n - 1. Ratios of sums over samples use the bootstrap.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with the ends of its 95 % interval; NaN what can't be told, the ends of a single sample for instance.
+    """A number with its 95 % interval; NaN if unknown, for example the ends for a single sample.
 
-    `n` counts the samples behind it; 0 where that is not known.
+    Attributes:
+        n: number of samples; 0 if unknown.
     """
 
     value: float
@@ -44,13 +46,13 @@ class Interval:
         return self.value, self.low, self.high
 
     def scaled(self, factor: float) -> Interval:
-        """The interval of the number times a positive factor that is known."""
+        """Return the interval of the number times a positive constant."""
         return Interval(self.value * factor, self.low * factor, self.high * factor, self.n)
 
 
 @dataclass(frozen=True)
 class MeanChange:
-    """How a mean over samples changes, in its unit and against the mean before, whose own error counts too."""
+    """The change of a mean over samples, absolute and relative to the mean before. The latter's error is included."""
 
     difference: Interval
     relative: Interval
@@ -59,10 +61,11 @@ class MeanChange:
 
 @dataclass(frozen=True)
 class Paired:
-    """What one and the same sample answered before and after, counted over samples.
+    """Paired answers before and after a change, counted over samples.
 
-    The ends are those of Tango's 95 % score interval for paired proportions, which 0 belongs to wherever McNemar's
-    two-sided mid-p does not reject it; the two differ at a handful of counts, 4 against 0 for instance.
+    The ends are Tango's 95 % score interval for paired proportions, extended to 0 wherever McNemar's two-sided mid-p
+    does
+    not reject it; the two differ at a few counts, for example 4 against 0.
     """
 
     difference: float
@@ -75,10 +78,11 @@ class Paired:
 
 
 def ratio(change: Interval, whole: Interval) -> Interval:
-    """`change` as a share of `whole`, by Fieller's theorem with the halves of both intervals (MOVER).
+    """Divide `change` by `whole`, by Fieller's theorem with the halves of both intervals (MOVER).
 
-    Both are taken for independent. A change of a model and the gap it starts from share that model's error, which makes
-    the interval wider than it need be, never narrower. NaN where `whole` isn't clearly above 0.
+    Both are assumed independent. A model's change and the gap it starts from share that model's error, so the
+    interval may
+    be too wide, never too narrow. NaN if `whole` is not clearly above 0.
     """
     half = max(whole.value - whole.low, whole.high - whole.value) if whole.low == whole.low else math.nan
     if not whole.value > 0 or half >= whole.value:
@@ -95,7 +99,7 @@ def ratio(change: Interval, whole: Interval) -> Interval:
 
 
 def wilson(k: int, n: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a proportion of which `k` of `n` were seen."""
+    """Compute the 95 % Wilson interval of the proportion `k` of `n`."""
     if not 0 <= k <= n or n == 0:
         raise ValueError(f"wanted 0 <= k <= n with n >= 1, got k = {k} and n = {n}")
     share, weight = k / n, _Z**2 / n
@@ -106,7 +110,7 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def share_of_samples(share: float, n: int) -> Interval:
-    """A share of `n` samples with Wilson's interval; NaN of none, or where the share is."""
+    """Return a share of `n` samples with Wilson's interval; NaN without samples or share."""
     ends = wilson(round(share * n), n) if n and share == share else (math.nan, math.nan)
     return Interval(share if n else math.nan, *ends, n)
 
@@ -114,7 +118,7 @@ def share_of_samples(share: float, n: int) -> Interval:
 def mcnemar(
     before_right: Sequence[bool] | NDArray[Any], after_right: Sequence[bool] | NDArray[Any]
 ) -> Paired:
-    """The change of accuracy on samples that were answered twice, with interval and mid-p test."""
+    """Compute the change of accuracy on samples that were answered twice, with interval and mid-p test."""
     before, after = np.asarray(before_right, dtype=bool), np.asarray(after_right, dtype=bool)
     if before.shape != after.shape or before.ndim != 1 or not len(before):
         raise ValueError(f"wanted as many answers before as after, got {before.shape} and {after.shape}")
@@ -126,10 +130,17 @@ def mcnemar(
 
 
 def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int) -> tuple[float, float]:
-    """The 95 % interval of accuracy after minus accuracy before where only the two counts are known.
+    """Compute the 95 % interval of accuracy after minus accuracy before from counts alone.
 
-    Newcombe's hybrid score interval (method 10 of his 1998 paper on independent proportions). Counts from the same
-    samples tend to err together, which it can't see: there it is wider than it need be.
+    Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples,
+    whose
+    errors are correlated, it may be too wide.
+
+    Args:
+        k_before: right answers before.
+        n_before: samples before.
+        k_after: right answers after.
+        n_after: samples after.
     """
     before, after = k_before / n_before if n_before else 0.0, k_after / n_after if n_after else 0.0
     (low_before, high_before), (low_after, high_after) = wilson(k_before, n_before), wilson(k_after, n_after)
@@ -139,14 +150,25 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
 
 def mean_interval(mean: float, std: float, n: int) -> Interval:
-    """A mean over samples with Student's interval; `std` as tables have it, divided by n (the interval by n - 1)."""
+    """Return a mean over samples with Student's interval.
+
+    Args:
+        mean: mean over samples.
+        std: standard deviation, divided by n.
+        n: number of samples.
+    """
     return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
 
 def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
-    """The change of a mean over samples, by Student's t; of different samples, by Welch's.
+    """Return the change of a mean over samples, by Student's t, or by Welch's for different samples.
 
-    The interval of the relative change linearises the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
+    The interval of the relative change linearizes the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
+
+    Args:
+        before: one number per sample, [n].
+        after: one number per sample, [n] if paired.
+        is_paired: True if both measure the same samples.
     """
     if is_paired and before.shape != after.shape:
         raise ValueError(f"wanted as many samples before as after, got {before.shape} and {after.shape}")
@@ -165,7 +187,8 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
 
 
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
-    """Standard error of a sum of means of independent groups, and its degrees of freedom (Welch-Satterthwaite).
+    """Compute the standard error of a sum of means of independent groups, and its degrees of freedom
+    (Welch-Satterthwaite).
 
     A group of one sample makes the error infinite.
     """
@@ -178,7 +201,7 @@ def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
 
 
 def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
-    """The mean of one number per draw, Student's t; missing ones are left out, and a single one has no interval."""
+    """Return the mean of one number per draw with Student's interval. Missing numbers are left out; one has no interval."""
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) < 2:
@@ -187,11 +210,12 @@ def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
 
 
 def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
-    """The mean over tasks of numbers with intervals; NaN where one lacks its own.
+    """Compute the mean over tasks of numbers with intervals; NaN if one has no interval.
 
-    The tasks are the ones that were chosen, only their samples are drawn: samples of different tasks are independent
-    strata, so squares of errors add. Each task's error is read off its own interval, either way by itself, which keeps
-    the skew of a share near 1 (MOVER; Zou and Donner 2008). How the mean would differ on other tasks it does not say.
+    Tasks are fixed and their samples are independent strata, so squared errors add. Upper and lower errors are
+    combined
+    separately, which keeps the skew of a share near 1 (MOVER; Zou and Donner 2008). The interval does not cover other
+    tasks.
     """
     if not intervals:
         return Interval(math.nan)
@@ -202,13 +226,16 @@ def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
 
 
 def p_of(interval: Interval) -> float:
-    """Two-sided p that a change is 0, by the half of its interval towards 0: below 5 % where that excludes 0."""
+    """Compute the two-sided p-value of a zero change from the half of its interval towards 0.
+
+    It is below 5 % if the interval excludes 0.
+    """
     half = interval.value - interval.low if interval.value > 0 else interval.high - interval.value
     return math.erfc(_Z * abs(interval.value) / half / math.sqrt(2)) if half else float(interval.value == 0)
 
 
 def student(freedom: float, level: float = 0.95) -> float:
-    """How many standard errors either way of a mean hold the truth in `level` of all cases; NaN without freedom."""
+    """Return Student's t quantile for a two-sided interval at `level`; NaN without degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + level) / 2)) if freedom > 0 else math.nan
@@ -220,7 +247,7 @@ def _around(value: float, error: float, freedom: float) -> Interval:
 
 
 def _sign_test(gained: int, lost: int) -> float:
-    """Twice the smaller tail of a fair coin, of what was seen only half; 1 where both sides are equal."""
+    """Compute the mid-p value of a two-sided sign test; 1 if both counts are equal."""
     if gained == lost:
         return 1.0
     from scipy.special import bdtr
@@ -230,7 +257,7 @@ def _sign_test(gained: int, lost: int) -> float:
 
 
 def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Every difference that the score test of paired proportions does not reject at 5 % (Tango, 1998)."""
+    """Return the interval of differences that the score test of paired proportions does not reject at 5 % (Tango, 1998)."""
 
     def is_rejected(difference: float) -> bool:
         # The likeliest share of lost samples if `difference` were the truth solves 2 n q^2 + b q + c = 0.
@@ -245,7 +272,7 @@ def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
 
 
 def _edge(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Where, on the way from `inside` to `outside`, differences begin to be rejected."""
+    """Find, by bisection from `inside` to `outside`, where differences begin to be rejected."""
     for _ in range(_HALVINGS):
         middle = (inside + outside) / 2
         if is_rejected(middle):

@@ -1,7 +1,6 @@
-"""What variants can be scored by on a task's test samples: the range, direction and interval of every metric.
+"""Metrics of a task's test samples: range, direction and interval of each.
 
-Facts only, without torch and pandas: how a metric is computed stands in `pipeline/analyze`, what its numbers say in
-`records/scores.py`.
+This module needs neither torch nor pandas. `pipelines/evaluation.py` computes the metrics.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class Metric:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether it may be averaged over tasks with others of its like: higher is better, within -1 and 1."""
+        """True if the metric may be averaged over tasks: higher is better, within -1 and 1."""
         low, high = self.range
         return self.worse == "lower" and low is not None and low >= -1 and high is not None and high <= 1
 
     @property
     def described(self) -> str:
-        """What it is, its range and direction, for a reader."""
+        """A description for readers, with range and direction."""
         low, high = self.range
         ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
         better = f"{'lower' if self.worse == 'higher' else 'higher'} is better"
@@ -55,7 +54,7 @@ class Metric:
 
     @property
     def is_attached(self) -> bool:
-        """Whether another tool has measured it."""
+        """True if another tool has measured the metric."""
         return self.name.startswith(ATTACHED)
 
 
@@ -161,9 +160,9 @@ _BY_NAME: tuple[tuple[str, _Way], ...] = (
 
 
 def metric_called(name: str) -> Metric:
-    """The metric of this name; of one that is not known, what its name tells.
+    """Return the metric of a name. For an unknown name, infer range and direction from the name.
 
-    Names that `driftlens attach` gives (`harness:acc`, `harness:exact_match,strict-match`) are read without the filter.
+    Names of `driftlens attach` (`harness:acc`, `harness:exact_match,strict-match`) are matched without the filter.
     """
     if name in METRICS:
         return METRICS[name]
@@ -180,13 +179,13 @@ def metric_called(name: str) -> Metric:
 
 
 def title_of(metrics: Iterable[Metric]) -> str:
-    """What several metrics that are shown together are called: its name if it is one, else `score` and their names."""
+    """Return the common title of several metrics: the name of a single one, else `score` with their names."""
     titles = list(dict.fromkeys(metric.title for metric in metrics))
     return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"
 
 
 def says_of(metrics: Iterable[Metric]) -> list[str]:
-    """What each is, its range and direction; those of which the same is said together."""
+    """Describe metrics with range and direction; metrics with one description share a line."""
     names: dict[str, dict[str, None]] = {}
     for metric in metrics:
         name = metric.hub if metric.is_attached else metric.title

@@ -23,13 +23,13 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """How far one phase has come.
+    """The progress of one phase.
 
     Attributes:
-        total: units in all, or None when unknown.
-        label: what is at hand, for example "task cars, layer 7 of 14".
+        total: number of units, or None if unknown.
+        label: the current item, for example "task cars, layer 7 of 14".
         seconds: time since the phase began.
-        metrics: numbers worth showing while waiting.
+        metrics: numbers to show during the phase.
     """
 
     phase: str
@@ -41,7 +41,7 @@ class ProgressEvent:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left at the pace so far, or None when that can't be told yet."""
+        """The estimated seconds left, or None if there is no estimate yet."""
         if not self.done or not self.total:
             return None
         return self.seconds * (self.total - self.done) / self.done
@@ -51,7 +51,7 @@ ProgressSink = Callable[[ProgressEvent], None]
 
 
 def all_of(*sinks: ProgressSink | None) -> ProgressSink:
-    """One sink that hands every event to all of `sinks` that are there."""
+    """Return one sink that sends every event to all given sinks."""
     there = [sink for sink in sinks if sink is not None]
 
     def every(event: ProgressEvent) -> None:
@@ -71,11 +71,11 @@ class CancelToken:
         """Whether the work has begun to stop, and is putting things in order."""
 
     def cancel(self) -> None:
-        """Ask the work to stop at the next batch."""
+        """Request to stop at the next batch."""
         self.is_set = True
 
     def check(self) -> None:
-        """Raise `Cancelled` if somebody asked to stop."""
+        """Raise `Cancelled` if a stop was requested."""
         if self.is_set:
             self.is_heard = True
             raise Cancelled(
@@ -86,9 +86,9 @@ class CancelToken:
 
 @dataclass
 class LayerSteps:
-    """How far a walk through layers up to `last` is, told by the layer at hand and `before` steps that come first.
+    """The progress of a walk through layers up to `last`, which begins with `before` steps ahead of the first layer.
 
-    A walk counts the latter up to 0, below which it says how many are left: how many there are, its first word tells.
+    The walk counts the first steps up to 0: a negative layer is the number of steps left.
     """
 
     last: int
@@ -97,11 +97,11 @@ class LayerSteps:
 
     @property
     def total(self) -> int:
-        """Of steps, as far as is known."""
+        """The number of steps, as far as known."""
         return self.before + self.last
 
     def at(self, layer: int) -> int:
-        """Steps that are done where a layer is begun, or so many are left before the first; never fewer than before."""
+        """Return how many steps are done at the start of a layer; a negative layer counts steps before the first."""
         self.before = max(self.before, -layer)
         self.done = max(self.done, self.before + (layer if layer < 0 else max(0, layer - 1)))
         return self.done
@@ -118,7 +118,15 @@ class Reporter:
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report that `done` of `total` units are finished, after checking for cancellation."""
+        """Report that `done` of `total` units are finished, after checking for cancellation.
+
+        Args:
+            phase: name of the phase.
+            done: finished units.
+            total: number of units, or None if unknown.
+            label: the current item.
+            metrics: numbers to show.
+        """
         if self._cancel is not None:
             self._cancel.check()
         # A phase may say "nothing done yet" many times, once per batch; only going back means that it begins anew.
@@ -129,7 +137,13 @@ class Reporter:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 
     def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Yield `items`, reporting before each and once at the end."""
+        """Yield `items`; report before each and once at the end.
+
+        Args:
+            items: the units of the phase.
+            phase: name of the phase.
+            label: item -> its label.
+        """
         total = len(items) if isinstance(items, Sized) else None
         done = 0
         for item in items:
@@ -148,11 +162,11 @@ class TaskMeter:
         self._all, self._total = units[task], sum(units.values())
 
     def step(self, done: int, what: str) -> None:
-        """Say what is at hand, and how many of the task's units are done."""
+        """Report the current item and how many of the task's units are done."""
         self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {what}")
 
     def finish(self) -> None:
-        """The task is done."""
+        """Report that the task is done."""
         self._reporter.step(self._phase, self._before + self._all, self._total, f"task {self._task}")
 
 
@@ -160,7 +174,13 @@ class TaskMeter:
 def sink_for(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ProgressSink]:
-    """A sink for progress events, open for the length of the block; "auto" is a bar on a terminal, lines elsewhere."""
+    """Open a sink for progress events for the length of the block.
+
+    Args:
+        mode: "auto" is a progress bar on a terminal and lines elsewhere.
+        stream: where to write; standard error if None.
+        clock: returns seconds.
+    """
     target = sys.stderr if stream is None else stream
     draws = target.isatty() and os.environ.get("TERM") != "dumb"
     if mode == "rich" or (mode == "auto" and draws):
@@ -206,7 +226,7 @@ class _PlainLines:
             self._write(f"{event.phase}: {count}{label}; {_times(event)}")
 
     def close(self) -> None:
-        """Say that the phase at hand is over, if one is."""
+        """Print that the current phase is over."""
         if self._is_open:
             self._write(f"{self._phase}: done in {duration(self._clock() - self._began)}")
         self._is_open = False
@@ -217,7 +237,7 @@ class _PlainLines:
 
 
 def _json_lines(stream: TextIO) -> ProgressSink:
-    """A sink that writes every event as one line of JSON; what JSON has no number for is null."""
+    """Return a sink that writes every event as one line of JSON; numbers that JSON lacks become null."""
 
     def write(event: ProgressEvent) -> None:
         record = {
@@ -238,7 +258,7 @@ def _json_lines(stream: TextIO) -> ProgressSink:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
+    """Format a time for readers: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -256,7 +276,7 @@ def _times(event: ProgressEvent) -> str:
 
 @contextmanager
 def _bars(stream: TextIO) -> Iterator[ProgressSink]:
-    """One bar per phase, redrawn in place."""
+    """Draw one progress bar per phase."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.table import Column

@@ -1,7 +1,7 @@
-"""Registries that find their entries on first use: in every module of one package, then in what is installed for them.
+"""Registries that find their entries on first use: in the modules of one package, then in installed plug-ins.
 
-Another distribution adds an entry by an entry point, whose name is the entry's and whose value the module that
-registers it as a module of the package would; `examples/driftlens-example` has two:
+A distribution adds an entry by an entry point. Its name is the entry's name; its value is a module that registers the
+entry. `examples/driftlens-example` has two:
 
     [project.entry-points."driftlens.merge_methods"]
     median = "driftlens_example.merging"
@@ -54,9 +54,9 @@ T = TypeVar("T")
 
 
 def installed(group: str = "") -> list[EntryPoint]:
-    """What distributions offer under an entry point group, or all of `driftlens.*`, by name; nothing is imported.
+    """List the installed entry points of a group, or of all groups `driftlens.*`, by name. No module is imported.
 
-    The folder that one happens to work in is no installation, although `python -m` looks for modules there.
+    The current folder does not count as an installation, although `python -m` looks for modules there.
     """
     entries = _installed(tuple(folder for folder in sys.path if not _is_here(folder)))
     return [entry for entry in entries if group in ("", entry.group)]
@@ -79,12 +79,12 @@ def _is_here(folder: str) -> bool:
 
 
 def origin(entry: EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution that an entry point is of."""
+    """Return name and version of the distribution of an entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
 
 
 def _place(entry: object) -> tuple[str, str]:
-    """Module and name of what was defined, a class or a function."""
+    """Return module and name of a class or function."""
     return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", "")
 
 
@@ -104,9 +104,9 @@ class Registry(Mapping[str, T], Generic[T]):
         self._broken: tuple[str, str, BaseException] | None = None
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files an entry under `name` and returns it unchanged.
+        """Return a decorator that registers an entry under `name` and returns it unchanged.
 
-        In a notebook, whose cells run again, an entry takes the place of the one that it defines anew.
+        In a notebook, a cell that runs again replaces its entry.
         """
 
         def file(entry: T) -> T:
@@ -121,7 +121,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """A block at whose end the entries registered inside are taken out again, as tests and plugins want."""
+        """Remove the entries that were registered inside the block at its end, for tests."""
         before = dict(self)
         try:
             yield
@@ -130,7 +130,7 @@ class Registry(Mapping[str, T], Generic[T]):
             self._entries.update(before)
 
     def __getitem__(self, name: str) -> T:
-        """The entry called `name`; a `SpecError` names those there are and the nearest one."""
+        """Return the entry called `name`; a `SpecError` lists the known names and the most similar one."""
         self._discover()
         try:
             return self._entries[name]
@@ -153,7 +153,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def _discover(self) -> None:
-        """Import every file of the package, then what is installed for it, once."""
+        """Import every module of the package, then the installed plug-ins, once."""
         if self._broken is not None:
             name, hint, error = self._broken
             raise SpecError(

@@ -1,4 +1,4 @@
-"""What a number type leaves of a change of weights: numbers, and what is said of them."""
+"""Rounding of weight changes: how much of a change a number type loses, in numbers and sentences."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Change:
     """Counts of entries in which one model differs from another, before and after rounding.
 
     Attributes:
-        dtype: what both are rounded to.
-        entries: all that were looked at, of tensors that differ.
-        changed: those that differ before rounding.
-        lost: of the changed, those that are equal in `dtype`.
-        steps: of the changed, those that are one step of `dtype` apart.
+        dtype: both models are rounded to it.
+        entries: number of entries of the tensors that differ.
+        changed: entries that differ before rounding.
+        lost: changed entries that are equal in `dtype`.
+        steps: changed entries that are one step of `dtype` apart.
         energy: squared norm of the difference.
-        start: squared norm of what is changed.
+        start: squared norm of the unchanged model.
     """
 
     dtype: str
@@ -44,17 +44,23 @@ class Change:
 
     @property
     def distance(self) -> float:
-        """The same relative to what is changed."""
+        """The length of the difference, relative to the unchanged model."""
         return math.sqrt(self.energy / self.start) if self.start else 0.0
 
     @property
     def lost_share(self) -> float:
-        """Which part of the changed entries is equal again after rounding; 0 where nothing is changed."""
+        """The share of changed entries that are equal again after rounding; 0 if there is no change."""
         return self.lost / self.changed if self.changed else 0.0
 
 
 def lost_words(change: Change, what: str, whose: str = "the base's") -> str:
-    """What rounding loses of a change; empty where that is next to nothing."""
+    """Describe what rounding loses of a change; empty if that is negligible.
+
+    Args:
+        change: counts of the change.
+        what: the subject that changes entries.
+        whose: the owner of the unchanged entries.
+    """
     if change.lost_share < SAID:
         return ""
     lost = f"{100 * change.lost_share:.1f} %"
@@ -62,14 +68,22 @@ def lost_words(change: Change, what: str, whose: str = "the base's") -> str:
 
 
 def saved_words(change: Change, what: str, whose: str = "the base's") -> list[str]:
-    """The same of what was computed in more digits than it is saved in, with what keeps them; empty elsewhere."""
+    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
+
+    Args:
+        change: counts of the change.
+        what: the subject that changes entries.
+        whose: the owner of the unchanged entries.
+    """
     if not (text := lost_words(change, what, whose)):
         return []
     return [f"{text}, in which it is saved; with `--out-dtype float32` it keeps them"]
 
 
 def coarse_words(change: Change, what: str) -> str:
-    """That a change which both models store in one number type is about as large as its steps; empty elsewhere."""
+    """Describe a change that is about as large as the steps of the number type both models are stored in; empty
+    otherwise.
+    """
     if not change.changed or change.steps / change.changed < COARSE:
         return ""
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries

@@ -18,15 +18,15 @@ _ALSO = {"cars": "stanford-cars", "flowers102": "oxford_flowers102", "emnist": "
 
 @dataclass(frozen=True)
 class PublishedTask:
-    """One task of the suites.
+    """One task of the published suites.
 
     Attributes:
-        name: as the suite's experts are called.
-        title: what papers call the data set.
-        source: where its class names and templates come from.
-        templates: prompts in which `{}` stands for the class.
-        classes: how a class reads in a prompt, in label order.
-        labels: what the data set itself calls its classes, where that is something else.
+        name: the name in the suite's experts.
+        title: the data set's name in papers.
+        source: origin of class names and templates.
+        templates: prompts in which `{}` is replaced by the class.
+        classes: class names in prompts, in label order.
+        labels: class names of the data set itself, if they differ.
     """
 
     name: str
@@ -45,7 +45,7 @@ def published_names() -> list[str]:
 
 @functools.cache
 def published_task(name: str) -> PublishedTask:
-    """The task that `name` means: `cars`, `Cars` and `stanford-cars` are the same.
+    """Return the task of a name: `cars`, `Cars` and `stanford-cars` are the same.
 
     Raises:
         SpecError: there is no such task.

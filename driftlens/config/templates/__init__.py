@@ -17,7 +17,7 @@ def template_names() -> list[str]:
 
 
 def template_text(name: str = "generic") -> str:
-    """The commented spec called `name`, as text.
+    """Return the commented spec called `name`.
 
     Raises:
         SpecError: there is no such template.

@@ -1,4 +1,4 @@
-"""Checkpoints under the skeleton's key names, whatever their authors prefixed or left out."""
+"""Key alignment: maps the tensor names of a checkpoint to the parameter names of a model. Entry point: `Layout`."""
 
 from __future__ import annotations
 
@@ -26,32 +26,44 @@ from driftlens.utils.errors import IncompatibleModelsError
 
 
 class Layout(Protocol):
-    """How checkpoints of one architecture name its parameters.
+    """The parameter names of one architecture in checkpoints.
 
-    Every method raises `IncompatibleModelsError` where a checkpoint is of another architecture.
+    Every method raises `IncompatibleModelsError` if a checkpoint has another architecture.
     """
 
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """The skeleton's key of each tensor -> its key in the checkpoint called `name`.
+        """Map the model's keys to the keys of a checkpoint.
 
-        What belongs to no layer is left out; what nobody knows is kept, so that comparing keys reveals it.
+        Tensors that belong to no layer are left out; unknown ones are kept, so that a comparison of keys reports
+        them.
+
+        Args:
+            headers: the checkpoint's tensors.
+            wanted: the model's keys.
+            name: the checkpoint's name in messages.
         """
         ...
 
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """The checkpoint under the skeleton's key names; `fallback` may give what experts are saved without."""
+        """Return the checkpoint under the model's keys.
+
+        Args:
+            source: the checkpoint.
+            wanted: the model's keys.
+            fallback: supplies tensors that experts are saved without.
+        """
         ...
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
-        """What stands before the library's own names in a checkpoint, such as `module.`."""
+        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
         ...
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """What a whole model holds beside what is taken apart, and no layer reads: key without the wrapper -> key."""
+        """Map the keys of a whole model that no layer reads, without the wrapper's prefix, to the file's keys."""
         ...
 
 
@@ -67,15 +79,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def whole(key: str) -> str:
-    """The tensor that a key names, or that it names rows of."""
+    """Return the tensor's name in a key, which may refer to some of its rows."""
     rows = _ROWS.fullmatch(key)
     return key if rows is None else rows["whole"]
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """What tensors of files are called together that lie end to end in one of memory, as in `experts.*.{w1,w3}.weight`.
+    """Return one name for tensors in files that are concatenated in memory, as in `experts.*.{w1,w3}.weight`.
 
-    A star is a number that counts from 0, braces hold what stands at one place; empty where names are none of these.
+    A star is a number that counts from 0, braces list alternatives. Empty if the names have no such form.
     """
     parts = []
     for column in zip(*(name.split(".") for name in names), strict=False):
@@ -94,7 +106,7 @@ def _alternatives(joint: str) -> list[str]:
 
 
 def names_of(joint: str, count: int) -> list[str]:
-    """The names that a joint one stands for, numbers below `count`, in the order in which they lie."""
+    """List the names of a joint name, for numbers below `count`, in the order of concatenation."""
     names = _alternatives(joint)
     return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
 
@@ -133,7 +145,7 @@ class Refitted:
                 self.headers[key] = header
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it; of what lies in none of these nothing is read."""
+        """Read a tensor, or its rows [start, stop); parts outside these rows are not read."""
         require_key(self, key)
         header = self.headers[key]
         start, stop = rows or (0, header.shape[0] if header.shape else 0)
@@ -143,7 +155,7 @@ class Refitted:
         return self.whole.read(stored, (first + start, first + stop) if stored != key else rows)
 
     def _joint(self, key: str, names: Sequence[str]) -> TensorHeader:
-        """The header of tensors that lie end to end, those of one number, or all, behind each other by their rows."""
+        """Return the header of concatenated tensors."""
         headers = [self.whole.headers[name] for name in names]
         each = len(_alternatives(key))
         length = sum(math.prod(header.shape[:1]) for header in headers[:each])
@@ -205,7 +217,7 @@ class Stored:
             self.headers[name] = TensorHeader((*length, *header.shape[len(length) :]), header.dtype)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it."""
+        """Read a tensor, or its rows [start, stop)."""
         require_key(self, key)
         if key in self._joints:
             joint, place = self._joints[key]
@@ -223,14 +235,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class Spellings:
-    """Checkpoints that hold a whole model under one of several spellings, as versions of a library wrote them.
+    """Layout of models whose keys have several spellings, as versions of a library wrote them.
 
     Attributes:
-        names: per spelling, the skeleton's key -> its name in the file, or `NAME[START:STOP]` of rows of what has one,
-            or the joint name of what files keep apart, see `joint_name`.
-        left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
-        ignored: patterns of names that the library itself passes over.
-        is_lenient: whether it passes over tensors of modules that the model lacks, too, as transformers does.
+        names: per spelling, the model's key -> its name in the file, `NAME[START:STOP]` for rows, or a joint name.
+        left_out: prefixes of names that are not part of the model, such as unused classifiers and poolers.
+        ignored: patterns of names that the library ignores.
+        is_lenient: True if the library also ignores tensors of modules that the model lacks, as transformers does.
     """
 
     names: Sequence[Mapping[str, str]]
@@ -239,10 +250,10 @@ class Spellings:
     is_lenient: bool = False
 
     def refitted(self, source: StateSource) -> StateSource:
-        """The checkpoint with its tensors cut and joined to those of memory, where they are not the same.
+        """Return the checkpoint with its tensors split and concatenated as in memory.
 
         Raises:
-            IncompatibleModelsError: of tensors that are counted, as the experts of a mixture are, some are missing.
+            IncompatibleModelsError: some of several numbered tensors are missing, such as experts of a mixture.
         """
         named = {
             name
@@ -277,7 +288,13 @@ class Spellings:
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """See `Layout`; of the spellings, the one in which most of the model is found."""
+        """Map keys by the spelling that finds most of the model; see `Layout`.
+
+        Args:
+            headers: the checkpoint's tensors.
+            wanted: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         unknown = {
@@ -291,7 +308,9 @@ class Spellings:
         return stored | unknown
 
     def passed_over(self, headers: Collection[str], name: str) -> dict[str, str]:
-        """What a checkpoint holds that the library has no use for, but for buffers: key without the wrapper -> key."""
+        """Map the keys that the library does not use, buffers excepted, without the wrapper's prefix, to the file's
+        keys.
+        """
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
         named = {key.removeprefix(wrapper): key for key in headers if key not in used}
@@ -304,10 +323,11 @@ class Spellings:
         }
 
     def _is_passed_over(self, key: str) -> bool:
-        """Whether the library loads a model without this tensor, which is none of the model's.
+        """Return True if the library loads the model without this tensor.
 
-        It is one of `ignored`, or of a module that lies beside all of the model's: not of one of its own, as a bias
-        is that others lack, nor of a block, of which there may be more in another model.
+        It matches `ignored`, or belongs to a module outside all modules of the model. A missing bias of the model's
+        module or
+        a further block does not count.
         """
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
@@ -334,7 +354,13 @@ class Spellings:
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """See `Layout`; what is missing is missing, but of another family nearly all is."""
+        """Return the checkpoint under the model's keys; see `Layout`.
+
+        Args:
+            source: the checkpoint.
+            wanted: the model's keys.
+            fallback: unused.
+        """
         source = self.refitted(source)
         stored = self.key_map(source.headers, wanted, source.name)
         count = sum(key in stored for key in wanted)
@@ -348,11 +374,11 @@ class Spellings:
         return renamed(source, stored)
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
-        """See `Layout`."""
+        """Return the prefix; see `Layout`."""
         return self._best(headers)[1]
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """See `Layout`."""
+        """Map the keys that no layer reads; see `Layout`."""
         wrapper = self.wrapper(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
         beside = (*TEXT_SIDE, *self.left_out)
@@ -360,7 +386,7 @@ class Spellings:
         return found | self.passed_over(keys, name)
 
     def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
-        """The skeleton's keys that are found, and what stands before the names in the file."""
+        """Return the model's keys that are found, and the prefix of the names in the file."""
         tried = (
             ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
             for wrapper, names in itertools.product(_WRAPPERS, self.names)  # of equals, the plain one
@@ -369,7 +395,7 @@ class Spellings:
 
 
 def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
-    """By name with a star for one number, the numbers that files have there."""
+    """Group keys by their name with a star for one number, and list the numbers."""
     numbers: dict[str, list[int]] = {}
     for key in keys:
         for found in _NUMBER.finditer(key):
@@ -379,10 +405,11 @@ def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """How the library whose `loader` this is names the parameters of an image tower of CLIP.
+    """Layout of CLIP image towers of one library (`loader`).
 
-    Every tower has one key that ends in `anchor`, and nothing else has. `tower` stands before its keys in whole models;
-    the `projection` lies inside the tower or beside it, and fine-tuned towers may lack it.
+    Every tower has one key that ends in `anchor`, and no other model has. `tower` is the prefix of its keys in whole
+    models.
+    The `projection` is inside the tower or next to it, and fine-tuned towers may lack it.
     """
 
     loader: str
@@ -391,7 +418,7 @@ class KeyLayout:
     projection: str
 
     def prefix(self, keys: Collection[str], name: str) -> str:
-        """What stands before the tower's keys: `visual.`, `module.visual.`, `vision_model.`, nothing at all."""
+        """Return the prefix of the tower's keys: `visual.`, `module.visual.`, `vision_model.` or an empty string."""
         family = family_of_keys(keys)
         if family is not None and family.loader != self.loader:
             raise IncompatibleModelsError(
@@ -412,7 +439,13 @@ class KeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """See `Layout`; text tower, logit scale and index buffers of older versions are left out."""
+        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out. See `Layout`.
+
+        Args:
+            headers: the checkpoint's tensors.
+            wanted: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         prefix, canonical = self.prefix(headers, name), self.prefix(wanted, "the architecture")
         projection, target = self._projection(headers, prefix), self._projection(wanted, canonical)
         stored = {}
@@ -430,7 +463,13 @@ class KeyLayout:
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """See `Layout`; experts may lack the projection, which `fallback`, the base, then gives."""
+        """Return the checkpoint under the model's keys; see `Layout`.
+
+        Args:
+            source: the checkpoint.
+            wanted: the model's keys.
+            fallback: the base, which supplies a missing projection.
+        """
         mapping = self.key_map(source.headers, wanted, source.name)
         projection = self._projection(wanted, self.prefix(wanted, "the architecture"))
         if projection is None or projection in mapping:
@@ -445,11 +484,11 @@ class KeyLayout:
         return Composed(source.name, {**places, projection: (self.align(fallback, wanted, None), projection)})
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
-        """See `Layout`."""
+        """Return the prefix; see `Layout`."""
         return self.prefix(headers, name).removesuffix(self.tower)
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """See `Layout`."""
+        """Map the keys that no layer reads; see `Layout`."""
         prefix = self.prefix(keys, name)
         if not prefix.endswith(self.tower):
             return {}  # a tower alone
@@ -462,6 +501,6 @@ class KeyLayout:
         }
 
     def _projection(self, keys: Collection[str], prefix: str) -> str | None:
-        """The key of the projection among `keys`: inside the tower, or beside it."""
+        """Return the projection's key, inside the tower or next to it."""
         places = (prefix + self.projection, prefix.removesuffix(self.tower) + self.projection)
         return next((key for key in places if key in keys), None)

@@ -73,19 +73,19 @@ def open_checkpoint(
     base: StateSource | None = None,
     in_by_out: Collection[str] = (),
 ) -> StateSource:
-    """The weights at `path`, ready to be read tensor by tensor; only headers have been read.
+    """Open the weights at a path for reading tensor by tensor. Only headers are read.
 
     Args:
-        path: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.ckpt` file; a folder as `save_pretrained`, open_clip or the
-            Hub lay it out, in one file or in shards; where neither exists, a Hub id (`organisation/name`), perhaps with
-            a revision (`organisation/name@v1.0`).
-        offline: whether the Hub may not be asked; what is in its local cache is used all the same.
-        base: the model that LoRA adapters are added to, for a folder that holds adapters only.
-        in_by_out: of the base, the stacks of weights that are [in, out], see `Architecture.in_by_out`.
+        path: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.ckpt` file; a folder of `save_pretrained`, open_clip or the
+            Hub,
+            possibly in shards; or a Hub id (`organisation/name`), optionally with a revision
+            (`organisation/name@v1.0`).
+        offline: True to use only the Hub's local cache.
+        base: the model that LoRA adapters are added to, for a folder of adapters.
+        in_by_out: stacks of weights of the base that are [in, out], see `Architecture.in_by_out`.
 
     Raises:
-        CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
-            tensors; the message names the file, the hint says what to do.
+        CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no tensors.
     """
     place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
     try:
@@ -104,7 +104,7 @@ def open_checkpoint(
 
 
 def fetched(path: str, *, offline: bool = False) -> str:
-    """The folder in the local cache of what reads like a Hub id and is no file; any other path as it is."""
+    """Return the local cache folder of a Hub id; other paths are returned unchanged."""
     place = expanded(path)
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
@@ -152,21 +152,20 @@ def _require_readable(path: pathlib.Path) -> None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` reads like `organisation/name` or `organisation/name@revision` (and not like a file's path)."""
+    """Return True if `text` looks like `organisation/name` or `organisation/name@revision`, not like a file."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
 
 
 def repository_of(place: str) -> tuple[str, str | None]:
-    """A Hub id's repository and the revision behind its `@`: a branch, tag or commit; None is the newest."""
+    """Split a Hub id into repository and revision (a branch, tag or commit; None for the newest)."""
     repository, _, revision = place.partition("@")
     return repository, revision or None
 
 
 def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
-    """The folder in the local cache that holds a repository's weights and settings, downloaded if need be.
+    """Return the cache folder of a repository's weights and settings; download it if necessary.
 
-    A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment,
-    nothing is asked of the network.
+    Downloads are logged. With `offline`, or `HF_HUB_OFFLINE` in the environment, the network is not used.
     """
     from huggingface_hub import constants
 
@@ -185,9 +184,9 @@ def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 
 
 def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
-    """The folder with the settings and tokenizer of a folder or Hub repository; None where there is none.
+    """Return the folder with settings and tokenizer of a folder or Hub repository; None if there is none.
 
-    What is not in the local cache yet is downloaded as a whole, and announced as `_hub_folder` does.
+    Files that are not cached are downloaded as in `_hub_folder`.
     """
     from huggingface_hub import constants
 
@@ -227,7 +226,7 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
 
 
 def library_folder(place: str) -> pathlib.Path | None:
-    """The folder with a configuration that `place` is, lies in, or names in the Hub's local cache; None without."""
+    """Return the folder with a configuration that `place` is, is in, or names in the Hub's cache; None without."""
     name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
     path = expanded(name)
     if not path.exists() and is_hub_id(name):
@@ -238,10 +237,11 @@ def library_folder(place: str) -> pathlib.Path | None:
 
 
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """The tokenizer, processor, generation and license files in a library's folder, by name; never code.
+    """List the tokenizer, processor, generation and license files of a library's folder by name; never code.
 
-    Of a folder of sentence-transformers also the other modules', by their place in a saved one, which has the
-    transformer in its root. Links out of the folder are left out: what they lead to is copied beside saved models.
+    For sentence-transformers, this includes the files of other modules at their place in a saved folder, which has
+    the
+    transformer in its root. Links out of the folder are skipped, since the files are copied next to saved models.
     """
     if folder is None:
         return {}
@@ -258,9 +258,9 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """How the images of a folder or Hub repository of transformers are prepared; None where it doesn't say.
+    """Return the image processor's configuration of a folder or Hub repository of transformers; None without.
 
-    Version 5 saves that in processor_config.json, which it prefers to preprocessor_config.json of older versions.
+    Version 5 writes processor_config.json and prefers it to preprocessor_config.json of older versions.
     """
     nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
     if isinstance(nested, dict):
@@ -269,7 +269,13 @@ def image_processor_config(source: str, *, offline: bool = False) -> dict[str, A
 
 
 def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """The JSON object in `file` of a folder or Hub repository, or None when it has no such file."""
+    """Read the JSON object in a file of a folder or Hub repository; None if there is no such file.
+
+    Args:
+        source: the folder or Hub id.
+        file: the file's name.
+        offline: True to use only the local cache.
+    """
     folder = files_beside_weights(source, offline=offline)
     if folder is None and not is_hub_id(source):
         raise SpecError(
@@ -282,7 +288,7 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
 
 
 def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The configuration, unless building what it describes would not end, or what is computed with it is no number."""
+    """Refuse a configuration with NaN, or with sizes so large that building the model would not end."""
     for key, value in config.items():
         if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
             hint = "Restore its configuration from the original."
@@ -299,7 +305,15 @@ def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """The configuration `file` that a loader reads; a source without it is refused as what it is instead."""
+    """Read the configuration file that a loader needs; refuse a source without it, and name what it is instead.
+
+    Args:
+        source: the folder or Hub id.
+        file: the file's name.
+        expected: the expected family, for messages.
+        offline: True to use only the local cache.
+        hint: what to do.
+    """
     config = read_config(source, file, offline=offline)
     if config is not None:
         return config
@@ -313,7 +327,7 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
 
 
 def with_floats(config: Any) -> Any:
-    """A configuration with infinite numbers, which transformers 5 writes as {"__float__": "Infinity"}, as numbers."""
+    """Convert {"__float__": "Infinity"}, which transformers 5 writes, to floats."""
     if isinstance(config, Mapping):
         tag = config.get("__float__")
         if len(config) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
@@ -323,7 +337,7 @@ def with_floats(config: Any) -> Any:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read the JSON object in a file."""
     try:
         value = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -336,7 +350,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
-    """Return the tokenizer of a folder or Hub repository; None where there is none, or its files are damaged."""
+    """Load the tokenizer of a folder or Hub repository; return None if there is none or its files are damaged.
+
+    Args:
+        source: the folder or Hub id.
+        offline: True to use only the local cache.
+        kind: the class of transformers that loads it.
+    """
     folder = files_beside_weights(source, offline=offline)
     if folder is None:
         return None

@@ -57,7 +57,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
-    """The model that adapters name as the one they were trained on, and its revision; empty where unsaid."""
+    """Return the base model that an adapter's configuration names, and its revision; empty if it names none."""
     config = _config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
@@ -94,10 +94,11 @@ def _patterns(settings: _Settings) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Update:
-    """What is added to one weight [out, in]: scaling * up @ down, transposed where it is stored as [in, out].
+    """The change of one weight [out, in]: scaling * up @ down, transposed if the weight is stored as [in, out].
 
-    Of a stack of `count` weights, down is [count * rank, in] and up [out, rank * count]. With DoRA,
-    `magnitude` names the lengths that the rows of the sum have.
+    For a stack of `count` weights, down is [count * rank, in] and up is [out, rank * count]. With DoRA, `magnitude`
+    names
+    the row lengths of the sum.
     """
 
     down: str
@@ -109,22 +110,29 @@ class _Update:
 
 
 class LoraSource:
-    """A base with the adapters in a folder merged in: base + scaling * B @ A, computed as it is read.
+    """LoRA adapters merged into a base on read: base + scaling * B @ A.
 
-    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` are
-    honoured, and with `use_dora` the rows of the sum are scaled to the lengths that were trained. Adapters find their
-    weight by the end of its name, so that they fit whether the base was saved with a wrapper's prefix or without;
-    those of `target_parameters` lie on stacks of weights, as the experts of a mixture are, in the base's order. The
-    sum is in float32 at least and not rounded to the base's dtype, as a model runs whose adapters are not merged: in
-    half precision most of a small change would be lost. What was saved whole (`modules_to_save`, biases, embeddings
-    of a vocabulary that has grown) is as it was saved, whether the base has it or not, and so are the rows of
+    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` apply.
+    With
+    `use_dora`, rows of the sum are scaled to their trained lengths. An adapter's weight is found by the end of its
+    name, so
+    wrapper prefixes of the base do not matter. `target_parameters` refer to stacks of weights, such as experts of a
+    mixture.
+    Sums are computed in at least float32 and not rounded to the base's dtype, like a model with unmerged adapters.
+    `modules_to_save`, biases and extended embeddings replace the base's tensors, as do the rows of
     `trainable_token_indices`. Sources: LoRA (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
     """
 
     def __init__(
         self, base: StateSource, place: str | os.PathLike[str], in_by_out: Collection[str] = ()
     ) -> None:
-        """`in_by_out` are keys of stacks whose weights are [in, out]: of square ones, shapes don't tell."""
+        """Open the adapters in a folder.
+
+        Args:
+            base: the base's weights.
+            place: the folder.
+            in_by_out: keys of stacks whose weights are [in, out]; shapes of square weights do not tell.
+        """
         folder = pathlib.Path(place)
         self._in_by_out = in_by_out
         self.name, self._folder = str(folder), folder
@@ -148,7 +156,7 @@ class LoraSource:
         }
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, with what its adapter adds."""
+        """Read a tensor, or its rows [start, stop), with its adapter added."""
         require_key(self, key)
         weight = self._base.read(key, rows).to(self.headers[key].dtype)
         if (update := self._updates.get(key)) is not None:
@@ -162,16 +170,16 @@ class LoraSource:
         return weight
 
     def unties(self, table: str, head: str) -> bool:
-        """Whether adapters tell a head from the table of embeddings that it was; rows of tokens change in both."""
+        """Return True if the adapters change a head but not the embedding table it is tied to."""
         changed = self._updates.keys() | self._saved.keys()
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
     def for_modules(self, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Settings of peft's `LoraConfig` and its tensors, for a model with modules of these names.
+        """Return the settings of peft's `LoraConfig` and its tensors for a model with modules of these names.
 
-        Every adapted module is named by its whole path: no pattern of the file has to find it. What is of a head that
-        the model lacks is left out. None where an adapted module is lacking, a pattern may mean its other name, or
-        adapters are on stacks of weights.
+        Every adapted module is named by its full path, so no pattern is needed. A head that the model lacks is left
+        out. None
+        if an adapted module is missing, a pattern may match its other name, or adapters are on stacks of weights.
         """
         modules, stacks = self._pairs()
         first = min(modules, key=len, default="")
@@ -211,7 +219,7 @@ class LoraSource:
         return dict(sorted(scalings.items()))
 
     def _adapted(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
-        """These rows of a weight with what its adapter adds, and the lengths that it gives."""
+        """Add an adapter to rows of a weight, and scale them to their trained lengths."""
         if rows is not None and update.magnitude and update.is_transposed:
             return self.read(key)[slice(*rows)]  # lengths are those of whole columns
         weight = weight + self._delta(update, rows, weight.dtype)
@@ -231,7 +239,9 @@ class LoraSource:
         return delta.T if update.is_transposed else delta
 
     def _stack(self, update: _Update, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Of weights [start, stop) of a stack; peft has the weight's number first in A, and last in B."""
+        """Compute the change of weights [start, stop) of a stack; peft puts the weight's number first in A and last
+        in B.
+        """
         (start, stop), rank = rows, self._adapters.headers[update.down].shape[0] // update.count
         down = self._adapters.read(update.down, (start * rank, stop * rank)).to(dtype)
         up = self._adapters.read(update.up)
@@ -244,7 +254,7 @@ class LoraSource:
         return TensorHeader(header.shape, promoted(header.dtype, torch.float32))
 
     def _saved_whole(self, base: StateSource) -> dict[str, str]:
-        """Of tensors that were saved whole, the base's names or their own -> the adapter's keys."""
+        """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
         modules = self._config.get("modules_to_save") or []
         places = {}
         # What peft calls a copy of its own comes last, and counts.
@@ -264,7 +274,7 @@ class LoraSource:
         return places
 
     def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
-        """By table of embeddings, the rows that were trained and the adapter's key of what they are now."""
+        """Return, by embedding table, the trained rows and the adapter's key of their new values."""
         given = self._config.get("trainable_token_indices")
         tables: dict[str, tuple[Sequence[int], str]] = {}
         for key in (key for key in self._adapters.headers if key.endswith(_TOKENS)):
@@ -340,7 +350,7 @@ class LoraSource:
             raise _refusal(self._folder, reason, hint)
 
     def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
-        """Path of a module or parameter -> keys of A, B, lengths (or ""); of parameters, path -> the base's key."""
+        """Map module or parameter paths to the keys of A, B and lengths (or ""), and parameters to the base's keys."""
         parts: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
             found = _PART.fullmatch(key)
@@ -380,7 +390,9 @@ class LoraSource:
         return pairs, stacks
 
     def _weight_key(self, wanted: str, shape: tuple[int | None, ...]) -> str:
-        """The one key of the base that ends like `wanted` (or `wanted` like it) and has its shape; None is any size."""
+        """Find the one key of the base with this shape that ends like `wanted`, or the reverse; None in a shape is
+        any size.
+        """
         headers = self._base.headers
         candidates = [
             key
@@ -408,7 +420,7 @@ class LoraSource:
 
 
 def _ends(name: str, end: str) -> bool:
-    """Whether a path of modules ends in another one."""
+    """Return True if a module path ends with another one."""
     return f".{name}".endswith(f".{end}")
 
 
@@ -421,12 +433,12 @@ def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collectio
 
 
 def _parents(key: str) -> Iterator[str]:
-    """The paths of modules that a tensor may be of."""
+    """Yield the paths of modules that may own a tensor."""
     return (key[:place] for place, letter in enumerate(key) if letter == ".")
 
 
 def _config(folder: pathlib.Path) -> dict[str, Any]:
-    """The adapter's settings, once it is certain that they mean plain LoRA."""
+    """Read the adapter's settings and refuse options that are not supported."""
     try:
         config = from_json(plain_file(folder / ADAPTER).read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: a transformer, perhaps in a folder of its own, and the modules that read it."""
+"""Folders of sentence-transformers: a transformer, possibly in its own folder, and modules that make embeddings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _POOLS = {
 
 
 class Module(NamedTuple):
-    """What a module is, and its folder; empty for the root."""
+    """The class name of a module and its folder; empty for the root."""
 
     kind: str
     place: str
 
 
 def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
-    """The modules of a folder of sentence-transformers; none where it is no such folder."""
+    """List the modules of a folder of sentence-transformers; empty for other folders."""
     try:
         stated = from_json(plain_file(folder / MODULES).read_bytes())
         modules = tuple(Module(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
@@ -49,13 +49,13 @@ def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
 
 
 def transformer_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Where a folder of sentence-transformers has its transformer; any other folder as it is."""
+    """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
     first = next(iter(modules_of(folder)), Module("", ""))
     return folder / first.place if first.kind == "Transformer" else folder
 
 
 def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
-    """The folder of sentence-transformers that has its transformer in a folder; None where that is of no such one."""
+    """Return the folder of sentence-transformers whose transformer is in a folder; None if there is none."""
     places = () if transformer is None else (transformer, transformer.parent)
     return next(
         (root for root in places if modules_of(root) and transformer_folder(root) == transformer), None
@@ -63,13 +63,13 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
 
 
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
-    """The same of a folder that makes embeddings; None of a cross-encoder's, whose transformer gives scores itself."""
+    """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
     root = sentence_folder(transformer)
     return None if root is None or _is_cross_encoder(root) else root
 
 
 def _is_cross_encoder(folder: pathlib.Path) -> bool:
-    """Whether a folder says that it is a cross-encoder of sentence-transformers, of whichever version."""
+    """Return True if a folder is a cross-encoder of sentence-transformers, of any version."""
     is_older = not {"sentence_transformers", "sbert_ce_default_activation_function"}.isdisjoint(
         settings_in(folder)
     )
@@ -77,7 +77,7 @@ def _is_cross_encoder(folder: pathlib.Path) -> bool:
 
 
 class Pooling(NamedTuple):
-    """How one vector is made of a text's tokens, in the library's own words."""
+    """The pooling of a text's tokens, in the library's terms."""
 
     modes: tuple[str, ...] = ("mean",)
     includes_prompt: bool = True
@@ -89,10 +89,10 @@ class Pooling(NamedTuple):
 
 
 def pooling_of(folder: pathlib.Path) -> Pooling:
-    """What a folder's Pooling says; the mean where nothing is said.
+    """Read a folder's Pooling module; the default is the mean.
 
     Raises:
-        IncompatibleModelsError: it names a mode that the library doesn't have.
+        IncompatibleModelsError: the library has no such mode.
     """
     place = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
     stated = {} if place is None else settings_in(folder / place)
@@ -107,19 +107,19 @@ def pooling_of(folder: pathlib.Path) -> Pooling:
 
 
 class Prompts(NamedTuple):
-    """What a folder puts before texts: by name, before all where nobody says otherwise, and how texts are compared."""
+    """The prompts of a folder by name, the default one, and the similarity function."""
 
     by_name: Mapping[str, str] = {}
     default: str = ""
     similarity: str = "cosine"
 
     def before(self, *names: str) -> str:
-        """The first of these that it has, else the default."""
+        """Return the first of these prompts that exists, else the default."""
         return next((self.by_name[name] for name in names if name in self.by_name), self.default)
 
 
 def prompts_of(folder: pathlib.Path) -> Prompts:
-    """What `config_sentence_transformers.json` says."""
+    """Read `config_sentence_transformers.json`."""
     settings = _object(folder / _WHOLE)
     prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
     by_name = (
@@ -144,7 +144,7 @@ def require_followed(folder: pathlib.Path) -> None:
 
 
 def reading_notices(folder: pathlib.Path) -> Iterator[str]:
-    """What a folder's modules make of its transformer's features, and what it puts before texts."""
+    """Yield notices about the modules that make embeddings and about the default prompt."""
     steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
     behind = f", then by {', '.join(steps)}" if steps else ""
     yield (
@@ -185,7 +185,7 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
 
 
 def sentence_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """The files that make a transformer in a folder one of sentence-transformers, by their place in a saved folder."""
+    """List the files of sentence-transformers around a transformer, by their place in a saved folder."""
     root = sentence_folder(folder)
     if root is None or folder is None:
         return {}
@@ -197,12 +197,12 @@ def sentence_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
 
 
 def flat(modules: Any) -> Any:
-    """The content of `modules.json` for a folder that has the transformer in its root."""
+    """Return the content of `modules.json` for a folder that has the transformer in its root."""
     return [{**modules[0], "path": ""}, *modules[1:]]
 
 
 def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
-    """Place, digest of the weights and settings of every module behind the transformer that has weights."""
+    """List folder name, digest of the weights and settings of every module with weights after the transformer."""
     from driftlens.checkpoints.tensor_sources import content_digest
     from driftlens.checkpoints.weight_files import open_folder
 
@@ -215,7 +215,7 @@ def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
 
 
 def settings_in(place: pathlib.Path) -> dict[str, Any]:
-    """What the `config.json` of a module says; nothing where it has none."""
+    """Read the `config.json` of a module; empty if there is none."""
     return _object(place / "config.json")
 
 

@@ -1,4 +1,4 @@
-"""Named tensors that are read one at a time, wherever they come from, and what is asked of them."""
+"""Sources of named tensors that are read one at a time, and operations on them. Entry point: `StateSource`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KEPT_OPEN = 16 << 20
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a checkpoint says of a tensor before it is read; `parts`, names and shapes, are what it is joined of."""
+    """The dtype and shape of a tensor before it is read; `parts` lists names and shapes of concatenated tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class StateSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it: the path, or the variable's role for live modules."""
+        """The name in messages: the path, or the role of a live module."""
         ...
 
     @property
@@ -96,13 +96,14 @@ class StateSource(Protocol):
         ...
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, on the CPU, in the dtype it is stored in.
+        """Read a tensor to the CPU in its stored dtype; do not write to it, since it may share memory with the source.
 
-        `rows` reads [start, stop) of its first axis only. What is returned may share memory with the source:
-        don't write to it.
+        Args:
+            key: the tensor's name.
+            rows: reads only [start, stop) of the first axis.
 
         Raises:
-            CheckpointError: there is no such key, or the file can't be read any more.
+            CheckpointError: there is no such key, or the file can no longer be read.
         """
         ...
 
@@ -116,7 +117,7 @@ class TensorsSource:
         self._tensors = tensors
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it; on the CPU it is not a copy."""
+        """Return a tensor, or its rows [start, stop); on the CPU without a copy."""
         require_key(self, key)
         tensor = self._tensors[key].detach()
         return (tensor if rows is None else tensor[slice(*rows)]).cpu()
@@ -134,7 +135,7 @@ class InDtypes:
         self._source = source
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, cast; errors as for the source."""
+        """Read a tensor, or its rows [start, stop), and cast it."""
         return self._source.read(key, rows).to(self.headers[key].dtype)
 
 
@@ -146,7 +147,7 @@ class Between:
         self._base, self._end, self._share = base, end, share
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, from float64; errors as for the sources."""
+        """Read a tensor, or its rows [start, stop), interpolated in float64."""
         end = self._end.read(key, rows)
         if not end.is_floating_point() or self._share == 1 or key not in self._base.headers:
             return end
@@ -155,7 +156,7 @@ class Between:
 
 
 def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """This dtype for every tensor of numbers with a point."""
+    """Map every floating-point tensor to this dtype."""
     return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
 
 
@@ -179,7 +180,7 @@ class SafetensorsSource:
         self._stamp = _stamp(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it; only its own bytes are read."""
+        """Read a tensor, or its rows [start, stop); only these bytes are read."""
         require_key(self, key)
         # Reading on from a file that was cut short meanwhile would kill the process.
         if self._kept is not None and _stamp(self._path) == self._stamp:
@@ -209,7 +210,7 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
-    """What changes with a file; None where it is gone."""
+    """Return modification time and size of a file; None if it is gone."""
     try:
         stat = path.stat()
     except OSError:
@@ -234,7 +235,7 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
 
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
-    """The narrowest type that holds all of these; one-byte floats, above which torch has none, count as float16."""
+    """Return the narrowest dtype that holds all of these; one-byte floats count as float16."""
     if len({*dtypes}) == 1:
         return dtypes[0]
     halves = (torch.float16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes)
@@ -242,19 +243,19 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
 
 
 class Table(Tensor):
-    """A matrix as it is stored, which to whoever uses it has the dtype of the computation: embeddings of a vocabulary.
+    """A stored matrix that acts as if it had the dtype of the computation: the embeddings of a vocabulary.
 
-    In float32 those of 128 000 tokens take more memory than the rest of a small language model, and a batch looks up
-    some thousands.
-    Rows that `embedding` looks up are converted, nothing else of it; any other operation converts all of it. Converting
-    before or after the look-up gives the same numbers, as every wider dtype holds what a narrower one does.
+    In float32, the embeddings of 128,000 tokens take more memory than the rest of a small language model, while a
+    batch
+    looks up a few thousand rows. `embedding` converts only these rows; any other operation converts the whole matrix.
+    Converting before or after the lookup gives the same numbers.
     """
 
     _wide: torch.dtype
 
     @classmethod
     def of(cls, stored: Tensor, dtype: torch.dtype) -> Table:
-        """The table of a stored matrix [rows, width]; no copy."""
+        """Wrap a stored matrix [rows, width] without a copy."""
         table = stored.detach().as_subclass(cls)
         table._wide = dtype
         return table
@@ -267,7 +268,7 @@ class Table(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What `func` returns for the matrix in the dtype of the computation."""
+        """Call `func` with the matrix in the dtype of the computation."""
         named = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.embedding and isinstance(args[1], cls) and named.get("max_norm") is None:
@@ -301,7 +302,7 @@ def _converted(value: Any) -> Any:
 
 
 def module_source(module: nn.Module, name: str) -> StateSource:
-    """The weights of a live module, by the names of its `state_dict()`; later changes of them in place are seen."""
+    """Return the weights of a live module by the names of its `state_dict()`; later in-place changes are visible."""
     state = module.state_dict()
     # A module's extra state may be anything; only tensors are weights.
     return TensorsSource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
@@ -316,14 +317,14 @@ class Composed:
         self._places = places
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, from the source that has it."""
+        """Read a tensor, or its rows [start, stop), from the source that has it."""
         require_key(self, key)
         source, stored = self._places[key]
         return source.read(stored, rows)
 
 
 def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
-    """The same tensors under other names, new -> old, in that order; keys that `mapping` leaves out are hidden."""
+    """Rename tensors by a mapping new -> old, in its order; other keys are hidden."""
     for stored in mapping.values():
         require_key(source, stored)
     return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
@@ -339,7 +340,7 @@ def require_key(source: StateSource, key: str) -> None:
 
 
 def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> str:
-    """SHA-256, in hexadecimal, of key, dtype, shape and bytes, in sorted key order, wherever the tensors lie."""
+    """Compute the SHA-256 digest of keys, dtypes, shapes and bytes, in sorted key order."""
     digest = hashlib.sha256()
     for key in sorted(source.headers if keys is None else keys):
         tensor = source.read(key)
@@ -349,7 +350,7 @@ def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> st
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's numbers in row-major order, as they lie in memory; not a copy where that can be avoided."""
+    """Return a tensor's bytes in row-major order, without a copy if possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -359,7 +360,14 @@ BROKEN = "The checkpoint is broken, or overflowed when it was cast; save it agai
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
-    """Refuse NaN and infinity; tensors of other than floating-point numbers pass."""
+    """Refuse NaN and infinity in floating-point tensors.
+
+    Args:
+        name: the source's name.
+        key: the tensor's name.
+        tensor: its values.
+        hint: what to do.
+    """
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
@@ -382,7 +390,13 @@ _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
-    """Of two tensors of one shape: what differs, and what of that `dtype` keeps."""
+    """Count the differences of two tensors of one shape, and those that `dtype` keeps.
+
+    Args:
+        start: the unchanged tensor.
+        end: the changed tensor.
+        dtype: the number type.
+    """
     name = str(dtype).removeprefix("torch.")
     wide = promoted(start.dtype, end.dtype, torch.float32)
     start, end = start.to(wide), end.to(wide)
@@ -397,7 +411,7 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
 
 
 def _ordinal(tensor: Tensor) -> Tensor:
-    """Integers in the order of a tensor's numbers, whose neighbours are one apart; both zeros are 0."""
+    """Map floating-point numbers to integers of the same order, neighbours one apart; both zeros are 0."""
     bits = tensor.contiguous().view(_ORDERED[tensor.dtype.itemsize]).long()
     most = (1 << (8 * tensor.dtype.itemsize - 1)) - 1
     return torch.where(bits < 0, -(bits & most), bits)
@@ -409,7 +423,15 @@ Rows = tuple[int, int] | None
 def sampled(
     source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
 ) -> Change:
-    """What `other` has in place of these rows of a tensor, by the first of them alone; norms are scaled up to all."""
+    """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
+
+    Args:
+        source: the unchanged model.
+        key: the tensor's name.
+        other: rows -> the changed values.
+        dtype: the number type.
+        rows: the rows to compare; all if None.
+    """
     shape, few = source.headers[key].shape, None
     if shape:
         first, last = rows or (0, shape[0])
@@ -421,7 +443,15 @@ def sampled(
 
 
 def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> Change:
-    """The same of what was computed in place of these rows, and is about to be stored in `dtype`."""
+    """Count how values that are about to be stored in `dtype` differ from a source.
+
+    Args:
+        source: the unchanged model.
+        key: the tensor's name.
+        value: the changed values.
+        dtype: the number type.
+        rows: the rows that `value` replaces; all if None.
+    """
     first = 0 if rows is None else rows[0]
     return sampled(
         source,
@@ -433,9 +463,9 @@ def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, ro
 
 
 def task_vector(base: StateSource, expert: StateSource) -> Change:
-    """What an expert changes of its base, by the first entries of every tensor.
+    """Estimate how an expert differs from its base, from the first entries of every tensor.
 
-    The number type is the coarser of both, that of the expert where they are as coarse.
+    The number type is the coarser of both, or the expert's if they are equally coarse.
     """
     total = Change("")
     for key, header in base.headers.items():

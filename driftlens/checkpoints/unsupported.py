@@ -1,4 +1,4 @@
-"""What people bring that can't be taken, told from files, configurations or key names, with the way that does work."""
+"""Detection of unsupported checkpoints from files, configurations or keys, with what to do instead."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ NESTS = ("state_dict", "model", "model_state_dict")
 
 
 def route(loader: str) -> str:
-    """What to do with a model that another loader serves; with one that none does, for the empty name."""
+    """Return what to do with a model of another loader, or with one that no loader reads (empty name)."""
     if loader == "adapters":
         return "Give the folder that peft saved, beside the base that it was trained on."
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
 class Family(NamedTuple):
-    """What a checkpoint's keys give away of it: what it is, one such key, and the loader that takes it, if one does."""
+    """The family that a checkpoint's keys reveal: a description, one such key, and its loader if there is one."""
 
     what: str
     key: str
@@ -80,14 +80,14 @@ class Family(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do with it, where it stands beside models of another family or under another's loader."""
+        """What to do with it among models of another family or under another loader."""
         way = route(self.loader)
         alike = "Base, experts and merge have to be of one architecture. "
         return f"{alike}{way[:-1]} if the others are of it, too." if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:
-    """What a checkpoint's keys give away of it; None where nothing does."""
+    """Recognize a checkpoint's family by its keys; None if it is unknown."""
     for fragment, what, loader in _FAMILIES:
         key = next((key for key in keys if fragment in key), None)
         if key is not None:
@@ -96,7 +96,13 @@ def family_of_keys(keys: Collection[str]) -> Family | None:
 
 
 def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
-    """The error for a configuration of another family than the loader's; names the family and who takes it."""
+    """Build the error for a configuration of another family; it names the family and its loader.
+
+    Args:
+        config: the configuration.
+        source: its place.
+        expected: the expected family.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
@@ -111,7 +117,7 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
 
 
 def loader_of(config: Mapping[str, Any]) -> str:
-    """The loader that takes the model that a configuration describes; empty where none does."""
+    """Return the loader for a configuration; empty if there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -130,20 +136,20 @@ def loader_of(config: Mapping[str, Any]) -> str:
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
-    """Whether transformers has an image processor for models of the type that a `config.json` names."""
+    """Return True if transformers has an image processor for a `config.json`."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     return config.get("model_type") in IMAGE_PROCESSOR_MAPPING_NAMES
 
 
 def answers(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` names an architecture that answers by text, with a head of its own."""
+    """Return True if a `config.json` names an architecture that generates text with its own head."""
     named = (config.get("architectures") or [""])[0]
     return any(part in named for part in (*_WITH_LM_HEAD, "ConditionalGeneration"))
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a causal language model of transformers with its head, and of nothing else."""
+    """Return True if a `config.json` describes a causal language model of transformers with its head."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -158,13 +164,13 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 
 
 def _may_have_lm_head(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` names an architecture with the head of a causal language model, or none."""
+    """Return True if a `config.json` names an architecture with a causal language-model head, or none."""
     named = (config.get("architectures") or [""])[0]
     return not named or any(part in named for part in _WITH_LM_HEAD)
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a model of transformers whose decoder reads the features of a vision tower."""
+    """Return True if a `config.json` describes a decoder of transformers that reads the features of a vision tower."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -184,7 +190,7 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
 
 
 def is_seq2seq(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of an encoder-decoder of transformers that answers texts by texts."""
+    """Return True if a `config.json` describes a text encoder-decoder of transformers."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -198,7 +204,7 @@ def is_seq2seq(config: Mapping[str, Any]) -> bool:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """How many experts a `config.json` says that each block mixes; 0 where it mixes none."""
+    """Return the number of experts per block in a `config.json`; 0 if it is no mixture."""
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
     counts = [part[key] for part in sections for key in _NUM_EXPERTS if isinstance(part.get(key), int)]
@@ -206,7 +212,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def require_plain(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run."""
+    """Refuse a `config.json` of quantized weights, or of a model that needs remote code."""
     require_unquantised(config, source)
     if foreign := foreign_code(config):
         raise IncompatibleModelsError(
@@ -238,9 +244,9 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
 
 
 def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
-    """The code beside a configuration, as `file.Class`; empty where there is none.
+    """Return the remote code of a configuration as `file.Class`; empty if there is none.
 
-    With `needed`, none counts where transformers itself has the model type and the architectures that are named.
+    With `needed`, code does not count if transformers itself has the model type and architectures.
     """
     beside = config.get("auto_map")
     if not isinstance(beside, Mapping) or not beside:
@@ -260,7 +266,7 @@ def _has_classes(kind: str, named: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def running(source: str) -> Iterator[None]:
-    """What a library raises inside, over a configuration or on a small batch, becomes a refusal."""
+    """Convert a library's error in the block, over a configuration or a small batch, into a refusal."""
     try:
         yield
     except DriftLensError:

@@ -30,12 +30,12 @@ ADAPTER = "adapter_config.json"
 
 
 def is_lora_folder(folder: pathlib.Path) -> bool:
-    """Whether a folder holds adapters as peft saves them, rather than a whole model."""
+    """Return True if a folder contains peft adapters instead of a whole model."""
     return (folder / ADAPTER).is_file()
 
 
 def weight_map(index: pathlib.Path) -> Mapping[str, str]:
-    """The file name of each tensor's shard, as an index lists them."""
+    """Read the file name of each tensor's shard from an index."""
     try:
         shards = from_json(plain_file(index).read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
@@ -70,7 +70,7 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
 
 
 def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
-    """The files that an index lists, by their name there; without one that nothing would miss."""
+    """Return the files that an index lists, by name, without those that the model does not need."""
     files = {name: index.parent / name for name in sorted({*listed.values()})}
     there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
     # A part of the model that no file holds, like those for training alone; a head is its own part.
@@ -89,20 +89,20 @@ def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.
 
 
 def open_folder(folder: pathlib.Path) -> StateSource:
-    """The weights in a folder written by `save_pretrained`, open_clip or a Hub download."""
+    """Open the weights in a folder of `save_pretrained`, open_clip or the Hub."""
     path = weights_in(folder)
     return _open_shards(path) if path.suffix == ".json" else open_file(path)
 
 
 def shards_of(source: StateSource) -> Mapping[str, str]:
-    """The file name of each tensor's shard, of a source that `open_folder` made of shards; nothing for others."""
+    """Return the file name of each tensor's shard for a source that `open_folder` made; empty for others."""
     folder = pathlib.Path(source.name)
     index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
     return weight_map(index) if index is not None and index.suffix == ".json" else {}
 
 
 def open_file(path: pathlib.Path) -> StateSource:
-    """The weights in one file, `.safetensors` or PyTorch's."""
+    """Open the weights in one `.safetensors` or PyTorch file."""
     from driftlens.checkpoints.tensor_sources import SafetensorsSource
 
     refuse_pointer(path)
@@ -110,9 +110,9 @@ def open_file(path: pathlib.Path) -> StateSource:
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    """Shards listed by an index file, as one source; the headers of all are read at once.
+    """Open the shards of an index as one source and read all headers.
 
-    Tensors that the index alone knows are left out: whoever needs one misses it, and nobody else should.
+    Tensors that only the index lists are left out; code that needs one reports it.
     """
     from driftlens.checkpoints.tensor_sources import Composed
 
@@ -133,7 +133,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
 
 
 def folder_notices(source: StateSource) -> list[str]:
-    """Return what is odd about a folder of weights: adapters beside a whole model, tensors of the index alone."""
+    """Return notices about a folder of weights: adapters next to a whole model, tensors that only the index lists."""
     place = pathlib.Path(source.name)
     folder = place.parent if place.name in WEIGHT_FILES else place
     if is_lora_folder(folder):

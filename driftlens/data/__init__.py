@@ -1,1 +1,1 @@
-"""Where samples come from: one file per kind of source, drawing, class names, live Python objects."""
+"""Data sources and samples: one file per kind of source, sampling, class names, data in memory."""

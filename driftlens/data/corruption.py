@@ -34,7 +34,7 @@ _SIDE = 224
 
 
 def parse(word: str) -> tuple[str, int]:
-    """Kind and severity of `fog` (severity 3), `fog:5` or `none` (0)."""
+    """Parse `fog` (severity 3), `fog:5` or `none` (0) into kind and severity."""
     kind, colon, severity = str(word).partition(":")
     if kind == CLEAN and not colon:
         return CLEAN, 0
@@ -49,13 +49,19 @@ def parse(word: str) -> tuple[str, int]:
 
 
 def written(word: str) -> str:
-    """A corruption as tables have it: `none`, or the kind with its severity. Errors as for `parse`."""
+    """Format a corruption as in tables: `none`, or the kind with its severity. Errors as for `parse`."""
     kind, severity = parse(word)
     return f"{kind}:{severity}" if severity else CLEAN
 
 
 def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
-    """The same samples, their pictures corrupted; each draws from the seed, the kind and its own id alone."""
+    """Corrupt the pictures of samples. The noise depends only on seed, kind and sample id.
+
+    Args:
+        samples: the samples.
+        corruption: kind and severity, see `parse`.
+        seed: of the noise.
+    """
     kind, severity = parse(corruption)
     if kind == CLEAN:
         return samples
@@ -78,7 +84,14 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
 
 
 def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """A picture [h, w, 3] corrupted, the same for the same seed and name in `drawn` on every machine."""
+    """Corrupt a picture [h, w, 3]; equal seeds and names in `drawn` give equal results on every machine.
+
+    Args:
+        picture: the image.
+        kind: of the corruption.
+        severity: 1 to 5.
+        drawn: seed and name of the sample.
+    """
     from PIL import Image
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
@@ -93,13 +106,13 @@ def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) 
 
 
 def _impulse_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    """Salt and pepper, value by value."""
+    """Add salt-and-pepper noise."""
     is_hit = random.random(pixels.shape) < (0.03, 0.06, 0.09, 0.17, 0.27)[severity]
     return np.where(is_hit, random.random(pixels.shape) < 0.5, pixels)
 
 
 def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    """The mean along a line from each pixel, its weights half a Gaussian; beyond the border the border goes on."""
+    """Average along a line from each pixel with half a Gaussian as weights; borders are extended."""
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
     scale = min(pixels.shape[:2]) / _SIDE
     angle = math.radians(random.uniform(-45, 45))
@@ -124,7 +137,7 @@ def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
 
 
 def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
-    """A cloudy map from 0 to 1 by diamonds and squares on a torus, of the least power of two above `side`."""
+    """Generate a fractal map from 0 to 1 by the diamond-square algorithm on a torus."""
     size = 2 ** math.ceil(math.log2(max(side, 2)))
     heights, step, wibble = np.zeros((size, size)), size, 100.0
     while step >= 2:

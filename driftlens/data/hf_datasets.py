@@ -35,7 +35,13 @@ log = logging.getLogger(__name__)
 
 @data_sources.register("hf")
 def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
-    """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel."""
+    """Open the rows of one split; ids are row numbers, class names come from the label column's ClassLabel.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
+    """
     splits, name = _load(entry, access), getattr(entry, split)
     if name not in splits:
         raise DataError(
@@ -59,7 +65,7 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
 def _pictures(
     entry: HfData, rows: Any, column: str, where: str
 ) -> Callable[[int], Sequence[Callable[[], Picture]]]:
-    """What reads the image of a row, or each of its images where texts are about several."""
+    """Return a function from a row to readers of its images."""
     from datasets import Image
 
     feature = rows.features.get(column)
@@ -111,7 +117,13 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
 
 @data_sources.register("webdataset")
 def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> SplitView:
-    """The samples of a split's tar files, in their order; ids are a file's name and the sample's key in it."""
+    """Open the samples of a split's tar files in their order; ids are file name and sample key.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
+    """
     from datasets import Image
 
     place = getattr(entry, split)
@@ -142,14 +154,14 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
 
 
 def _label_in(cell: Any, entry: WebdatasetData) -> Any:
-    """A label as text or number; of a JSON object what is under `key`."""
+    """Return a label as text or number; of a JSON object the value under `key`."""
     if isinstance(cell, dict):
         return cell.get(entry.key)
     return cell.strip() or None if isinstance(cell, str) else cell
 
 
 def _shards(place: Path) -> list[Path]:
-    """The tar file itself, those of a folder, or those that a pattern matches."""
+    """List a tar file, the tar files of a folder, or those that match a pattern."""
     if place.is_file():
         return [place]
     files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
@@ -162,7 +174,7 @@ def _shards(place: Path) -> list[Path]:
 
 
 def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
-    """The place of a split's tar files: that of the calibration samples, where they are the same ones by name."""
+    """Return the origin of a split's tar files: the calibration samples' origin if the files are the same."""
     if place != entry.calibration:
         of_split, other = (
             {file.name: file.resolve() for file in shards_of}
@@ -198,7 +210,7 @@ def _load(entry: HfData, access: Access) -> Any:
 
 
 def _cached(entry: HfData) -> Any:
-    """A data set of the Hub that is in the local cache: as it was once loaded, or its repository as downloaded."""
+    """Load a Hub data set from the local cache: as loaded before, or from its downloaded repository."""
     import datasets
     from huggingface_hub import snapshot_download
 
@@ -234,7 +246,7 @@ def _no_network() -> Iterator[None]:
 
 
 def _folders(entry: HfData) -> list[Path]:
-    """Where the files may lie that rows name: in the data set's own folder, or in the caches that it is loaded into."""
+    """List the folders that rows may refer to: the data set's own, or the caches it is loaded into."""
     if Path(entry.path).is_dir():
         return [Path(entry.path)]
     from datasets import config
@@ -244,7 +256,7 @@ def _folders(entry: HfData) -> list[Path]:
 
 
 def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) -> Picture:
-    """The image that a row holds or names; in grey where the data set says so, as `datasets` gives it."""
+    """Open the image that a row contains or names, in grey if the data set says so."""
     content, path = (row["bytes"], row["path"]) if row else (None, None)
     source = io.BytesIO(content) if content is not None else _inside(path, folders, where)
     picture = read_image(source, where)
@@ -252,7 +264,7 @@ def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) ->
 
 
 def _inside(path: str | None, folders: Sequence[Path], where: str) -> Path:
-    """The file that a row names, which lies in one of the folders."""
+    """Return the file that a row names; refuse files outside the folders."""
     file = Path(path or "").resolve()
     if any(file.is_relative_to(folder.resolve()) for folder in folders):
         return file

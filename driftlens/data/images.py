@@ -40,12 +40,18 @@ _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "
 
 @data_sources.register("imagefolder")
 def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
-    """Return the images below a split's folder, sorted by class and path; ids are paths relative to that folder.
+    """Open the images of a split's folder, sorted by class and path; ids are paths relative to the folder.
 
-    As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden files and
-    folders are skipped, and what systems leave behind. A class of calibration may lack images in the test split.
-    Images without class folders make an unlabelled split, and so does a split that the entry calls so, whose images may
-    lie at any depth.
+    As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. Hidden files and system
+    files
+    are skipped. A class of calibration may have no test images. Images without class folders, or with class folders
+    that
+    the entry calls unlabelled, make a split without labels.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
     """
     folder = Path(getattr(entry, split))
     images = sorted(_walk(folder))
@@ -124,10 +130,15 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
 
 @data_sources.register("npz")
 def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
-    """Return the images of one split; array `x_train` gives the ids `train/0`, `train/1` ...; `x` is of all splits.
+    """Open the images of one split: array `x_train` gives the ids `train/0`, `train/1` ...; `x` serves all splits.
 
-    Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
-    index the array `class_names`; without that array the numbers themselves are the names.
+    Pixels are read when the first image is requested. Labels are class names, or numbers that index the array
+    `class_names`; without it, the numbers are the names.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
     """
     arrays: NpzArrays | None = getattr(entry, split)
     file = Path((arrays and arrays.file) or entry.file or "")
@@ -161,7 +172,7 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
 
 
 def _opened(file: Path) -> Any:
-    """Open an `.npz` file, of which only what is asked for is read, and no pickles."""
+    """Open an `.npz` file lazily and without pickles."""
     # Its stub wants an open file, which nothing would close where it is no archive.
     return np.lib.npyio.NpzFile(plain_file(file), allow_pickle=False)  # type: ignore[arg-type]
 
@@ -191,10 +202,16 @@ def _texts(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
 
 @data_sources.register("python")
 def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
-    """Return what `package.module:function` returns for a split: (image, label) pairs, with a length and an index.
+    """Open the data that `package.module:function` returns for a split: (image, label) pairs with length and index.
 
-    A data set of torchvision is one. Images are PIL images or uint8 arrays. Labels are class names, numbers that
-    index the attribute `class_names` or `classes` of what was returned, or None. Ids are positions.
+    A torchvision data set qualifies. Images are PIL images or uint8 arrays. Labels are class names, numbers that
+    index the
+    attribute `class_names` or `classes`, or None. Ids are positions.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
     """
     items, where = access.function(entry.target, "data source")(split), f"{entry.target}({split!r})"
     names = names_of(items)

@@ -1,7 +1,8 @@
-"""Files of data on disk: read by the library `datasets`, and what a spec would say of them.
+"""Data files: read by the library `datasets`, and described as spec entries.
 
-Entry points: `read_rows` for one file, `read_shards` for tar files, `column_names` for the header alone, `data_entry`
-for the entry of a spec, told from the names of files, folders and columns.
+Entry points: `read_rows` for one file, `read_shards` for tar files, `column_names` for the header, `data_entry` for
+the
+spec entry, inferred from names of files, folders and columns.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ def _separator_of(file: Path) -> str:
 
 
 def column_names(file: Path, encoding: str = UTF8, separator: str | None = None) -> list[str]:
-    """Return the column names of a CSV, TSV or Parquet file, or the keys of the first of JSON lines.
+    """List the column names of a CSV, TSV or Parquet file, or the keys of the first JSON line.
+
+    Args:
+        file: the file.
+        encoding: of CSV files.
+        separator: of CSV files.
 
     Raises:
-        OSError, ValueError: if the file can't be read, or has no such header.
+        OSError, ValueError: the file can't be read or has no header.
     """
     if file.suffix.lower() in PARQUET:
         from pyarrow.parquet import read_schema
@@ -54,18 +60,18 @@ def column_names(file: Path, encoding: str = UTF8, separator: str | None = None)
 def read_table(
     file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
 ) -> dict[str, list[Any]]:
-    """Return the columns of a CSV, TSV or Parquet file by name; of Parquet those not wanted are empty.
+    """Read the columns of a CSV, TSV or Parquet file by name; unwanted columns of Parquet files are empty.
 
-    Cells of CSV files are text as it is in the file: `datasets` would make numbers and gaps of some.
+    Cells of CSV files stay text; `datasets` would convert some to numbers and missing values.
 
     Args:
-        file: its ending says what it is.
+        file: its extension gives the format.
         wanted: names of columns; others may be left out.
         encoding: of CSV files; None for UTF-8.
-        separator: of CSV files; None for what the ending says.
+        separator: of CSV files; None for the extension's default.
 
     Raises:
-        DataError: two columns have one name. What the library raises is left to the caller.
+        DataError: two columns have one name. The library's errors pass through.
     """
     encoding, separator = encoding or UTF8, separator or _separator_of(file)
     names = column_names(file, encoding, separator)
@@ -107,7 +113,7 @@ def read_shards(shards: Sequence[Path]) -> Any:
 
 
 def _require_whole(shard: Path) -> None:
-    """Raise if a tar file is damaged: the library takes what it can't read for the end of the file."""
+    """Raise if a tar file is damaged; the library would treat the damage as the end of the file."""
     with tarfile.open(plain_file(shard)) as tar:
         for member in tar:
             if member.size < 0:  # which would lead tarfile round in circles
@@ -157,12 +163,12 @@ _ANSWERS = ("target", "label", "answer", "output", "response", "completion")
 
 
 def data_entry(place: Path, *, reads: str) -> dict[str, str]:
-    """What a spec says of the data at a place, for a model that `reads` text or image.
+    """Infer the spec entry of the data at a place, for a model that `reads` text or image.
 
-    One file, or one folder of images, serves all splits: drawing keeps their samples apart.
+    One file, or one folder of images, serves all splits; sampling keeps them disjoint.
 
     Raises:
-        SpecError: there is nothing, or nothing that is known.
+        SpecError: there is no known data.
     """
     if not place.exists():
         raise SpecError(f"--data: there is no file or folder {place}", hint="Check the path.")
@@ -183,7 +189,7 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
 
 
 def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
-    """The columns of texts and of answers, by what people call them."""
+    """Find the columns of texts and answers by common names."""
     file = Path(entry.get("test", ""))
     if entry["kind"] == "hf":
         file = place / entry["test"] / "dataset_info.json"
@@ -201,7 +207,7 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
 
 
 def columns_of(file: Path) -> Sequence[str]:
-    """Names of columns, or keys of the first row; none where the file can't be read, which is told when it is."""
+    """List the columns, or the keys of the first row; empty if the file can't be read, which is reported later."""
     with suppress(OSError, ValueError, AttributeError, csv.Error):
         if file.name == "dataset_info.json":
             return [*from_json(plain_file(file).read_bytes())["features"]]
@@ -210,7 +216,7 @@ def columns_of(file: Path) -> Sequence[str]:
 
 
 def _holds_images(folder: Path) -> bool:
-    """Whether there are images in a folder, or in one of its folders."""
+    """Return True if a folder or one of its folders contains images."""
 
     def some(places: Collection[Path]) -> bool:
         return any(place.suffix.lower() in SUFFIXES for place in places)
@@ -220,7 +226,7 @@ def _holds_images(folder: Path) -> bool:
 
 
 def _split_entry(place: Path, name: str) -> dict[str, str] | None:
-    """What a spec says of a folder with splits, or of an archive of arrays, called `name`; None of anything else."""
+    """Infer the entry of a folder with splits, or of an archive of arrays, called `name`; None for others."""
     if place.suffix.lower() == ".npz":
         return {"kind": "npz", "file": name}
     splits = [_split(place, names) for names in SPLITS]
@@ -239,6 +245,6 @@ def _split_entry(place: Path, name: str) -> dict[str, str] | None:
 
 
 def _split(folder: Path, names: Sequence[str]) -> Any:
-    """The first entry of a folder that is called so, whatever its ending; None without."""
+    """Return the first entry of a folder with one of these names, ignoring extensions; None without."""
     there = {entry.stem.lower(): entry for entry in sorted(entries(folder), reverse=True)}
     return next((there[name] for name in names if name in there), None)

@@ -33,7 +33,7 @@ _LABELS = ("labels", "label")
 
 @dataclass(frozen=True)
 class _Part:
-    """A batch: its inputs by name (one tensor alone stands under `_ONLY`), its labels, and what of it is left out."""
+    """A batch: inputs by name (a single tensor under `_ONLY`), labels, and what is left out."""
 
     inputs: Inputs
     labels: tuple[int | str, ...] | None
@@ -43,7 +43,7 @@ class _Part:
         return len(next(iter(self.inputs.values())))
 
     def pick(self, rows: Sequence[int]) -> _Part:
-        """Some of the samples, in the order asked for."""
+        """Select samples in the given order."""
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long)
@@ -54,13 +54,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Source:
-    """What can be read from its beginning as often as one likes.
+    """A source that can be read repeatedly from the beginning.
 
     Attributes:
-        start: yields the samples at these positions, or all there are, in parts.
-        total: how many samples there are; None where nobody knows before the end.
-        notices: what a reader must be told.
-        class_names: what the numbers among the labels mean, where the data says so.
+        start: yields the samples at these positions, or all, in parts.
+        total: number of samples; None if unknown before the end.
+        notices: for readers of the results.
+        class_names: meaning of numeric labels, if the data provides it.
     """
 
     start: Callable[[Sequence[int] | None], Iterator[_Part]]
@@ -79,24 +79,28 @@ def live_samples(
     batch_size: int = 32,
     class_names: Sequence[str] | None = None,
 ) -> SampleSet:
-    """`n` samples of `source`, drawn at random and copied to memory; ids are their positions in the source.
+    """Sample `n` samples of a source at random and copy them to memory; ids are positions in the source.
 
-    Whether a loader shuffles doesn't matter: its data set is read instead, in its own order. Of iterables whose length
-    nobody knows, the first `n` samples are taken. Sequences of different lengths are padded at their end to the longest
-    where an attention mask says so. The result's notices say so, and what is left out.
+    The data set of a shuffling loader is read in its own order. Of iterables of unknown length, the first `n` samples
+    are
+    taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this,
+    and
+    what is left out.
 
     Args:
-        task: with `seed` and `split`, decides which samples are drawn.
+        task: with `seed` and `split`, determines the random samples.
         source: a tensor [n, ...]; a torch Dataset or DataLoader; a Hugging Face Dataset; or an iterable of batches. A
-            batch is a tensor, a mapping to tensors (a dict, a tokenizer's `BatchEncoding`), or a tuple of one of these,
-            labels [n], whole numbers or names, and anything else, which is left out. Entries `labels` and `label` of a
-            mapping are labels, never inputs; entries of text are left out.
-        n: how many samples to keep; None keeps all, in their order.
+            batch
+            is a tensor, a mapping to tensors, or a tuple of one of these, labels [n] (integers or names) and other
+            values,
+            which are left out. Entries `labels` and `label` of a mapping are labels, never inputs; text is left out.
+        n: number of samples; None keeps all, in their order.
         seed: see `task`.
         split: see `task`.
         batch_size: samples per batch of the result.
-        class_names: the rows of the head. Labels meet them by name: their own, or the one that the data set has for
-            their number; other numbers index the rows. None takes the names there are, or else the numbers as names.
+        class_names: the rows of the head. Labels match them by name: their own, or the data set's name of their
+            number;
+            other numbers index the rows. None takes the existing names, or the numbers as names.
     """
     where = f"data[{task!r}]"
     opened = _opened(source, batch_size, where)
@@ -137,10 +141,17 @@ def live_texts(
     seed: int,
     batch_size: int,
 ) -> TaskData:
-    """Samples of texts at hand as rows, drawn as `live_samples` draws and read, or refused, as those of files.
+    """Sample texts in memory, read and validated like those of files.
 
-    `given` has, for diagnosis and perhaps for calibration, rows and how many are kept (None: all). A row maps columns
-    to values, or is a question, or a pair of a question and its answer; `entry` is what a spec would say of them.
+    Args:
+        task: the task's name.
+        given: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
+            columns to
+            values, or is a question, or a pair of question and answer.
+        entry: the rules of a spec entry.
+        reader: the tokenizer and its rules.
+        seed: of the sampling.
+        batch_size: samples per batch.
     """
     if related := related_columns(entry):
         raise SpecError(
@@ -174,7 +185,7 @@ def live_texts(
 def _named(
     labels: Sequence[int | str], names_of_data: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The class of every label by name, of the head's `rows` where there is a head, and what must be said of it."""
+    """Return the class name of every label (by the head's `rows` if there is a head), and notices."""
     plain = tuple(map(str, labels))
     names = (
         plain if names_of_data is None else tuple(class_name(label, names_of_data, where) for label in labels)
@@ -224,7 +235,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
 
 
 def _is_labelled_batch(source: Sequence[Any]) -> bool:
-    """Whether a pair is inputs and their labels, rather than two batches."""
+    """Return True if a pair is inputs and their labels, rather than two batches."""
     if not isinstance(source, tuple) or len(source) != 2:
         return False
     inputs, labels = source
@@ -233,13 +244,13 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
 
 
 def _is_hugging_face(value: Any, file: str, name: str) -> bool:
-    """Whether a value is of that class of the library `datasets`, which whoever made it has imported."""
+    """Return True if a value has this class of the library `datasets`, without importing it."""
     module = sys.modules.get(f"datasets.{file}")  # `datasets` alone may be a file of the user's
     return module is not None and isinstance(value, getattr(module, name))
 
 
 def _as_tensors(rows: Any, where: str) -> Any:
-    """A Hugging Face data set whose rows hold tensors; one with a format of its own stays as it is."""
+    """Set a Hugging Face data set's format to tensors, unless it has a format."""
     if rows.format["type"] is not None:
         return rows
     columns = rows.features.items()
@@ -265,7 +276,7 @@ def _in_memory(batches: Sequence[Any], where: str) -> _Source:
 
 
 def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source:
-    """A loader's data set in its own order, collated and read as the loader does."""
+    """Read a loader's data set in its own order with the loader's collation."""
     import torch
     from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -291,14 +302,14 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
 
 
 def _collated(rows: Sequence[Any], where: str) -> _Part:
-    """A batch of a data set's rows, as torch makes one, but of sequences of different lengths too."""
+    """Collate rows as torch does, but also sequences of different lengths."""
     from torch.utils.data import default_collate
 
     return _together([_parsed(default_collate([row]), where) for row in rows], where)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
-    """What a data set says that its numbers mean."""
+    """Return the data set's meaning of numeric labels."""
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
     names = next((feature.names for feature in of_labels if hasattr(feature, "names")), names_of(dataset))
@@ -307,7 +318,7 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 
 def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
-    """Batches up to `n` samples, after the first was drawn twice and compared."""
+    """Yield batches up to `n` samples; the first is read twice and compared."""
     first = next(source.start(positions), None)
     if first is None:
         raise DataError(f"{where}: no batches", hint="Give at least one batch with one sample.")
@@ -326,7 +337,7 @@ def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where
 
 
 def _same(one: Inputs, other: Inputs) -> bool:
-    """Whether two batches agree bit by bit, not-a-number included."""
+    """Return True if two batches are bit-identical, NaN included."""
     return one.keys() == other.keys() and all(
         a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         for a, b in ((one[name], other[name]) for name in one)
@@ -372,7 +383,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _labels_beside(second: Any, where: str) -> tuple[int | str, ...] | None:
-    """The second entry of a batch, which has to be labels, or None."""
+    """Return the labels that follow a batch's inputs, or None."""
     from torch import Tensor
 
     labels = _class_labels(second)
@@ -386,7 +397,7 @@ def _labels_beside(second: Any, where: str) -> tuple[int | str, ...] | None:
 
 
 def _class_labels(value: Any) -> tuple[int | str, ...] | None:
-    """One class per sample, by name or number, or None where a value is something else."""
+    """Return one class per sample, by name or number; None for other values."""
     classes = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(classes, list | tuple) and all(isinstance(label, int | str) for label in classes):
         return tuple(classes)
@@ -394,7 +405,7 @@ def _class_labels(value: Any) -> tuple[int | str, ...] | None:
 
 
 def _together(parts: Sequence[_Part], where: str) -> _Part:
-    """All samples as one part, in their order."""
+    """Concatenate parts in their order."""
     import torch
 
     if any(
@@ -411,7 +422,7 @@ def _together(parts: Sequence[_Part], where: str) -> _Part:
 
 
 def _of_one_length(name: str, parts: Sequence[_Part]) -> list[Tensor]:
-    """The parts' tensors of this name; sequences as long as their mask are padded at the end to the longest."""
+    """Collect the parts' tensors of a name; pad sequences that are as long as their mask."""
     import torch.nn.functional as F
 
     tensors = [part.inputs[name] for part in parts]

@@ -1,4 +1,4 @@
-"""What texts are compared with: the other one of a pair, or passages, some of which answer a query."""
+"""Comparisons of texts: with the other text of a pair, or with passages that answer a query."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Passages:
-    """What queries are answered from.
+    """The passages that queries search.
 
     Attributes:
         texts: each once.
-        keys: by the name that queries call them by, their places; several may have one.
-        is_whole: whether every query looks among all of them; else each has its own.
+        keys: names used by queries -> positions; several passages may share a name.
+        is_whole: True if every query searches all of them; otherwise each has its own.
     """
 
     texts: tuple[str, ...]
@@ -31,24 +31,26 @@ class _Passages:
     is_whole: bool = True
 
     def candidates(self, row: Related) -> list[int]:
-        """The places of the passages that a query looks among; of its own, positives last, so that ties are wrong."""
+        """List the positions of the passages that a query searches; its own positives come last, so that ties count
+        as wrong.
+        """
         if self.is_whole:
             return list(range(len(self.texts)))
         return [place for name in (*row.negative, *row.positive) for place in self.keys.get(name, ())]
 
     def answers(self, row: Related) -> frozenset[int]:
-        """The places of the passages that answer a query."""
+        """Return the positions of the passages that answer a query."""
         return frozenset(place for name in row.positive for place in self.keys.get(name, ()))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the test samples of a task are compared with.
+    """The comparison of a task's test samples.
 
     Attributes:
-        of: position -> what the sample of that position is compared with.
-        passages: what queries are answered from; None for pairs.
-        reader: what makes token ids of the other texts.
+        of: position -> the sample's counterpart.
+        passages: the passages that queries search; None for pairs.
+        reader: tokenizes the other texts.
     """
 
     of: Callable[[int], Related]
@@ -57,12 +59,12 @@ class Comparison:
 
     @property
     def similarity(self) -> str:
-        """How embeddings are compared, as the model's folder has it."""
+        """The similarity of embeddings, as the model's folder defines it."""
         prompts = None if self.reader is None else self.reader.prompts
         return "cosine" if prompts is None else prompts.similarity
 
     def at(self, chosen: Sequence[int]) -> Comparison:
-        """The same of some samples."""
+        """Select samples."""
         return replace(self, of=lambda position: self.of(chosen[position]))
 
 
@@ -70,7 +72,7 @@ _COLUMNS = ("pair", "positive", "negative")
 
 
 def related_columns(entry: TextEntry) -> dict[str, str]:
-    """The columns of what texts are compared with, by the key of the entry that names each."""
+    """Map the entry's keys for related texts to their columns."""
     return {key: column for key in _COLUMNS if (column := getattr(entry, key)) is not None}
 
 
@@ -80,7 +82,14 @@ def related_in(
     row: Callable[[int], Mapping[str, Any]],
     where: Callable[[int], str],
 ) -> Callable[[int], Related] | None:
-    """Return a function from a position to what its row says in these columns; None if the entry names none."""
+    """Return a function from a position to its related texts; None if the entry names none.
+
+    Args:
+        entry: the spec's entry.
+        columns: existing columns.
+        row: position -> values by column.
+        where: position -> its place in messages.
+    """
     wanted = related_columns(entry)
     for key, column in wanted.items():
         require_column(column, columns, key, where(0).rpartition(",")[0])
@@ -106,7 +115,7 @@ def related_in(
 
 
 def _as_asked(entry: TextEntry, text: str, values: Mapping[str, Any]) -> str:
-    """The second text of a pair, in the prompt in the place of the first."""
+    """Put the second text of a pair into the prompt in place of the first."""
     from driftlens.config.data import fields_of, filled
 
     assert entry.prompt is not None
@@ -133,10 +142,18 @@ def comparison(
     reader: TextReader | None,
     access: Access,
 ) -> Comparison | None:
-    """What the drawn test samples of a task are compared with; None where the entry says nothing of that.
+    """Return the comparison of a task's sampled test samples; None if the entry has none.
+
+    Args:
+        task: the task's name.
+        entry: the spec's entry.
+        view: the test split.
+        drawn: positions of the sampled samples.
+        reader: the tokenizer and its rules.
+        access: permissions.
 
     Raises:
-        DataError: a pair has no number, or a query nothing that answers it.
+        DataError: a pair has no number, or a query no answer.
     """
     if view.related is None or not related_columns(entry):
         return None
@@ -169,7 +186,7 @@ def _answering(
     rows: Sequence[Related],
     access: Access,
 ) -> _Passages:
-    """The corpus of an entry, in which every drawn query has something that answers it."""
+    """Read an entry's corpus; refuse queries without an answer in it."""
     passages = _passages(entry, rows, access)
     is_answerable = [bool(passages.answers(row)) for row in rows]
     if not all(is_answerable):
@@ -188,7 +205,7 @@ _PASSAGE = ("document", "passage", "corpus")
 
 
 def number_of(text: str) -> float:
-    """NaN where it is none, or infinite."""
+    """Parse a finite number; NaN for others."""
     try:
         number = float(text)
     except ValueError:
@@ -197,7 +214,7 @@ def number_of(text: str) -> float:
 
 
 def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
-    """The corpus of an entry; without one, what its queries name."""
+    """Read an entry's corpus; without one, collect what its queries name."""
     corpus = entry.corpus
     if corpus is None:
         named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def columns_asked(entry: TextEntry) -> dict[str, str]:
-    """The columns whose text a prompt holds, by the name that each has there."""
+    """Map the names in a prompt to their columns."""
     from driftlens.config.data import fields_of
 
     asked = fields_of(entry.prompt or "{input}")
@@ -53,11 +53,21 @@ def text_view(
     names: Sequence[str] | None = None,
     beside: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
 ) -> SplitView:
-    """The samples of a split whose rows are texts; `row` gives those columns of a row that are asked.
+    """Build the split of rows that are texts.
 
-    A split that serves no scores may lack the answers; of the test split all have one, where the column is named in the
-    spec. `names` are what whole numbers among the targets mean, `unit` what an id counts; `beside` gives what reads the
-    images that a row is about.
+    A split without scores may lack answers; in the test split all rows have one if the spec names the column.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        ids: one identifier per row.
+        columns: existing columns.
+        row: position -> values by column.
+        where: the place in messages.
+        origin: the origin of the samples.
+        unit: what an id counts.
+        names: meaning of integers among the targets.
+        beside: position -> readers of the row's images.
     """
     from driftlens.config.data import filled
 
@@ -113,9 +123,17 @@ def as_texts(
     preprocess: Callable[[list[Text]], Any],
     compared: Comparison | None = None,
 ) -> SampleSet:
-    """A set of samples whose `rows` are these, read by the task's own rules; without a `reader`, by the model's code.
+    """Turn samples into text samples, read by the task's rules; without a `reader`, by the model's code.
 
     Calibration samples may show their answers; all others are measured on the question alone.
+
+    Args:
+        samples: the samples.
+        rows: question and answer of each.
+        entry: the spec's entry.
+        reader: the tokenizer and its rules.
+        preprocess: converts texts to raw inputs without a reader.
+        compared: the comparison of test samples.
     """
     task, split = samples.task, samples.split
     have = [bool(row.target) for row in rows]
@@ -167,7 +185,7 @@ def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextR
 def _beside(
     entry: TextEntry, rows: Sequence[Mapping[str, Any]], file: Path, where: str
 ) -> Callable[[int], Sequence[Callable[[], Any]]] | None:
-    """What reads the images whose paths or path rows hold; None where the entry names no such column."""
+    """Return a function from a row to readers of its images; None if the entry names no image column."""
     column = entry.pictures
     if column is None:
         return None
@@ -179,7 +197,7 @@ def _beside(
 def _too_long(
     samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
 ) -> tuple[str, ...]:
-    """A notice of how many rows are cut, if any are; of images one alone is read before it is its turn."""
+    """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
     if isinstance(reader, PictureReader):
         reader(given[:1])
         return ()
@@ -197,7 +215,7 @@ def _too_long(
 
 
 def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
-    """The answers that calibration shows, as the entry says or as suits the data and the model."""
+    """Return which answers calibration shows, by the entry or the data and model."""
     if form == "encoder":
         if entry.decoder_inputs is not None:
             raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Take it out.")
@@ -222,7 +240,7 @@ def _text(values: Mapping[str, Any], column: str, where: str) -> str:
 def _target(
     entry: TextEntry, value: Any, names: Sequence[str] | None, classes: Sequence[str] | None, where: str
 ) -> str:
-    """The answer that a row's target means; empty where it has none."""
+    """Return the answer of a row's target; empty without one."""
     if value is None or value == "" or (names is not None and value == -1):
         return ""
     if not isinstance(value, str | int | float):
@@ -247,10 +265,16 @@ def _target(
 
 @data_sources.register("jsonl")
 def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
-    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped.
+    """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped.
 
-    The library reads the lines, and each is parsed alone: its own reader of JSON makes dates of some texts, and 1.0 of
-    a 1 that shares its column with 2.5.
+    The library reads the lines, and each is parsed separately: its JSON reader would turn some texts into dates, and
+    a 1 in
+    a column with 2.5 into 1.0.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
     """
     file = Path(getattr(entry, split))
     rows: dict[str, dict[str, Any]] = {}
@@ -269,10 +293,16 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
 
 @data_sources.register("table")
 def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
-    """The images that a split's rows name; ids are the paths as they stand there, relative ones to the file's folder.
+    """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
 
-    Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column. Where rows
-    are texts, ids are their numbers, counted from 0 over the whole file.
+    Relative paths start at the file's folder. Labels are text, or numbers that index `classes`; only the test split
+    needs
+    them.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
     """
     if entry.holds_texts:
         return _open_texts(entry, split)
@@ -312,7 +342,7 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
 def _rows(
     entry: TableData, split: Split, wanted: Mapping[str, str | None]
 ) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
-    """A split's file, what messages call its rows, where they stand, their numbers, and the columns that are wanted."""
+    """Return a split's file, the name of its rows in messages, their place, their numbers and the wanted columns."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
     wanted = {**wanted, "split": entry.split if entry.file else None}
@@ -345,13 +375,13 @@ def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: 
 
 
 def _places(paths: Iterable[str], folder: Path) -> list[str]:
-    """Paths written in one way, so that they can be compared; links behind the folder are not followed."""
+    """Normalize paths for comparison without following links."""
     folder = folder.resolve()
     return [os.path.normpath(folder / path) for path in paths]
 
 
 def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
-    """Paths of images that are all there, each once."""
+    """Check that image paths exist and occur once."""
     _require_there(paths, folder, where)
     twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
     if twice:

@@ -33,7 +33,7 @@ _parts: ContextVar[int] = ContextVar("batch_parts", default=1)
 
 
 def fitting_batch(size: int) -> int:
-    """A batch size, halved as often as memory has been too little for the work at hand."""
+    """Return a batch size, halved as often as memory was insufficient."""
     return max(1, size // _parts.get())
 
 
@@ -41,11 +41,16 @@ def fitting_batch(size: int) -> int:
 def halving_batches(
     size: int, tell: Callable[[str], None], *, sums: bool = False
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """A function that does some work, again with less at once while memory is too little.
+    """Yield a function that runs work, and repeats it with smaller batches when memory runs out.
 
-    Batches, the largest of which has `size` samples, are halved down to one sample. Where the work `sums` up moments
-    these are kept on the host if it was they that had no room, or if nothing else helps. Work has to begin anew
-    whenever it is called; `tell` is told what it goes on with, which stays so until this is closed.
+    Batches are halved down to one sample. If `sums` did not fit, or nothing else helps, they move to the host. Work
+    must
+    start from the beginning whenever it is called.
+
+    Args:
+        size: samples of the largest batch.
+        tell: reports the new batch size.
+        sums: True if the work accumulates moments.
     """
 
     import torch
@@ -93,7 +98,7 @@ class Batch:
     copied: tuple[str, ...] = ()
 
     def first(self, count: int) -> Batch:
-        """Its first samples, padded as they are."""
+        """Return the first samples, with their padding."""
         return self._part(0, count)
 
     @property
@@ -108,7 +113,7 @@ class Batch:
 
 
 def cut(inputs: Any, places: slice) -> Any:
-    """Raw inputs of some samples: of every tensor in them the rows, all else as it is."""
+    """Slice the rows of every tensor in raw inputs."""
     if isinstance(inputs, Mapping):
         return {name: cut(entry, places) for name, entry in inputs.items()}
     if isinstance(inputs, list | tuple):
@@ -122,15 +127,15 @@ Shown = Literal["target", "expert", "none"]
 
 @dataclass(frozen=True)
 class Texts:
-    """What the samples of a set are as text, whatever of it the model is given.
+    """The texts of a set of samples.
 
     Attributes:
-        read: position -> question and answer, as the model is asked and should say them.
-        reader: what makes token ids of them; None where nobody knows the model.
-        answer: how an answer is written; the word stands for `{target}`.
-        shown: which answers `SampleSet.load` gives the model beside the questions.
-        answers: questions -> how the task's expert answers them, as answers are written; None where nobody can ask it.
-        compared: what test samples are compared with; None where that is nothing.
+        read: position -> question and answer.
+        reader: tokenizes them; None if the model is unknown.
+        answer: format of an answer, with `{target}`.
+        shown: answers that `SampleSet.load` shows the model after the questions.
+        answers: questions -> the expert's answers, formatted; None if it cannot be asked.
+        compared: the comparison of test samples; None without.
     """
 
     read: Callable[[int], Text]
@@ -141,26 +146,25 @@ class Texts:
     answers: Callable[[Sequence[Any]], list[str]] | None = None
 
     def answered(self, word: str) -> str:
-        """How the model should say a word, such as the name of a class."""
+        """Format a word, such as a class name, as an answer."""
         return self.answer.replace("{target}", word)
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """What one split of one task offers, drawn once and kept in this order.
+    """The sampled samples of one split of one task, in fixed order.
 
     Attributes:
-        ids: one identifier per sample (see contract: path, `test/17`, row index).
-        labels: class name per sample, or None when the data has no labels.
+        ids: one identifier per sample (path, `test/17`, row index).
+        labels: class name per sample, or None without labels.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
-        source: digest of the data that the samples were drawn from, where that is more than the samples themselves;
-            None for samples that a caller has handed in, whose ids are mere places in what that was.
-        notices: what a reader of the results must be told about the samples.
-        texts: what the samples are as text; None where they are none.
-        picture: position -> the image as its source holds it; None where samples are no images of a data source.
-        preprocess: what `load` makes raw inputs of images or texts with, where there are any.
-        views: which copies calibrations read beside the samples, see `driftlens.data.views`; None for none.
-        original: the samples that some of these are copies of, in their order again and again; None where none is.
+        source: digest of the data that was sampled; None for samples in memory, whose ids are positions.
+        notices: for readers of the results.
+        texts: the samples as text; None for others.
+        picture: position -> the source's image; None without images of a data source.
+        preprocess: converts images or texts to raw inputs, if there are any.
+        views: copies that calibrations read in addition, see `driftlens.data.views`; None for none.
+        original: the samples that copies were made from, repeated in order; None without copies.
     """
 
     task: str
@@ -182,12 +186,12 @@ class SampleSet:
 
     @property
     def num_read(self) -> int:
-        """How many samples a calibration reads, copies among them."""
+        """The number of samples that a calibration reads, copies included."""
         return len(self) * (1 + (0 if self.views is None else self.views.count))
 
     @property
     def num_batches(self) -> int:
-        """Of all samples; the last one may be smaller."""
+        """The number of batches; the last one may be smaller."""
         return -(-len(self.ids) // self.at_once)
 
     @property
@@ -196,11 +200,11 @@ class SampleSet:
         return fitting_batch(self.batch_size)
 
     def fitting(self, per_sample: int, budget: int) -> int:
-        """How many samples of so many bytes fit into a budget, in whole batches; a batch at least."""
+        """Return how many samples of a given size fit into a budget, in whole batches, at least one."""
         return max(1, budget // max(1, per_sample) // self.at_once) * self.at_once
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches of the samples [start, stop), each read when it is asked for."""
+        """Yield batches of the samples [start, stop), each read when needed."""
         end = len(self.ids) if stop is None else stop
         size = self.at_once
         for first in range(start, end, size):
@@ -213,10 +217,10 @@ class SampleSet:
             yield Batch(first, last, self.load(range(first, last)), copied)
 
     def text(self, position: int) -> Text:
-        """What a sample asks and what its answer should be, whatever of it `load` gives the model.
+        """Return a sample's question and answer.
 
         Raises:
-            DataError: the samples are no texts.
+            DataError: the samples are not texts.
         """
         if self.texts is None:
             raise DataError(
@@ -227,11 +231,11 @@ class SampleSet:
 
     @property
     def all_texts(self) -> list[Text]:
-        """What all samples ask and should answer; nothing where they are no texts."""
+        """The questions and answers of all samples; empty if they are not texts."""
         return [] if self.texts is None else [self.texts.read(position) for position in range(len(self))]
 
     def answering(self, answers: Sequence[str]) -> SampleSet:
-        """The same questions of a model's with these answers, which `load` shows it; an empty one shows none."""
+        """Return the same questions with these answers, which `load` shows the model; an empty one shows none."""
         answered = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
         texts = replace(cast("Texts", self.texts), read=answered.__getitem__, shown="target")
         reader = cast("TextReader", texts.reader)
@@ -242,7 +246,7 @@ class SampleSet:
         return replace(self, load=load, texts=texts)
 
     def origin(self) -> str:
-        """Digest of what the ids are ids of: equal ids of equal origin are the same samples, wherever the files lie."""
+        """Return a digest of the data: samples of equal id and origin are the same, at any path."""
         if self.source is not None:
             return self.source()
         return data_digest(self.ids, lambda position: self.load([position]))
@@ -254,12 +258,12 @@ class SampleSet:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """What tells every sample from others: its id, or its content where a caller has handed it in."""
+        """A unique value per sample: its id, or its content for data in memory."""
         return self.digests if self.source is None else self.ids
 
 
 def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
-    """The samples at some positions, perhaps none, in this order."""
+    """Select samples at positions, possibly none, in this order."""
     chosen, texts, picture = tuple(positions), samples.texts, samples.picture
     return replace(
         samples,
@@ -277,17 +281,17 @@ def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
 
 
 def few_of(samples: SampleSet, count: int) -> SampleSet:
-    """At most so many of the samples, drawn at random and the same every time; all may be sorted by class."""
+    """Select at most `count` samples at random, the same every time."""
     return part_of(samples, shuffled(len(samples), 0, task=samples.task, split="test")[:count])
 
 
 def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:
-    """The mask of the inputs of this name, which says what of a sequence counts; None where there is none."""
+    """Return the mask that belongs to an input; None without."""
     return inputs.get(_MASKS[name.startswith("decoder_")])
 
 
 def _unpadded(inputs: Any) -> Any:
-    """One sample [1, ...] without what stands before the first token that counts or follows the last one."""
+    """Remove padding before the first and after the last token of one sample [1, ...]."""
     if not isinstance(inputs, Mapping):
         return inputs
     cut = {}
@@ -310,9 +314,9 @@ def _digest(sample: Any) -> str:
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
-    """Digest of all ids, in any order, and of the contents of a few samples, evenly spread; in hexadecimal.
+    """Compute a digest of all ids, in any order, and of a few evenly spread samples, in hexadecimal.
 
-    A sample is text, numbers, an image or tensor, or a mapping or sequence of such.
+    A sample is text, numbers, an image or tensor, or a mapping or sequence of these.
     """
     order = sorted(range(len(ids)), key=lambda position: ids[position])
     digest = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
@@ -358,13 +362,21 @@ def draw(
     split: Split,
     exclude_ids: Collection[str] = (),
 ) -> tuple[int, ...]:
-    """Positions of the drawn samples, in the order drawn; `all` keeps the split's own order.
+    """Sample positions at random, in random order; `all` keeps the split's order.
 
-    The same arguments give the same samples on every machine, and a smaller `n` a beginning of a larger one. Two tasks
-    on the same data draw differently, and so does one under another name. Samples of `exclude_ids` are not drawn.
+    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one. Tasks with
+    different names on the same data get different samples.
+
+    Args:
+        view: the split.
+        n: number of samples, or `all`.
+        seed: of the sampling.
+        task: the task's name.
+        split: the split's name.
+        exclude_ids: samples that must not be chosen.
 
     Raises:
-        DataError: fewer samples than `n` are left; the hint names the key to change.
+        DataError: fewer than `n` samples are left.
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]
@@ -377,12 +389,19 @@ def draw(
 
 
 def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:
-    """The numbers 0 to count - 1 in the order in which samples are drawn; `draw` says what decides it."""
+    """Return the numbers 0 to count - 1 in the random order that `draw` uses.
+
+    Args:
+        count: of numbers.
+        seed: of the sampling.
+        task: the task's name.
+        split: the split's name.
+    """
     return [int(index) for index in drawing(seed, f"{split}/{task}").permutation(count)]
 
 
 def drawing(seed: int, name: str) -> np.random.Generator:
-    """What draws the same for the same seed and name, on every machine."""
+    """Return a random generator that depends on seed and name only, on every machine."""
     # Python's own hash() of text changes from process to process; this one does not.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     words = np.frombuffer(digest, dtype="<u4").tolist()
@@ -404,7 +423,7 @@ def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, spl
 
 
 def unequal_counts(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:
-    """A notice that tasks use different numbers of samples, or nothing where they agree."""
+    """Return a notice if tasks use different numbers of samples."""
     if len(set(counts.values())) < 2:
         return ()
     listed = ", ".join(f"{task} {count}" for task, count in sorted(counts.items()))

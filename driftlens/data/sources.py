@@ -1,7 +1,8 @@
-"""What every kind of data source offers: a split as a list of samples that are read one at a time.
+"""Interface of data sources: a split as a list of samples that are read one at a time. Entry point: `open_split`.
 
-A source is a function registered under the `kind` it serves. It lists the samples of one split without reading their
-contents. Images are handed over as PIL images or as arrays of bytes, texts as pairs (input, target).
+A source is a function registered under its `kind`. It lists the samples of a split without reading them. Images are
+PIL
+images or uint8 arrays, texts are pairs (input, target).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Split: TypeAlias = Literal["calibration", "diagnosis", "test"]
 
 
 class Related(NamedTuple):
-    """What a text is compared with: the other text of a pair, or what answers a query (texts or corpus keys)."""
+    """The counterpart of a text: the other text of a pair, or what answers a query (texts or corpus keys)."""
 
     pair: str = ""
     positive: tuple[str, ...] = ()
@@ -41,14 +42,14 @@ class SplitView:
     """The samples of one split, in a fixed order.
 
     Attributes:
-        origin: where they lie, for messages; the same origin means the same samples under the same ids.
-        ids: one identifier per sample (see contract: path, `test/17`, row index, line number).
-        class_names: the classes as the source names them; None when it has no labels or doesn't name them.
-        label: position -> class name, or None where the sample has no label.
+        origin: the place, for messages; equal origins mean the same samples under the same ids.
+        ids: one identifier per sample (path, `test/17`, row index, line number).
+        class_names: the source's class names; None without labels or names.
+        label: position -> class name, or None without a label.
         read: position -> the image, or the pair of texts (input, target).
-        holds: what the samples are, `image` or `text`; a model reads one of them (`models.chain.Modality`).
-        notices: what a reader of the results must be told about the split.
-        related: position -> what a text is compared with; None where that is nothing.
+        holds: kind of samples, `image` or `text`; a model reads one of them (`models.chain.Modality`).
+        notices: for readers of the results.
+        related: position -> the text's counterpart; None without.
     """
 
     origin: str
@@ -77,7 +78,7 @@ BYTES_REMEDY = (
 
 @contextmanager
 def refused(where: str) -> Iterator[None]:
-    """Raise whatever a library raises inside as a `DataError` that names the place."""
+    """Convert a library's error in the block into a `DataError` that names the place."""
     try:
         yield
     except DriftLensError:
@@ -94,11 +95,16 @@ def refused(where: str) -> Iterator[None]:
 
 
 def open_split(entry: Any, split: Split, access: Access) -> SplitView:
-    """Return the samples of one split of a task's data.
+    """Open one split of a task's data.
+
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        access: permissions.
 
     Raises:
-        DataError: The source or a library can't read the data, then or when a sample is read; there are no samples,
-            or two of one name.
+        DataError: the source or a library can't read the data, now or later; there are no samples, or two of one
+            name.
     """
     places = (getattr(entry, name, None) for name in ("path", "file", "target", split))
     place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
@@ -122,7 +128,13 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
-    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes, by its shape and dtype."""
+    """Refuse anything but a grey [h, w] or colour [h, w, 3] image of bytes.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        where: the place in messages.
+    """
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
     if len(shape) != 2 and not (len(shape) == 3 and shape[2] == 3):
@@ -133,9 +145,9 @@ def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> No
 
 
 def as_picture(value: Any, where: str) -> Picture:
-    """`value` itself, if it is an image of bytes: PIL's in any mode that has no deeper samples, or a uint8 array.
+    """Return an image of bytes unchanged: a PIL image of at most 8 bits per channel, or a uint8 array.
 
-    Of 16 or 32 bits and of floats nobody says which value is white, and Pillow would take all from 255 on for it.
+    Images of 16 or 32 bits or floats are refused: their white level is unknown, and Pillow would clip at 255.
     """
     from PIL import Image, ImageMode
 
@@ -156,7 +168,13 @@ def as_picture(value: Any, where: str) -> Picture:
 
 
 def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> str:
-    """The name of a class that is given by its name, or by its place among the known names, if there are any."""
+    """Return a class name from a name or an index into the known names.
+
+    Args:
+        label: name or index.
+        classes: known names, or None.
+        where: the place in messages.
+    """
     if isinstance(label, str):
         return label
     if classes is None:
@@ -172,9 +190,14 @@ def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> s
 def named(
     labels: Sequence[int | str | None], classes: tuple[str, ...] | None, where: str
 ) -> tuple[list[str | None], tuple[str, ...] | None]:
-    """Class name per sample, and all class names: the known ones, or else those that occur, in order.
+    """Return the class name of every sample, and all class names: the known ones, or those that occur, sorted.
 
-    Numbers may be written as text. They index the known names, unless all of them are such names themselves.
+    Numbers may be written as text. They index the known names, unless they are all names themselves.
+
+    Args:
+        labels: one per sample.
+        classes: known names, or None.
+        where: the place in messages.
     """
     odd = [label for label in labels if not isinstance(label, int | str | None)]
     if odd:
@@ -194,16 +217,16 @@ def named(
 
 
 def listed_classes(stated: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
-    """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out."""
+    """Return the class names that an entry lists or that its JSON file contains; None if it leaves them out."""
     from driftlens.models.heads import class_names
 
     return None if stated is None or isinstance(stated, bool) else class_names(stated)
 
 
 def names_of(samples: Any) -> Any:
-    """The `class_names`, or torchvision's `classes`, of a data set or of the one that it is part of; None without.
+    """Return `class_names`, or torchvision's `classes`, of a data set or of the one it is part of; None without.
 
-    Several words for a class, as ImageNet has, become one text.
+    Several words for a class, as in ImageNet, are joined.
     """
     owners = (samples, getattr(samples, "dataset", None))
     candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
@@ -214,7 +237,14 @@ def names_of(samples: Any) -> Any:
 
 
 def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
-    """Refuse a column that is not there; `key` is what names it in the spec."""
+    """Refuse a missing column.
+
+    Args:
+        column: its name.
+        columns: existing columns.
+        key: the spec's key that names it.
+        where: the place in messages.
+    """
     if column not in columns:
         way = "`prompt` names columns as {COLUMN}." if key.startswith("{") else f"Name it as `{key}: COLUMN`."
         raise DataError(

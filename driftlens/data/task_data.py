@@ -31,11 +31,11 @@ class TaskData:
     """The calibration, diagnosis and test samples of one task. `open_task_data` makes one.
 
     Attributes:
-        class_names: all classes, in the head's order where it names them; None for data without labels.
-        notices: what a reader of the results must be told about the samples.
-        overlap: how many diagnosis samples are also calibration samples; results are stamped unless it is 0.
-        diagnosis: samples on which drift is measured; drawn from the test split unless they have one of their own.
-        test: samples on which accuracy is measured; never one of the calibration samples.
+        class_names: all classes, in the head's order if it names them; None without labels.
+        notices: for readers of the results.
+        overlap: number of diagnosis samples that are also calibration samples; results are marked unless it is 0.
+        diagnosis: samples on which drift is measured; from the test split unless they have their own.
+        test: samples on which scores are measured; never calibration samples.
     """
 
     task: str
@@ -49,15 +49,15 @@ class TaskData:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether the samples are images."""
+        """True if the samples are images."""
         return self._views["diagnosis"].holds == "image"
 
     def shares(self, split: Split) -> bool:
-        """Whether a split draws from where the calibration samples come from: equal ids are then the same samples."""
+        """Return True if a split and the calibration samples have one origin: equal ids are the same samples."""
         return self._views[split].origin == self._views["calibration"].origin
 
     def answers(self) -> dict[str, str]:
-        """Class name -> the text that answers with it, of all classes, or else of those that occur; of texts alone."""
+        """Map class names to their answers in text tasks; without classes, the labels that occur."""
         labels = {
             label
             for samples in (self.test, self.diagnosis, self.calibration)
@@ -71,7 +71,7 @@ class TaskData:
         )
 
     def picture(self, split: Split, sample_id: str) -> Picture:
-        """One sample's image as the source holds it, before any preprocessing."""
+        """Return a sample's original image."""
         view = self._views[split]
         if view.holds != "image" or sample_id not in view.ids:
             raise DataError(f"task {self.task}: {view.origin} has no image {sample_id!r}")
@@ -89,11 +89,17 @@ def open_task_data(
     head_classes: Sequence[str] | None = None,
     access: Access = Access(),
 ) -> TaskData:
-    """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
+    """Open and sample a task's data, with labels as class names. Images are read later, batch by batch.
 
-    `preprocess` turns a batch of pictures (or pairs of texts) into the model's raw inputs; a `reader` of texts takes
-    its place, as tasks have rules of their own. `reads` is the name of the model's modality, where that is known,
-    `head_classes` are the names of the head's rows (None takes the data's own).
+    Args:
+        task: the task's name.
+        entry: the spec's entry.
+        defaults: counts, seed and batch size.
+        preprocess: images (or pairs of texts) of a batch -> the model's raw inputs.
+        reads: the model's modality, if known.
+        reader: the tokenizer and its rules, which replace `preprocess` for texts.
+        head_classes: names of the head's rows; None takes the data's own.
+        access: permissions.
     """
     from driftlens.config.data import TextEntry
 
@@ -177,7 +183,17 @@ def sample_set(
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
-    """Return the samples at some positions of a view, whose labels are compared with the classes."""
+    """Return the samples at some positions of a split, with labels compared to the classes.
+
+    Args:
+        task: the task's name.
+        split: the split.
+        view: its samples.
+        drawn: positions.
+        class_names: known classes.
+        preprocess: images of a batch -> raw inputs.
+        batch_size: samples per batch.
+    """
     where = f"task {task}, {split} split {view.origin}"
     ids = tuple(view.ids[position] for position in drawn)
     drawn_labels = [view.label(position) for position in drawn]
@@ -225,9 +241,13 @@ def _notices(
 def require_same_classes(
     data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
 ) -> None:
-    """Refuse data whose classes are not those of the head; order plays no part.
+    """Refuse data whose classes differ from the head's, in any order.
 
-    With `all_of_head` the data must have every class; splits that serve no accuracy need not.
+    Args:
+        data: classes of the data.
+        head: classes of the head.
+        where: the place in messages.
+        all_of_head: True if the data must have every class; only the test split must.
     """
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
@@ -248,7 +268,7 @@ def require_same_classes(
 
 
 def plain_form(name: str) -> str:
-    """A name without case, spaces and punctuation, its accents encoded in one way."""
+    """Normalize a name: no case, spaces or punctuation, accents in one encoding."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in folded if character.isalnum()) or folded
 

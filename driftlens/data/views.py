@@ -1,8 +1,8 @@
-"""Views: copies of calibration samples, made by seed whenever they are read, and never stored.
+"""Views: altered copies of calibration samples, made from a seed whenever they are read, never stored.
 
-A calibration reads them beside the samples: expert and merged model alike, so that nothing asks that a copy keeps its
-original's label. What a copy is depends on the seed, its original and, where it takes something of them, the task's
-other samples, whatever their order.
+Expert and merged model read the same copy, so a copy need not keep its original's label. A copy depends on the seed,
+its
+original and, for some kinds, the task's other samples, but not on their order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _REPLACED = 0.3
 
 
 def viewed(samples: SampleSet) -> SampleSet:
-    """The samples, behind them their first copies, the second ones, ...; themselves where there are none.
+    """Append the first copies, second copies, ... to samples; return them unchanged without views.
 
     Raises:
-        DataError: nothing can be made of the samples as `views` says it.
+        DataError: the kind of views does not fit the samples.
     """
     views = samples.views
     if views is None or not views.count:
@@ -65,7 +65,7 @@ def viewed(samples: SampleSet) -> SampleSet:
 
 
 def _suitable(samples: SampleSet) -> str:
-    """The kind of views for what samples are."""
+    """Return the kind of views that fits the samples."""
     if samples.texts is not None:
         return "words"
     sizes: list[int] = []
@@ -74,7 +74,7 @@ def _suitable(samples: SampleSet) -> str:
 
 
 def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
-    """What `change` makes of the tensors in raw inputs of one form, the rest as it is."""
+    """Apply `change` to the tensors of raw inputs of one structure."""
     first = inputs[0]
     if isinstance(first, Mapping):
         return {name: _changed(change, *(batch[name] for batch in inputs)) for name in first}
@@ -172,7 +172,7 @@ def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
 
 
 def _beginning(texts: Sequence[str]) -> str:
-    """What all texts begin with."""
+    """Return the common beginning of all texts."""
     first, last = min(texts), max(texts)  # which have the least in common
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     return "".join(letter for letter, _ in alike)
@@ -223,7 +223,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
 
     @functools.cache
     def given() -> list[Any]:
-        """The rows with the answers that are shown; of copies the data's would answer another question."""
+        """Return the rows with the answers that are shown; the data's answers would belong to another question."""
         silent = [row._replace(target="") for row in rows[anew:]]
         if texts.shown != "expert" or texts.answers is None:
             return [*rows[:anew], *silent]

@@ -187,10 +187,9 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
 
 
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
-    """Compute the standard error of a sum of means of independent groups, and its degrees of freedom
-    (Welch-Satterthwaite).
+    """Compute the standard error of a sum of means of independent groups, and its degrees of freedom.
 
-    A group of one sample makes the error infinite.
+    Welch-Satterthwaite. A group of one sample makes the error infinite.
     """
     parts = [float(values.var(ddof=1)) / len(values) if len(values) > 1 else math.inf for values in groups]
     total = sum(parts)
@@ -201,7 +200,7 @@ def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
 
 
 def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
-    """Return the mean of one number per draw with Student's interval. Missing numbers are left out; one has no interval."""
+    """Return the mean of one number per draw with Student's interval, without missing numbers."""
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) < 2:
@@ -257,7 +256,7 @@ def _sign_test(gained: int, lost: int) -> float:
 
 
 def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Return the interval of differences that the score test of paired proportions does not reject at 5 % (Tango, 1998)."""
+    """Return the interval of differences that the score test of paired proportions accepts (Tango, 1998)."""
 
     def is_rejected(difference: float) -> bool:
         # The likeliest share of lost samples if `difference` were the truth solves 2 n q^2 + b q + c = 0.

@@ -53,21 +53,21 @@ from driftlens.utils.errors import SpecError, did_you_mean
 
 
 class Vocab(Part):
-    """What becomes of language models with other vocabularies: rows beyond the base's go, missing ones are its."""
+    """The alignment of language models with other vocabularies: extra rows go, missing ones are the base's."""
 
     rows: Literal["base"]
 
 
 class Architecture(Part):
-    """Which code builds the network.
+    """The code that builds the network.
 
     Attributes:
-        loader: the library and model family, by the name of a registered loader, which whoever opens models looks up:
-            finding the loaders means importing torch. Or `python:package.module:function`, which needs trust.
+        loader: name of a registered loader, looked up when models are opened because loaders import torch; or
+            `python:package.module:function`, which needs trust.
         source: Hub id, folder, open_clip model name or model_config.json.
-        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), for loaders that read any
-            model and may find several lists.
-        vocab: how language models with other vocabularies than the base's are aligned; null refuses them.
+        blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if a loader may find several
+            lists.
+        vocab: how language models with other vocabularies are aligned; null refuses them.
     """
 
     loader: Annotated[str, Field(pattern=f"^([a-z0-9][a-z0-9-]*|python:{PYTHON_TARGET})$")]
@@ -86,15 +86,15 @@ class Architecture(Part):
 
 
 class Weights(Part):
-    """Where the parameters of one variant lie: a file, a folder, a Hub id, or `pretrained:TAG` of open_clip."""
+    """The parameters of one variant: a file, a folder, a Hub id, or `pretrained:TAG` of open_clip."""
 
     weights: Source
 
 
 class _Method(Part):
-    """A registered method and, flat beside it, the method's own settings, those that its signature declares.
+    """A registered method with its own settings next to it.
 
-    Who looks the method up refuses others; here a setting need only be a value that the file can hold.
+    The code that looks the method up validates the settings; here any value that the file can store is accepted.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -107,13 +107,13 @@ class _Method(Part):
 
 
 class Merge(_Method):
-    """How the experts are merged."""
+    """The merge of the experts."""
 
     method: Text
 
 
 class Calibration(_Method):
-    """How the merged model is calibrated; a setting that is left out, or null, comes from the preset."""
+    """The calibration of the merged model; settings that are left out, or null, come from the preset."""
 
     method: Text = "featcal"
     preset: Text | None = None
@@ -130,9 +130,11 @@ class Calibration(_Method):
 
 
 class Layers(Part):
-    """Which blocks are stored and shown (all are walked), and how a layer's features become one vector.
+    """The blocks that are stored and shown (all are computed), and how a layer's features become one vector.
 
-    `select`: `blocks`, a pattern on module paths, or a list of patterns and layer numbers; `pool` suits the model.
+    Attributes:
+        select: `blocks`, a pattern on module paths, or a list of patterns and layer numbers.
+        pool: how tokens are pooled; by default as the model's modality requires.
     """
 
     select: Selection = "blocks"
@@ -162,9 +164,9 @@ def _jacobian_kind(given: Any) -> str | None:
 
 
 class Metrics(Part):
-    """What is measured beyond drift, mismatch and propagation.
+    """Diagnostics in addition to drift, mismatch and propagation.
 
-    Further keys switch on diagnostics by their names; `driftlens.utils.diagnostic` has the registry.
+    Further keys enable diagnostics by name; see the registry in `driftlens.utils.diagnostic`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -203,7 +205,7 @@ class Metrics(Part):
 
 
 class Compute(Part):
-    """Where and in which precision numbers are computed; features of a task beyond the budget spill to disk."""
+    """Device and precision of computations; a task's features beyond the budget are stored on disk."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|mps|xpu)(:[0-9]+)?)$")] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
@@ -253,9 +255,9 @@ class FileHead(Part):
 
 
 class LinearHead(Part):
-    """A linear classifier, the same for all variants of a task; `own` is that in the expert's checkpoint.
+    """A linear classifier, shared by all variants of a task; `own` is the one in the expert's checkpoint.
 
-    `weight` and `bias` are its keys there; if left out the only matrix of the file, and the bias beside it.
+    `weight` and `bias` are its keys there; by default the only matrix of the file and the bias with it.
     """
 
     suite: SuiteTask | None = None

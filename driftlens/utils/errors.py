@@ -200,7 +200,7 @@ def harmless(text: str, *, is_json: bool = False) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """How many there are, with the noun in the right number: "1 task", "2 tasks"."""
+    """Format a count with its noun: "1 task", "2 tasks"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
@@ -210,6 +210,6 @@ def listed(names: Iterable[str]) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are: "a, b, c and 2 more"."""
+    """List the first names and how many more there are: "a, b, c and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

@@ -205,7 +205,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_l
 
 @dataclass(frozen=True)
 class Bounds(annotated_types.GroupedMetadata):
-    """Metadata of `Annotated`: between which a number lies, itself excluded where `low_open`; and its unit."""
+    """Metadata of `Annotated`: limits of a number (the lower one excluded if `low_open`) and its unit."""
 
     low: float | None = None
     high: float | None = None
@@ -213,7 +213,7 @@ class Bounds(annotated_types.GroupedMetadata):
     unit: str = ""
 
     def __iter__(self) -> Iterator[annotated_types.BaseMetadata]:
-        """The bounds as pydantic knows them."""
+        """Yield the bounds as pydantic's metadata."""
         if self.low is not None:
             yield annotated_types.Gt(self.low) if self.low_open else annotated_types.Ge(self.low)
         if self.high is not None:
@@ -221,16 +221,16 @@ class Bounds(annotated_types.GroupedMetadata):
 
 
 class Label(str):
-    """Metadata of `Annotated`: what a form calls the setting, where its name would say too little."""
+    """Metadata of `Annotated`: the name of the setting in forms."""
 
 
 def settings_of(owner: Callable[..., object]) -> type[BaseModel]:
-    """The settings of a function, its keyword-only parameters, or of a class, the parameters of its constructor.
+    """Build the settings model of a function (keyword-only parameters) or class (constructor parameters).
 
-    A parameter without an annotation is of its default's type.
+    A parameter without annotation has the type of its default.
 
     Raises:
-        TypeError: a parameter is annotated with something that no setting can be.
+        TypeError: a parameter has an annotation that is not supported.
     """
     key: Any = owner  # hashable, which type checkers don't believe of an abstract class
     return _settings_of(key)
@@ -252,7 +252,7 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
 
 
 def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
-    """What a parameter's annotation says of it, and its default."""
+    """Return the JSON schema of a parameter's annotation, with its default."""
     try:
         schema = TypeAdapter(annotation).json_schema()
         _type_of(schema)
@@ -273,7 +273,7 @@ def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
 
 
 def model_of(settings: Mapping[str, Schema]) -> type[BaseModel]:
-    """The model whose fields have these JSON schemas: of an owner's signature, or as another process sent them."""
+    """Build the model whose fields have these JSON schemas."""
     fields: dict[str, Any] = {}
     for name, schema in settings.items():
         fields[name] = (
@@ -289,12 +289,12 @@ def model_of(settings: Mapping[str, Schema]) -> type[BaseModel]:
 
 
 def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
-    """The JSON schema of every setting by name."""
+    """Return the JSON schema of every setting by name."""
     return dict(model.model_json_schema().get("properties", {}))
 
 
 def _type_of(schema: Schema) -> Any:
-    """What pydantic holds values of a setting against; a KeyError where no setting can be so."""
+    """Return the Python type of a setting's schema; raise KeyError if there is none."""
     if "anyOf" in schema:
         other, nothing, *more = schema["anyOf"]
         if nothing != {"type": "null"} or more:
@@ -313,7 +313,7 @@ def _type_of(schema: Schema) -> Any:
 
 
 def choices_of(schema: Schema) -> tuple[Any, ...]:
-    """The values that a setting, or an entry of one, can have, if they are listed."""
+    """List the allowed values of a setting or of its entries, if they are enumerated."""
     return tuple(schema.get("enum") or [schema["const"]] if "const" in schema or "enum" in schema else ())
 
 
@@ -336,13 +336,13 @@ def _on_a_machine(value: int) -> int:
 
 
 def entry_of(schema: Schema) -> tuple[Schema, bool]:
-    """The schema of a setting's value beside None, or of every entry of its list; and whether it is a list."""
+    """Return the schema of a setting's value without None, or of its list entries, and True if it is a list."""
     value = schema.get("anyOf", [schema])[0]
     return value.get("items", value), value.get("type") == "array"
 
 
 def expected(schema: Schema) -> str:
-    """What values are allowed, in words."""
+    """Describe the allowed values."""
     entry, is_list = entry_of(schema)
     choices = choices_of(entry)
     words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]][1]
@@ -353,10 +353,15 @@ def expected(schema: Schema) -> str:
 
 
 def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "") -> dict[str, Any]:
-    """All settings, those given over the defaults, as a method gets them: a number as float, a list as tuple.
+    """Validate settings and merge them over the defaults; numbers become floats, lists tuples.
 
-    `what` is what messages call their owner, for example "merge method 'ties'". A `SpecError` refuses a name that is
-    none of the settings, a value that is not allowed, or one missing without default.
+    Args:
+        settings: the settings model.
+        given: values by name.
+        what: the owner's name in messages, for example "merge method 'ties'".
+
+    Raises:
+        SpecError: an unknown name, a value that is not allowed, or a missing value without default.
     """
     before = f"{what}: " if what else ""
     try:
@@ -380,5 +385,14 @@ def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "")
 
 
 def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str) -> dict[str, Any]:
-    """All settings of a function or class, those given over the defaults; arguments and errors as for `read`."""
+    """Validate the settings of a function or class and merge them over the defaults.
+
+    Args:
+        owner: the function or class.
+        given: values by name.
+        what: the owner's name in messages.
+
+    Raises:
+        SpecError: as for `read`.
+    """
     return read(settings_of(owner), given, what)

@@ -30,7 +30,7 @@ from driftlens.models import heads
 from driftlens.models import sentences as embeddings
 from driftlens.models.architectures import vit
 from driftlens.models.chain import adapters
-from driftlens.models.tracing import block_runner as dissection
+from driftlens.models.tracing import block_runner
 from tests.calibration import test_mixtures as mixed
 from tests.calibration import test_reference as calibration
 from tests.diagnostics.heads import head
@@ -319,7 +319,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     mixtures_agree_with_the_library: {
         "experts_swapped": put(
-            dissection, "assembled", lambda joined: lambda slots, parts: joined(slots[::-1], parts[::-1])
+            block_runner, "assembled", lambda joined: lambda slots, parts: joined(slots[::-1], parts[::-1])
         ),
     },
     what_changed_routes_do_is_exact: {

@@ -31,7 +31,7 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_layers
 from driftlens.experiment.study import Settings, Study, TaskSamples
-from driftlens.models.architecture import CAUSAL, Architecture, load_architecture
+from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_architecture
 from driftlens.models.architectures.open_clip_vit import resolve_pretrained
 from driftlens.models.chain import LayerChain
 from driftlens.models.generation import generate
@@ -49,7 +49,6 @@ from driftlens.models.heads import (
     text_head,
 )
 from driftlens.models.own_heads import OwnHead
-from driftlens.models.saving import HEADS
 from driftlens.models.sentences import EMBEDDED
 from driftlens.models.texts import PictureReader
 from driftlens.models.tracing.hooks import settle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,12 +27,32 @@ from driftlens.models.chain import IMAGE, Adapter, LayerChain, adapters
 from driftlens.models.heads import LmScores, TextTower
 from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.saving import FolderFormat
 from driftlens.models.sentences import readout_of, with_embedding
 from driftlens.models.vocabularies import vocabulary_keys
 from driftlens.utils.access import Access
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.utils.registry import Registry
+
+HEADS = "heads"
+"""The subfolder of saved folders with the tasks' own heads."""
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """What a folder needs so that the original library loads it.
+
+    Attributes:
+        weights: file name of the weights.
+        configs: file name -> content of the JSON files beside it.
+        required: keys without which the library refuses to load, whatever the base's file holds.
+        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
+            the features of `image.png`; empty where nobody wrote any.
+    """
+
+    weights: str
+    configs: Mapping[str, object]
+    required: Callable[[], Collection[str]] = frozenset
+    usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import OnDemand, StateSource
 from driftlens.models.heads import ScoreMap, scores_own_class
+from driftlens.models.tracing.block_call import (
+    BlockCall,
+    Inputs,
+    Reference,
+    named_map,
+    stored,
+)
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry
-
-if TYPE_CHECKING:
-    from driftlens.models.tracing.block_call import Frame, Inputs
 
 State = dict[str, Tensor]
 """What waits at a boundary: tensors whose first axis is the sample."""
@@ -143,9 +147,43 @@ class SideInputs(Mapping[str, Tensor]):
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    frames: tuple[Frame, ...] = ()
+    calls: tuple[BlockCall, ...] = ()
     inputs: Inputs | None = None
     routes: Routes | None = None
+
+    @classmethod
+    def of(
+        cls, paths: Sequence[str], calls: Sequence[BlockCall], inputs: Inputs, mask: Tensor | None
+    ) -> SideInputs:
+        """Return the calls of the blocks at `paths`, a batch's raw inputs and its mask, every tensor stored once."""
+        tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
+        store = partial(stored, tensors)
+        named_inputs = replace(inputs, values=named_map(inputs.values, store, "inputs"))
+        named_calls = []
+        for path, call in zip(paths, calls, strict=True):
+            args, kwargs = (named_map(part, store, path) for part in (call.args, call.kwargs))
+            rest = named_map(call.rest, partial(store, stateless=False), f"{path}.output")
+            named_calls.append(replace(call, args=args, kwargs=kwargs, rest=rest))
+        # Masks of float64 exceed float32, in which libraries compute the softmax: -inf where all is masked gives NaN.
+        lowest = torch.finfo(torch.float32).min
+        tensors = {
+            name: tensor.clamp(min=lowest) if tensor.dtype == torch.float64 else tensor
+            for name, tensor in tensors.items()
+        }
+        return cls(tensors, tuple(named_calls), named_inputs)
+
+    def call(self, position: int) -> BlockCall:
+        """Return the call of one block with its tensors."""
+        call = self.calls[position].mapped(self._tensor)
+        return replace(call, rest=named_map(call.rest, self._tensor))
+
+    def raw_inputs(self) -> Inputs:
+        """Return the raw inputs with their tensors."""
+        assert self.inputs is not None
+        return replace(self.inputs, values=named_map(self.inputs.values, self._tensor))
+
+    def _tensor(self, leaf: Any, _name: str) -> Any:
+        return self[leaf.key] if isinstance(leaf, Reference) else leaf
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

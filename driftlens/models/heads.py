@@ -17,7 +17,6 @@ from torch import Tensor
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
-from driftlens.models.vocabularies import HEAD
 from driftlens.utils.devices import beside, moved
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
 from driftlens.utils.files import from_json, plain_file
@@ -308,7 +307,7 @@ class LmScores:
     """
 
     key: str
-    head: str = HEAD
+    head: str = "lm_head.weight"
     bias: str = ""
     scale: float = 1.0
     behind: Callable[[Tensor], Tensor] | None = None

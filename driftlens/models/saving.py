@@ -11,9 +11,8 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from driftlens.checkpoints.tensor_sources import (
     require_key,
 )
 from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
+from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
 from driftlens.utils.files import (
     atomic_folder,
@@ -42,36 +42,11 @@ from driftlens.utils.files import (
     write_text_atomic,
 )
 
-if TYPE_CHECKING:
-    from driftlens.models.architecture import Architecture
-
 _ALIGNMENT = 8
 """Bytes, as the format wants its header padded: no type of number is wider."""
 _CODE = frozenset(("auto_map", "custom_pipelines"))
 
 log = logging.getLogger("driftlens")
-
-
-HEADS = "heads"
-"""Where saved folders hold the tasks' own heads."""
-
-
-@dataclass(frozen=True)
-class FolderFormat:
-    """What a folder needs so that the original library loads it.
-
-    Attributes:
-        weights: file name of the weights.
-        configs: file name -> content of the JSON files beside it.
-        required: keys without which the library refuses to load, whatever the base's file holds.
-        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
-            the features of `image.png`; empty where nobody wrote any.
-    """
-
-    weights: str
-    configs: Mapping[str, object]
-    required: Callable[[], Collection[str]] = frozenset
-    usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
 
 
 class Patched:

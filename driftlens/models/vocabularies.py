@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, renamed
+from driftlens.models.heads import LmScores
 from driftlens.models.texts import MEANING, plain_part
 from driftlens.utils.errors import IncompatibleModelsError, some_of
 from driftlens.utils.files import from_json, plain_file
-
-if TYPE_CHECKING:
-    from driftlens.models.heads import LmScores
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
@@ -139,8 +137,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-HEAD = "lm_head.weight"
-"""What transformers calls the weight of a language model's head."""
 _ROWS = 4096
 _SHOWN = 5
 

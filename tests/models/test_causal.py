@@ -18,7 +18,7 @@ import driftlens as dl
 from driftlens.models.architecture import load_architecture
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.tracing import block_inputs as carried
-from driftlens.models.tracing import block_runner as dissection
+from driftlens.models.tracing import block_runner
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
@@ -153,6 +153,6 @@ def test_what_gemma_3n_would_lose_is_found(
         dl.analyze, merged=models[0], experts={"a": models[1]}, data={"a": [BATCH]}, progress="none"
     )
     assert analyze(out=tmp_path / "run").layers()["closure_error"].max() < 1e-9
-    monkeypatch.setattr(dissection, "carried", SimpleNamespace(**vars(carried) | {part: fault}))
+    monkeypatch.setattr(block_runner, "carried", SimpleNamespace(**vars(carried) | {part: fault}))
     with pytest.raises(NumericsError, match="forward pass"):
         analyze(out=tmp_path / "planted")

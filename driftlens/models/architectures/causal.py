@@ -24,7 +24,7 @@ from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
 from driftlens.models.tracing.block_call import find_features
 from driftlens.models.tracing.block_inputs import num_streams
-from driftlens.models.tracing.block_runner import Dissection, is_view
+from driftlens.models.tracing.block_runner import BlockRunner, is_view
 from driftlens.models.tracing.hooks import call, replaced_forwards
 from driftlens.utils.errors import IncompatibleModelsError
 
@@ -153,7 +153,7 @@ class _Trace:
             return outputs[-1]
 
         with replaced_forwards([(self.head, score)]), self._watching():
-            scores: Tensor = Dissection(self.whole, blocks).whole(example).logits
+            scores: Tensor = BlockRunner(self.whole, blocks).whole(example).logits
         behind = Behind(self.whole, tuple(self.answers), self.head)
         return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
 

@@ -33,8 +33,10 @@ from driftlens.checkpoints.unsupported import (
     wrong_family,
 )
 from driftlens.models.architecture import (
+    HEADS,
     Architecture,
     ArchitectureRequest,
+    FolderFormat,
     loaders,
     require_own_blocks,
     weightless,
@@ -50,7 +52,6 @@ from driftlens.models.preprocessing import (
     hf_text_preprocess,
     in_order,
 )
-from driftlens.models.saving import HEADS, FolderFormat
 from driftlens.utils.errors import IncompatibleModelsError
 
 _BESIDE = (

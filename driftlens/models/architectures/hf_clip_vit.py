@@ -26,6 +26,7 @@ from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
+    FolderFormat,
     loaders,
     no_text_tower,
     read_text_side,
@@ -36,7 +37,6 @@ from driftlens.models.architectures.vit import ClipViT, Names
 from driftlens.models.chain import adapters
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
-from driftlens.models.saving import FolderFormat
 from driftlens.utils.errors import SpecError
 
 LAYOUT = KeyLayout(

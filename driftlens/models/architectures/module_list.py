@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.tracing.block_call import Mask, mapped, raw_inputs, result
 from driftlens.models.tracing.block_runner import (
-    Dissection,
+    BlockRunner,
     fitted,
     own_weights,
     run,
@@ -67,7 +67,7 @@ def sequential_chain(
         reads_last: whether `final` is given what leaves the last block; else the head is all behind that block.
     """
     path, blocks_by_path = block_list(module, blocks)
-    parts = Dissection(module, blocks_by_path, mask, final, beside, reads_last)
+    parts = BlockRunner(module, blocks_by_path, mask, final, beside, reads_last)
     pieces = _traced(parts, example)
     layers = [
         Layer(
@@ -229,7 +229,7 @@ class _Pieces(NamedTuple):
     modality: Modality
 
 
-def _traced(parts: Dissection, example: Any) -> _Pieces:
+def _traced(parts: BlockRunner, example: Any) -> _Pieces:
     """Run a batch through a module's pieces and note what they are."""
     # Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
     module = parts.module
@@ -257,7 +257,7 @@ def _traced(parts: Dissection, example: Any) -> _Pieces:
                     block_sites, features = traced_sites(block, slots, alone, features, streams)
                 block_sites = (*block_sites, *parts.experts(position))
                 sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
-                is_residual.append(side.frames[position].entered == side.frames[position].left)
+                is_residual.append(side.calls[position].entered == side.calls[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
         with Watch() as behind, ExitStack() as hooks:
@@ -265,7 +265,7 @@ def _traced(parts: Dissection, example: Any) -> _Pieces:
                 last = parts.blocks[-1].register_forward_hook(lambda *_: behind.seen.clear())
                 hooks.callback(last.remove)
             parts.head(outer, features, side)
-    lies_in_space = parts.streams == 1 and any(len(frame.left) > 2 for frame in side.frames)
+    lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
     return _Pieces(sites, is_residual, among(outer, before), among(outer, behind), modality)
 

@@ -24,6 +24,7 @@ from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
+    FolderFormat,
     loaders,
     read_text_side,
     require_own_blocks,
@@ -33,7 +34,6 @@ from driftlens.models.architectures.vit import ClipViT, Names, Pooling
 from driftlens.models.chain import Slot, adapters
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
-from driftlens.models.saving import FolderFormat
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.utils.files import expanded
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.unsupported import LIVE, is_seq2seq, wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.architectures.causal import Behind, slope
 from driftlens.models.architectures.hf_auto import (
     built,
@@ -50,7 +50,6 @@ from driftlens.models.chain import (
 )
 from driftlens.models.heads import LmScores
 from driftlens.models.preprocessing import hf_text_preprocess
-from driftlens.models.saving import FolderFormat
 from driftlens.models.tracing.block_call import (
     Inputs,
     find_features,
@@ -59,7 +58,7 @@ from driftlens.models.tracing.block_call import (
     result,
     without_padding,
 )
-from driftlens.models.tracing.block_runner import Dissection, is_view, own_weights, run, tied_weights
+from driftlens.models.tracing.block_runner import BlockRunner, is_view, own_weights, run, tied_weights
 from driftlens.models.tracing.hooks import call, observe, run_until
 from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
@@ -101,9 +100,9 @@ class Stack:
         tensors = {
             name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
         }
-        frames = whole.frames[:count] if self.name == "encoder" else whole.frames[-count:]
+        calls = whole.calls[:count] if self.name == "encoder" else whole.calls[-count:]
         assert whole.inputs is not None
-        return SideInputs(tensors, frames, whole.inputs.values[self.name])
+        return SideInputs(tensors, calls, whole.inputs.values[self.name])
 
 
 class Pair:
@@ -133,7 +132,7 @@ class Pair:
         if not path or (name == "decoder" and _READ not in takes):
             raise SpecError(f"its {name} is no module of its own that is called as one")
         listed, blocks = block_list(module, None)
-        tail, answer = _behind_blocks(name, Dissection(module, blocks, beside=beside), inputs)
+        tail, answer = _behind_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return Stack(name, stream, path, chain, tail, answer, takes)
 
@@ -163,8 +162,10 @@ class Pair:
         """Features as the encoder's, which the decoder's blocks are known to be given by; they take no memory."""
         if side is None:
             _, side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
-        frame, ids = side.frames[-1], batch["decoder_input_ids"]
-        return torch.full((), 0.5, dtype=frame.dtype, device=ids.device).expand(len(ids), *frame.left)
+        block_call, ids = side.calls[-1], batch["decoder_input_ids"]
+        return torch.full((), 0.5, dtype=block_call.dtype, device=ids.device).expand(
+            len(ids), *block_call.left
+        )
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0, which is empty for texts, and the side inputs of both stacks."""
@@ -179,7 +180,7 @@ class Pair:
                 tensors[f"{stack.stream}_mask"] = mask
         sides = {"encoder": encoder_side, "decoder": decoder_side}
         both = Inputs({name: side.inputs for name, side in sides.items()}, by_keyword=True)
-        return state, SideInputs(tensors, (*encoder_side.frames, *decoder_side.frames), both)
+        return state, SideInputs(tensors, (*encoder_side.calls, *decoder_side.calls), both)
 
     def chain(self) -> LayerChain:
         """Both stacks as one chain, under the whole model's names."""
@@ -343,7 +344,7 @@ class Pair:
         ]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """See `Dissection.require_shared`, of both stacks."""
+        """See `BlockRunner.require_shared`, of both stacks."""
         batch, models = self.batch(inputs), list(models)
         reads = {"encoder": self._asked(batch), "decoder": self._answered(batch, self._placeholder(batch))}
         for stack in self.stacks:
@@ -356,7 +357,7 @@ def _taken(inputs: dict[str, Tensor], takes: frozenset[str]) -> dict[str, Tensor
     return {name: value for name, value in inputs.items() if name in takes}
 
 
-def _behind_blocks(name: str, parts: Dissection, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
+def _behind_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
     """Path of the one module that finishes what leaves a stack's last block, "" for none; and what a stack returns."""
     finals: list[Tensor] = []
     behind: list[tuple[str, Tensor]] = []

@@ -15,11 +15,10 @@ from torch import nn
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import needed_config
 from driftlens.checkpoints.unsupported import wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE
 from driftlens.models.preprocessing import image_preprocess
-from driftlens.models.saving import FolderFormat
 from driftlens.utils.errors import IncompatibleModelsError
 
 _USAGE = """\

@@ -30,7 +30,7 @@ from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.tensor_sources import Composed, StateSource
 from driftlens.checkpoints.unsupported import is_vision_language, wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, weightless
+from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
 from driftlens.models.architectures.causal import causal_chain, not_causal
 from driftlens.models.architectures.hf_auto import (
     PADDED,
@@ -49,11 +49,10 @@ from driftlens.models.preprocessing import (
     hf_text_preprocess,
     processed_example,
 )
-from driftlens.models.saving import FolderFormat
 from driftlens.models.texts import WordReader, as_the_library
 from driftlens.models.tracing import block_inputs as carried
-from driftlens.models.tracing.block_call import Inputs, frame_at, inputs_in, on_host, padding_mask, raw_inputs
-from driftlens.models.tracing.block_runner import Dissection, forward_pass, own_weights, run
+from driftlens.models.tracing.block_call import Inputs, on_host, padding_mask, raw_inputs
+from driftlens.models.tracing.block_runner import BlockRunner, forward_pass, own_weights, run
 from driftlens.models.tracing.hooks import (
     Recording,
     buffers_on,
@@ -217,7 +216,7 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
     )
 
 
-class Sighted(Dissection):
+class Sighted(BlockRunner):
     """The pieces of a vision-language model: blocks of the tower, then those of the decoder, and what lies between."""
 
     def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
@@ -230,18 +229,18 @@ class Sighted(Dissection):
         self.width = 1
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """See `Dissection.start`; pixels are side inputs, as they come image by image and not sample by sample."""
+        """See `BlockRunner.start`; pixels are side inputs, as they come image by image and not sample by sample."""
         if not is_pictured(inputs):
             state, side = self.blind.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
             tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
-            frames: Any = (*[None] * self.count, *side.frames)
-            return state, replace(side, tensors=tensors, frames=frames)
+            calls: Any = (*[None] * self.count, *side.calls)
+            return state, replace(side, tensors=tensors, calls=calls)
         _, side = super().start(as_the_library(inputs))
         return {}, replace(side, tensors={**side.tensors, **self._places(inputs)})
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """See `Dissection.library_states`."""
+        """See `BlockRunner.library_states`."""
         sees, named = is_pictured(inputs), raw_inputs(as_the_library(inputs))
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
@@ -265,7 +264,7 @@ class Sighted(Dissection):
         return [*states, {"hidden": self._output(recording.output, mask)}]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """See `Dissection.require_shared`."""
+        """See `BlockRunner.require_shared`."""
         if is_pictured(inputs):
             super().require_shared(models, as_the_library(inputs))
         elif self.blind.require_shared is not None:
@@ -276,7 +275,7 @@ class Sighted(Dissection):
         if _AT_IMAGES not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
-        args, kwargs = inputs_in(side).arguments({})
+        args, kwargs = side.raw_inputs().arguments({})
         native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
         return {"vision": _by_sample(native, side)}
 
@@ -292,7 +291,7 @@ class Sighted(Dissection):
         """What leaves a block of the tower; sites hear of samples' tokens, however the block has them."""
         if _AT_IMAGES not in side:
             return state
-        shape = (-1, *frame_at(side, position).entered)
+        shape = (-1, *side.call(position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
         features = {"hidden": _packed(state["vision"], side).reshape(shape)}
         moves = partial(_by_sample, side=side), partial(_packed, side=side)
@@ -326,7 +325,7 @@ class Sighted(Dissection):
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
         """See `projector`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
-        args, kwargs = inputs_in(side).arguments({})
+        args, kwargs = side.raw_inputs().arguments({})
         bypassed = [
             (block, lambda *_, output=output, **__: output)
             for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
@@ -337,11 +336,11 @@ class Sighted(Dissection):
 
     def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
         """What the blocks of the tower returned, as far as the state holds it."""
-        frames = [frame_at(side, position) for position in range(self.count)]
+        calls = [side.call(position) for position in range(self.count)]
         visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
         return [
-            frame.output(_packed(vision, side).reshape(-1, *frame.left))
-            for frame, vision in zip(frames, visions, strict=True)
+            block_call.output(_packed(vision, side).reshape(-1, *block_call.left))
+            for block_call, vision in zip(calls, visions, strict=True)
         ]
 
     def decoder_block(
@@ -404,7 +403,7 @@ class Sighted(Dissection):
         for position, sites in enumerate(blocks):
             if position == self.count:
                 layers.append(replace(projector, index=len(layers) + 1))
-            is_tower, frame = position < self.count, frame_at(side, position)
+            is_tower, block_call = position < self.count, side.call(position)
             run_block = self.tower_block if is_tower else self.decoder_block
             layers.append(
                 Layer(
@@ -416,7 +415,7 @@ class Sighted(Dissection):
                     sites=sites,
                     stream="vision" if is_tower else "hidden",
                     pool="mean" if is_tower else None,
-                    is_residual=frame.entered == frame.left,
+                    is_residual=block_call.entered == block_call.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
                     needs=_AT_IMAGES if is_tower else "",
                 )
@@ -464,14 +463,16 @@ class Sighted(Dissection):
 
     def _sites(self, position: int, side: SideInputs, state: State) -> tuple[tuple[Site, ...], State]:
         """The sites of one block, run on features of the right shape, and the state with what it leaves beside them."""
-        frame, block, is_tower = frame_at(side, position), self.blocks[position], position < self.count
+        block_call, block, is_tower = side.call(position), self.blocks[position], position < self.count
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
-        tokens = frame.entered.numel() // frame.entered[-1] if is_tower else 1
+        tokens = block_call.entered.numel() // block_call.entered[-1] if is_tower else 1
         # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
         bare = self.is_hollow and not is_tower
         device = torch.device("meta") if bare else side["inputs.input_ids"].device
         features = {name: value.to(device) for name, value in state.items()}
-        features["hidden"] = torch.zeros(count // tokens, *frame.entered, device=device, dtype=frame.dtype)
+        features["hidden"] = torch.zeros(
+            count // tokens, *block_call.entered, device=device, dtype=block_call.dtype
+        )
         weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
         prefix = f"{self.paths[position]}."
         parameters = {
@@ -493,7 +494,7 @@ class Sighted(Dissection):
         past: nn.Module | None = None,
         outer: Parameters | None = None,
     ) -> Recording:
-        """See `Dissection`; what the model adds to features behind the first blocks of the decoder is part of them."""
+        """See `BlockRunner`; what the model adds to features behind the first blocks of the decoder is part of them."""
 
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
         blocks = {path: module.get_submodule(path) for path in self.paths}
@@ -510,8 +511,8 @@ class Sighted(Dissection):
             return inner[0].output
 
         outside = observe(tower, decoded, keep=keep)
-        frames, features = [*outside.frames, *inner[0].frames], [*outside.features, *inner[0].features]
-        return self._bare(Recording(frames, features, outside.output))
+        calls, features = [*outside.calls, *inner[0].calls], [*outside.features, *inner[0].features]
+        return self._bare(Recording(calls, features, outside.output))
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""

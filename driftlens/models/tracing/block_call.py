@@ -1,8 +1,8 @@
-"""How a model calls its blocks, everything but the features that flow through it, and which tokens are padding.
+"""One call of one block: its arguments without the features, the raw inputs of a batch, and its padding mask.
 
-A `Frame` is kept per block and batch. The tensors in it (masks, positions, rotary tables) and the raw inputs
-lie in the side inputs under readable names (`blocks.0.mask`, `inputs.tokens`); the frames and the raw inputs
-lie beside them, with references in the place of tensors.
+`BlockCall` is recorded per block and batch (`hooks.observe`). `chain.SideInputs` stores the calls of a batch: tensors
+(masks, positions, rotary tables) under readable names (`blocks.0.mask`, `inputs.tokens`), calls with references to
+these names.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.models.chain import SideInputs, State
 from driftlens.utils.devices import moved
 from driftlens.utils.errors import SpecError
 
@@ -26,12 +26,12 @@ OTHER_LIST = (
 
 
 _known: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_on_host", default=None)
-"""Tensors of a device by their identity, each with the host's own of the same numbers."""
+"""Tensors on a device by their identity, each with its copy on the host."""
 
 
 @contextmanager
 def known_on_host(inputs: object, copies: object) -> Iterator[None]:
-    """While this is open, `on_host` knows raw inputs' copies on a device, of the same structure."""
+    """Let `on_host` map copies of raw inputs on a device to the originals of the same structure."""
     pairs = zip(_named_leaves(inputs), _named_leaves(copies), strict=True)
     token = _known.set({id(copy): (copy, tensor) for (_, tensor), (_, copy) in pairs})
     try:
@@ -41,12 +41,12 @@ def known_on_host(inputs: object, copies: object) -> Iterator[None]:
 
 
 def on_host(value: Any) -> Any:
-    """The host's own tensor where it is known, so that nobody waits to read it; else the value itself."""
+    """Return the host's copy of a tensor where it is known, which needs no synchronization, or else the value."""
     return (_known.get() or {}).get(id(value), (None, value))[1]
 
 
 def made_of(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A change of the tensor; the host makes it too of its own, and so knows both."""
+    """Apply `change` to a tensor, and to its copy on the host where that is known."""
     changed, own, pairs = change(tensor), on_host(tensor), _known.get()
     if pairs is not None and own is not tensor:
         pairs[id(changed)] = changed, change(own)
@@ -66,18 +66,18 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Frame:
+class BlockCall:
     """One call of one block, without the features.
 
     Attributes:
-        args: positional arguments; the features' place is None.
+        args: positional arguments; None in the place of the features.
         kwargs: keyword arguments, likewise.
         place: position or keyword of the features.
-        rest: what the block returned after the features (a tuple or list), or None if it returned them bare.
+        rest: what the block returned after the features (a tuple or list), or None if it returned them alone.
         dtype: the features' dtype when the call was recorded.
         entered: the shape of a sample's features that the block was given.
         left: the shape of those that it returned.
-        fixed: tensors among the arguments, as `tensors_given` names them, whose dtype follows no feature's.
+        fixed: tensors among the arguments, by the names of `tensors`, which keep their dtype.
     """
 
     args: tuple[Any, ...]
@@ -90,42 +90,41 @@ class Frame:
     fixed: frozenset[str] = frozenset()
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with `hidden` in its place, in the shape that the block wants.
+        """Return the call's arguments with `hidden` in its place, in the shape that the block expects.
 
         Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded
         in float32 can be computed in float64.
         """
-        args, kwargs = list(self._alike(self.args, hidden)), self._alike(self.kwargs, hidden)
-        hidden = unflattened(hidden, self.entered)
-        if isinstance(self.place, int):
-            args[self.place] = hidden
-        else:
-            kwargs[self.place] = hidden
+        change = partial(self._alike, hidden)
+        args, kwargs = list(named_map(self.args, change)), named_map(self.kwargs, change)
+        owner: Any = args if isinstance(self.place, int) else kwargs
+        owner[self.place] = unflattened(hidden, self.entered)
         return tuple(args), kwargs
 
     def output(self, hidden: Tensor) -> Any:
-        """What the block returns when its features are `hidden`."""
+        """Return what the block returns when its features are `hidden`."""
         if self.rest is None:
             return hidden
-        return type(self.rest)([hidden, *self._alike(self.rest, hidden, "output")])
+        return type(self.rest)([hidden, *named_map(self.rest, partial(self._alike, hidden), "output")])
 
-    def _alike(self, value: Any, hidden: Tensor, name: str = "") -> Any:
-        def inside(entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-            before = f"{name}." if name else ""
-            return {key: self._alike(entry, hidden, f"{before}{key}") for key, entry in entries}
-
-        if isinstance(value, Mapping):
-            return inside(value.items())
-        if type(value) in (tuple, list):
-            return type(value)(inside(enumerate(value)).values())
+    def _alike(self, hidden: Tensor, value: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value
         follows = value.dtype == self.dtype and name not in self.fixed
         return value.to(hidden.device, hidden.dtype if follows else None)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors among the arguments, features left out, by the argument's name or position."""
+        return dict(_named_leaves({**dict(enumerate(self.args)), **self.kwargs}))
+
+    def mapped(self, change: Callable[[Any, str], Any]) -> BlockCall:
+        """Return the call with `change(leaf, name)` in the place of every leaf of its arguments."""
+        return replace(self, args=named_map(self.args, change), kwargs=named_map(self.kwargs, change))
+
 
 def unflattened(hidden: Tensor, shape: torch.Size) -> Tensor:
-    """Features [n, t, d] in the shape of a block's own samples, where these have more axes."""
+    """Return features [n, t, d] in the shape of a block's own samples, where these have more axes."""
     return hidden.reshape(len(hidden), *shape) if hidden.dim() <= len(shape) else hidden
 
 
@@ -136,8 +135,8 @@ class Inputs:
     values: Mapping[str, Any]
     by_keyword: bool
 
-    def arguments(self, replaced: State) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """How the model is called with copies of them, or of entries of `replaced` with the same names."""
+    def arguments(self, replaced: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of the model: copies of the inputs, or of entries of `replaced` with the same names."""
         values = {name: mapped(replaced.get(name, value), _copy) for name, value in self.values.items()}
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
@@ -188,66 +187,6 @@ def result(output: Any) -> Tensor:
     )
 
 
-def side_inputs(
-    paths: Sequence[str], frames: Sequence[Frame], inputs: Inputs, mask: Tensor | None = None
-) -> SideInputs:
-    """Frames and raw inputs as side inputs: every tensor once, under a readable name."""
-    tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
-    kept_inputs = replace(inputs, values=_stowed(inputs.values, "inputs", tensors))
-    kept_frames = tuple(
-        replace(
-            frame,
-            args=_stowed(frame.args, path, tensors),
-            kwargs=_stowed(frame.kwargs, path, tensors),
-            rest=_stowed(frame.rest, f"{path}.output", tensors, stateless=False),
-        )
-        for path, frame in zip(paths, frames, strict=True)
-    )
-    # What float64 masks away is no number to a library whose softmax is float32, where a window sees padding alone.
-    lowest = torch.finfo(torch.float32).min
-    tensors = {
-        name: tensor.clamp(min=lowest) if tensor.dtype == torch.float64 else tensor
-        for name, tensor in tensors.items()
-    }
-    return SideInputs(tensors, kept_frames, kept_inputs)
-
-
-def frame_at(side: SideInputs, position: int) -> Frame:
-    """The frame of one block, tensors back in their places."""
-    frame = side.frames[position]
-    return replace(
-        frame,
-        args=_fetched(frame.args, side),
-        kwargs=_fetched(frame.kwargs, side),
-        rest=_fetched(frame.rest, side),
-    )
-
-
-def inputs_in(side: SideInputs) -> Inputs:
-    """The raw inputs, tensors back in their places."""
-    assert side.inputs is not None
-    return replace(side.inputs, values=_fetched(side.inputs.values, side))
-
-
-def tensors_given(frame: Frame) -> dict[str, Tensor]:
-    """The tensors among a block's arguments, its features left out, by the argument's name or position."""
-    return dict(_named_leaves({**dict(enumerate(frame.args)), **frame.kwargs}))
-
-
-def with_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
-    """The frame with these in the place of tensors that `tensors_given` names so."""
-
-    def put(value: Any, name: str) -> Any:
-        if isinstance(value, Mapping):
-            return {key: put(entry, f"{name}.{key}") for key, entry in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(put(entry, f"{name}.{place}") for place, entry in enumerate(value))
-        return tensors.get(name, value) if isinstance(value, Tensor) else value
-
-    args = tuple(put(value, str(place)) for place, value in enumerate(frame.args))
-    return replace(frame, args=args, kwargs={key: put(value, key) for key, value in frame.kwargs.items()})
-
-
 def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
@@ -258,32 +197,28 @@ def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Reference:
+class Reference:
+    """The name of a tensor in side inputs, in its place in a stored call."""
+
     key: str
 
 
-def _stowed(value: Any, name: str, tensors: dict[str, Tensor], *, stateless: bool = True) -> Any:
-    """`value` with its tensors moved to `tensors`; the same tensor is filed once."""
-    if isinstance(value, Tensor):
-        place = next((key for key, tensor in tensors.items() if tensor is value), name)
-        tensors[place] = value
-        return _Reference(place)
-    if isinstance(value, Mapping):
-        return {
-            key: _stowed(entry, f"{name}.{key}", tensors, stateless=stateless) for key, entry in value.items()
-        }
-    if type(value) in (tuple, list):
-        return type(value)(
-            _stowed(entry, f"{name}.{position}", tensors, stateless=stateless)
-            for position, entry in enumerate(value)
-        )
-    if stateless:
-        _require_stateless(name, value)
-    return value
+def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
+    """Move a tensor to `tensors`, unless it is there already, and return a reference; return other values.
+
+    With `stateless`, raise for values that carry state from call to call.
+    """
+    if not isinstance(value, Tensor):
+        if stateless:
+            _require_stateless(value, name)
+        return value
+    key = next((key for key, tensor in tensors.items() if tensor is value), name)
+    tensors[key] = value
+    return Reference(key)
 
 
-def _require_stateless(name: str, value: object) -> None:
-    """Refuse what can carry something from call to call: modules, and objects that are updated or hold tensors."""
+def _require_stateless(value: object, name: str) -> None:
+    """Raise for modules, and for objects with a method `update` or with tensors."""
     tensors = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
     if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
@@ -294,21 +229,23 @@ def _require_stateless(name: str, value: object) -> None:
         )
 
 
-def _fetched(value: Any, side: SideInputs) -> Any:
-    return mapped(value, lambda leaf: side[leaf.key] if isinstance(leaf, _Reference) else leaf)
-
-
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to all that tuples, lists and dicts hold, however deep."""
+    """Return `value` with `change` applied to every leaf of nested tuples, lists and dicts."""
+    return named_map(value, lambda leaf, _: change(leaf))
+
+
+def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return `value` with `change(leaf, name)` in the place of every leaf; names are paths such as `mask.0`."""
+    before = f"{name}." if name else ""
     if isinstance(value, Mapping):
-        return {key: mapped(entry, change) for key, entry in value.items()}
+        return {key: named_map(entry, change, f"{before}{key}") for key, entry in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(mapped(entry, change) for entry in value)
-    return change(value)
+        return type(value)(named_map(entry, change, f"{before}{place}") for place, entry in enumerate(value))
+    return change(value, name)
 
 
 def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:

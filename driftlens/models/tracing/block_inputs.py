@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from driftlens.models.chain import State
-from driftlens.models.tracing.block_call import Frame
+from driftlens.models.tracing.block_call import BlockCall
 
 LAYER_INPUT, SHARED = "per_layer_input", "shared_kv_states"
 
@@ -46,11 +46,11 @@ def is_given(block: nn.Module) -> bool:
     return not {LAYER_INPUT, SHARED}.isdisjoint(signature(type(block).forward).parameters)
 
 
-def bare(frame: Frame, block: nn.Module) -> Frame:
+def bare(block_call: BlockCall, block: nn.Module) -> BlockCall:
     """The call of a block without what waits in the state."""
-    places = {name: _place(block, name, frame.args) for name in (LAYER_INPUT, SHARED)}
-    args = tuple(None if index in places.values() else value for index, value in enumerate(frame.args))
-    return replace(frame, args=args, kwargs={**frame.kwargs, **_emptied(places, frame.kwargs)})
+    places = {name: _place(block, name, block_call.args) for name in (LAYER_INPUT, SHARED)}
+    args = tuple(None if index in places.values() else value for index, value in enumerate(block_call.args))
+    return replace(block_call, args=args, kwargs={**block_call.kwargs, **_emptied(places, block_call.kwargs)})
 
 
 def _emptied(places: Mapping[str, int | str], kwargs: Mapping[str, Any]) -> dict[str, None]:

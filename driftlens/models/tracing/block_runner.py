@@ -18,21 +18,16 @@ from torch.nn.modules.conv import _ConvNd
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.tracing import block_inputs as carried
 from driftlens.models.tracing.block_call import (
-    Frame,
+    BlockCall,
     Inputs,
     Mask,
     features_of,
     find_features,
-    frame_at,
-    inputs_in,
     mapped,
     padding_mask,
     raw_inputs,
     result,
-    side_inputs,
-    tensors_given,
     unflattened,
-    with_tensors,
     without_padding,
 )
 from driftlens.models.tracing.hooks import (
@@ -113,7 +108,7 @@ def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Compute
     return {}
 
 
-class Dissection:
+class BlockRunner:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
     `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
@@ -143,7 +138,7 @@ class Dissection:
         self.carries = any(carried.is_given(block) for block in self.blocks)
         self.streams = carried.num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
-        self._frames: list[Frame] | None = None
+        self._calls: list[BlockCall] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
         convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
@@ -185,35 +180,37 @@ class Dissection:
         Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
         """
         named = raw_inputs(inputs)
-        frames = self._frames
-        if frames is None:
-            frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
-            frames = self._with_streams(frames, named)
+        calls = self._calls
+        if calls is None:
+            calls = self._hollow(named) if self.is_hollow else self._observed(self.module, named).calls
+            calls = self._with_streams(calls, named)
         state = {
             name: value
             for name, value in named.values.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         }
-        return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
+        return state, SideInputs.of(self.paths, calls, named, padding_mask(named, self.mask))
 
-    def _with_streams(self, frames: list[Frame], inputs: Inputs) -> list[Frame]:
+    def _with_streams(self, calls: list[BlockCall], inputs: Inputs) -> list[BlockCall]:
         """Put the raw inputs' own tensors where a forward pass saw copies of the streams beside the features."""
         if not self.beside:
-            return frames
+            return calls
         if self._beside_at is None:
             self._beside_at = [
                 {
                     name: stream
-                    for name, tensor in tensors_given(frame).items()
+                    for name, tensor in block_call.tensors.items()
                     for stream in reversed(list(self.beside))
                     if same_values(tensor, inputs.values[stream])
                 }
-                for frame in frames
+                for block_call in calls
             ]
-        return [
-            with_tensors(frame, {name: inputs.values[stream] for name, stream in places.items()})
-            for frame, places in zip(frames, self._beside_at, strict=True)
-        ]
+
+        def put(streams: Mapping[str, str], leaf: Any, name: str) -> Any:
+            return inputs.values[streams[name]] if name in streams else leaf
+
+        pairs = zip(calls, self._beside_at, strict=True)
+        return [block_call.mapped(partial(put, streams)) for block_call, streams in pairs]
 
     @property
     def is_hollow(self) -> bool:
@@ -247,13 +244,13 @@ class Dissection:
             for name, weight in self.outer_weights().items()
         }
 
-    def _hollow(self, inputs: Inputs) -> list[Frame]:
+    def _hollow(self, inputs: Inputs) -> list[BlockCall]:
         """How the blocks are called on a batch; kept where features make features and nothing else is given."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
-        first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
-        for path, *frames in zip(self.paths, first, *others, strict=True):
-            tensors = [tensors_given(frame) for frame in frames]
+        first, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
+        for path, *calls in zip(self.paths, first, *others, strict=True):
+            tensors = [block_call.tensors for block_call in calls]
             for name in tensors[0].keys() - self.computed.keys():
                 if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
                     raise IncompatibleModelsError(
@@ -265,27 +262,29 @@ class Dissection:
         if not self._is_known_shared:
             self._fixed = self._of_fixed_dtype(inputs, device)
         self._is_known_shared = True
-        first = [replace(frame, fixed=fixed) for frame, fixed in zip(first, self._fixed, strict=True)]
+        first = [
+            replace(block_call, fixed=fixed) for block_call, fixed in zip(first, self._fixed, strict=True)
+        ]
         # A batch without padding may come without the mask that another has.
-        is_given = any(tensors_given(frame) for frame in first)
+        is_given = any(block_call.tensors for block_call in first)
         if not is_given and all(
             isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
         ):
-            self._frames = first
+            self._calls = first
         return first
 
     def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
         """By block the arguments that stay as they are where features are float64, such as rotary tables of ERNIE."""
         try:
-            frames = self._shell_frames(inputs, self.stand_ins(device, dtype=torch.float64))
+            calls = self._shell_calls(inputs, self.stand_ins(device, dtype=torch.float64))
         except Exception:  # whatever somebody's forward makes of float64, in which it isn't computed then
             return self._fixed
-        tensors = [tensors_given(frame) if frame.dtype == torch.float64 else {} for frame in frames]
+        tensors = [block_call.tensors if block_call.dtype == torch.float64 else {} for block_call in calls]
         return [frozenset(name for name, x in each.items() if x.dtype == torch.float32) for each in tensors]
 
-    def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
+    def _shell_calls(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
         with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
-            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
+            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).calls
 
     def whole(self, inputs: Any) -> Any:
         """What the module returns for a batch; hollow where it has shapes only."""
@@ -298,7 +297,7 @@ class Dissection:
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
-        args, kwargs = inputs_in(side).arguments(state)
+        args, kwargs = side.raw_inputs().arguments(state)
         return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
 
     def _reaching(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
@@ -307,10 +306,10 @@ class Dissection:
         if not self.carries:
             return {"hidden": self._features(position, run_until(block, whole), mask)}
         # What the blocks are given beside features, too, of a pass through all in which none of them computes.
-        frames = [frame_at(side, index) for index in range(position, len(self.blocks))]
+        calls = [side.call(index) for index in range(position, len(self.blocks))]
         passing = [
-            (block, lambda hidden, *_, frame=frame, **__: frame.output(hidden))
-            for block, frame in zip(self.blocks[position:], frames, strict=True)
+            (block, lambda hidden, *_, block_call=block_call, **__: block_call.output(hidden))
+            for block, block_call in zip(self.blocks[position:], calls, strict=True)
         ]
         with replaced_forwards(passing), carried.watched(self.blocks[position:], mask) as entered:
             hidden = run_until(self.blocks[-1], whole, past=True)
@@ -332,7 +331,7 @@ class Dissection:
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
-        positional, kwargs = frame_at(side, position).arguments(hidden)
+        positional, kwargs = side.call(position).arguments(hidden)
         args: list[Any] = list(positional)
         for name, argument in self.computed.items():
             if name in kwargs:
@@ -373,9 +372,9 @@ class Dissection:
             return {
                 "hidden": self._output(call(module, weights, (state["hidden"],), {}), side.mask("hidden"))
             }
-        args, kwargs = inputs_in(side).arguments({})
-        frames = [frame_at(side, position) for position in range(len(self.blocks))]
-        hidden = unflattened(self._native(state["hidden"], side).clone(), frames[-1].left)
+        args, kwargs = side.raw_inputs().arguments({})
+        calls = [side.call(position) for position in range(len(self.blocks))]
+        hidden = unflattened(self._native(state["hidden"], side).clone(), calls[-1].left)
         if self.final:  # before which no weight but these moves what is behind the blocks
             zero, outer = hidden.new_zeros(()), self.outer_weights()
             parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
@@ -383,7 +382,7 @@ class Dissection:
             )
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call, self.module, parameters, args, kwargs)
-        with bypassed(self.blocks, frames, hidden):
+        with bypassed(self.blocks, calls, hidden):
             output = whole() if past is None else run_until(past, whole, past=self.is_past)
         return {"hidden": self._output(output, side.mask("hidden"))}
 
@@ -423,11 +422,11 @@ class Dissection:
 
     def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
         """The tensors that a model hands to its blocks beside their features, by block and argument."""
-        frames = self._observed(module, inputs).frames
+        calls = self._observed(module, inputs).calls
         return {
             (path, argument): tensor
-            for path, frame in zip(self.paths, frames, strict=True)
-            for argument, tensor in tensors_given(frame).items()
+            for path, block_call in zip(self.paths, calls, strict=True)
+            for argument, tensor in block_call.tensors.items()
             if argument not in self.computed
         }
 
@@ -468,7 +467,7 @@ class Dissection:
         with watch as next_readers:
             recording = observe(blocks, forward, keep=keep)
         if next_readers is not None:
-            shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
+            shapes = [recording.calls[0].entered, *(block_call.left for block_call in recording.calls)]
             for boundary, (shape, reader) in enumerate(zip(shapes, next_readers, strict=True)):
                 # What nothing reads any more lies as it lay a block before.
                 otherwise = self.channels_last[max(boundary - 1, 0)]
@@ -479,8 +478,8 @@ class Dissection:
     def _bare(self, recording: Recording) -> Recording:
         """The same, without what waits in the state."""
         if self.carries:
-            pairs = zip(recording.frames, self.blocks, strict=False)
-            recording.frames = [carried.bare(frame, block) for frame, block in pairs]
+            pairs = zip(recording.calls, self.blocks, strict=False)
+            recording.calls = [carried.bare(block_call, block) for block_call, block in pairs]
         return recording
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from driftlens.models.chain import Parameters
-from driftlens.models.tracing.block_call import OTHER_LIST, Frame, features_of, find_features, mapped
+from driftlens.models.tracing.block_call import OTHER_LIST, BlockCall, features_of, find_features, mapped
 from driftlens.models.tracing.block_inputs import SHARED
 from driftlens.utils.errors import SpecError
 
@@ -227,10 +227,10 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
 
 
 def bypassed(
-    blocks: Sequence[nn.Module], frames: Sequence[Frame], hidden: Tensor
+    blocks: Sequence[nn.Module], calls: Sequence[BlockCall], hidden: Tensor
 ) -> contextlib.AbstractContextManager[None]:
     """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
-    outputs = [frame.output(hidden) for frame in frames]
+    outputs = [block_call.output(hidden) for block_call in calls]
     return replaced_forwards(
         (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
     )
@@ -240,7 +240,7 @@ def bypassed(
 class Recording:
     """What flowed through blocks in one ordinary forward pass; `features`, if kept, into the first, out of each."""
 
-    frames: list[Frame] = field(default_factory=list)
+    calls: list[BlockCall] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     output: Any = None
 
@@ -257,9 +257,9 @@ def observe(
 
     def enter(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = paths[position]
-        if position != len(recording.frames):
+        if position != len(recording.calls):
             raise SpecError(
-                f"block {path!r} runs out of turn, as number {len(recording.frames)}", hint=OTHER_LIST
+                f"block {path!r} runs out of turn, as number {len(recording.calls)}", hint=OTHER_LIST
             )
         _, hidden = find_features(path, args, kwargs)
         if returned is not None and not _unchanged(*returned, hidden):
@@ -284,7 +284,7 @@ def observe(
             recording.features.append(hidden.clone())
         returned = hidden, _version(hidden)
         place, reached = find_features(path, args, kwargs)
-        frame = Frame(
+        block_call = BlockCall(
             args=tuple(None if index == place else value for index, value in enumerate(args)),
             kwargs={name: None if name == place else value for name, value in kwargs.items()},
             place=place,
@@ -293,7 +293,7 @@ def observe(
             entered=reached.shape[1:],
             left=hidden.shape[1:],
         )
-        recording.frames.append(frame)
+        recording.calls.append(block_call)
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for position, block in enumerate(blocks.values()):
@@ -301,8 +301,8 @@ def observe(
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             hooks.callback(block.register_forward_hook(behind, with_kwargs=True).remove)
         recording.output = run()
-    if len(recording.frames) < len(blocks):
-        raise SpecError(f"block {paths[len(recording.frames)]!r} never runs", hint=OTHER_LIST)
+    if len(recording.calls) < len(blocks):
+        raise SpecError(f"block {paths[len(recording.calls)]!r} never runs", hint=OTHER_LIST)
     return recording
 
 

@@ -37,7 +37,7 @@ from driftlens.utils.errors import SpecError
 from driftlens.utils.progress import ProgressEvent, all_of
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
     from driftlens.runs.run import DriftRun
 
 SpecFile = Annotated[
@@ -154,7 +154,7 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
 
     with limited_threads(manner.threads):
@@ -185,7 +185,7 @@ def analyze(
     Given a run directory, this adds missing scores and the attribution of drift to layers, and with --add optional
     diagnostics.
     """
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
     from driftlens.pipelines.analyze import add_to_run
     from driftlens.pipelines.analyze import analyze as run_analysis
 
@@ -220,7 +220,7 @@ def merge(
     own
     merge is made.
     """
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
     from driftlens.experiment.merging import save_one
 
     method, out, merges = request.method, request.out, comparison.merges

@@ -12,8 +12,6 @@ from typing import Any
 from driftlens.utils.errors import SpecError
 
 Settings = Mapping[str, Any]
-_OWN = ("merge_method", "models", "slices", "modules", "gate_mode")
-"""Keys of which every recipe has one, and no spec has any."""
 _OF_TWO = ("slerp", "nuslerp", "nearswap", "arcee_fusion")
 """Methods that merge two models, of which `base_model` is one."""
 
@@ -36,11 +34,6 @@ class Recipe:
     base: str | None
     experts: tuple[str, ...]
     merge: Settings
-
-
-def is_recipe(given: Settings) -> bool:
-    """Return True if the content of a file is meant for mergekit, by its keys."""
-    return "version" not in given and not given.keys().isdisjoint(_OWN)
 
 
 def recipe_of(given: Settings) -> Recipe:

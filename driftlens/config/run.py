@@ -27,7 +27,6 @@ from pydantic import (
 )
 
 from driftlens.config.data import Data
-from driftlens.config.mergekit import is_recipe
 from driftlens.config.published import published_task
 from driftlens.config.types import (
     PYTHON_TARGET,
@@ -449,3 +448,12 @@ def override(raw: dict[str, Any], text: str) -> None:
                 f"--set {text}: {parent} is {here!r}, which has no keys", hint=f"Set {parent} itself."
             )
     here[keys[-1]] = from_yaml(value, f"--set {text}")
+
+
+_OF_RECIPES = ("merge_method", "models", "slices", "modules", "gate_mode")
+"""Keys of which every recipe has one, and no spec has any."""
+
+
+def is_recipe(given: Mapping[str, Any]) -> bool:
+    """Return True if the content of a file is meant for mergekit, by its keys."""
+    return "version" not in given and not given.keys().isdisjoint(_OF_RECIPES)

@@ -74,7 +74,7 @@ from driftlens.utils.registry import resolve
 from driftlens.utils.variants import baseline, expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
 
 
 @dataclass(frozen=True)

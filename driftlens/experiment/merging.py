@@ -28,8 +28,8 @@ from driftlens.checkpoints.tensor_sources import (
     require_key,
     written,
 )
-from driftlens.config import load_spec
 from driftlens.config.requests import MergeRequest
+from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap
@@ -53,7 +53,7 @@ from driftlens.utils.rounding import Change, saved_words
 from driftlens.utils.variants import expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
 
 PHASE = "merge"
 PIECE = 2**22

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-import driftlens.config
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.config.run import load_spec
 from driftlens.data.samples import halving_batches
 from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.experiment.loading import OpenModels, open_study
@@ -47,7 +47,7 @@ from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import calibrated
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
 
 MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
@@ -91,13 +91,13 @@ def reopened(
 def _of_spec(
     folder: pathlib.Path, num_calibration: int | None, access: Access, *, with_jacobian: bool
 ) -> tuple[Study, OpenModels]:
-    spec = driftlens.config.load_spec(folder / "spec.yaml")
+    spec = load_spec(folder / "spec.yaml")
     if num_calibration is not None:
         # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
         drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
         spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
     if with_jacobian and spec.metrics.jacobian is False:
-        spec = driftlens.config.load_spec(spec, ["metrics.jacobian={}"])
+        spec = load_spec(spec, ["metrics.jacobian={}"])
     study, models = open_study(spec, access=access)
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
@@ -142,7 +142,7 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
         values["data"]["defaults"]["seed"] = seed
     for task, count in counts.items():
         values["data"][task]["n"] = count
-    return driftlens.config.load_spec(values)
+    return load_spec(values)
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from driftlens.calibration.calibrator import Calibrator
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
     from driftlens.pipelines.validate import Preflight
     from driftlens.results.projection import Projection
     from driftlens.results.table import Table
@@ -345,7 +345,7 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, is a table;
     `frame()` has its numbers, `notes()` what to know of them.
     """
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared
     from driftlens.pipelines.compare_merges import wanted_merges
     from driftlens.utils.files import require_free
@@ -371,7 +371,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
     Keywords are the fields of `PreflightRequest` and of `Around`; returns findings, and memory and disk
     of each job.
     """
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
 
     return preflight(load_spec(spec, request.overrides), request, around.access)

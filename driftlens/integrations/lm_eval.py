@@ -17,7 +17,7 @@ from typing import Any
 import driftlens as dl
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.weight_files import is_lora_folder
-from driftlens.config import load_spec
+from driftlens.config.run import load_spec
 from driftlens.runs.external_scores import attach
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import write_text_atomic

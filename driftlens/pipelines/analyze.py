@@ -19,9 +19,9 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-import driftlens.config
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.requests import AnalysisRequest
+from driftlens.config.run import load_spec
 from driftlens.data.samples import DRAWN_BY
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
@@ -57,7 +57,7 @@ from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import calibrated, is_explained
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
+    from driftlens.config.run import RunSpec
     from driftlens.data.sources import Picture
 
 _FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
@@ -72,7 +72,7 @@ def analyze(
     context: Context = Context(),
 ) -> DriftRun:
     """Measure the drift of every variant of a spec and write a run directory."""
-    resolved = driftlens.config.load_spec(spec, request.overrides)
+    resolved = load_spec(spec, request.overrides)
     out = request.out or Path("runs", resolved.name)
     # First of all: nothing need be opened to see that a setting is wrong.
     if resolved.merge is not None:
@@ -122,7 +122,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     manifest = read_manifest(folder)
     if manifest.spec_digest != spec.digest():
         # The digest that an earlier version wrote counts keys that were taken out since.
-        begun = spec if is_live(manifest) else driftlens.config.load_spec(folder / layout.SPEC)
+        begun = spec if is_live(manifest) else load_spec(folder / layout.SPEC)
         if is_live(manifest) or begun != spec:
             raise SpecError(
                 f"{folder} was begun with {difference(begun.as_dict(), spec.as_dict()) or 'another spec'}",

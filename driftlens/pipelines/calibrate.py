@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-import driftlens.config
 from driftlens.calibration.calibrator import require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
+from driftlens.config.run import load_spec
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.sites import coverage
@@ -163,7 +163,7 @@ def _save_kept(
         _, models = context.live(None)
     else:
         reopening.require_spec(folder, manifest)
-        models = open_models(driftlens.config.load_spec(folder / layout.SPEC), access)
+        models = open_models(load_spec(folder / layout.SPEC), access)
     info = manifest.calibrations[request.name]
     export = Export(folder, request.name, info.method, all_in(models, info.out_dtype), target)
     export.require_kept(manifest)
@@ -188,7 +188,7 @@ def open_calibration(
     )
     models = all_in(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
-    spec = driftlens.config.load_spec(folder / layout.SPEC) if context.live is None else None
+    spec = load_spec(folder / layout.SPEC) if context.live is None else None
     plan = plan_calibration(request, run, spec, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)

@@ -37,8 +37,7 @@ from driftlens.utils.registry import resolve
 from driftlens.utils.variants import calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.config import RunSpec
-    from driftlens.config.run import Calibration
+    from driftlens.config.run import Calibration, RunSpec
 
 
 _SURE = 200

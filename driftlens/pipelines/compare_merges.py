@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.checkpoints.tensor_sources import StateSource
-from driftlens.config import RunSpec
+from driftlens.config.run import RunSpec
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.merging import merged_source

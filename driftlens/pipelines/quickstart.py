@@ -24,9 +24,8 @@ from driftlens.checkpoints.loading import (
 )
 from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_images, route
 from driftlens.checkpoints.weight_files import is_lora_folder
-from driftlens.config import RunSpec, load_spec
-from driftlens.config.mergekit import Recipe, is_recipe, recipe_of
-from driftlens.config.run import override
+from driftlens.config.mergekit import Recipe, recipe_of
+from driftlens.config.run import RunSpec, is_recipe, load_spec, override
 from driftlens.config.yaml_text import read_mapping, to_yaml
 from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.config import load_spec
 from driftlens.config.requests import CalibrationRequest, SweepRequest
+from driftlens.config.run import load_spec
 from driftlens.data.corruption import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.calibrating import ExpertFeatures

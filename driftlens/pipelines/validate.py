@@ -13,9 +13,8 @@ import torch
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.tensor_sources import StateSource
-from driftlens.config import RunSpec
 from driftlens.config.requests import CalibrationRequest, PreflightRequest
-from driftlens.config.run import TextHead
+from driftlens.config.run import RunSpec, TextHead
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pathlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 
-from driftlens.runs.layout import ENTRIES, MANIFEST, VOLATILE, table_file
-from driftlens.runs.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
+from driftlens.runs.layout import ENTRIES, MANIFEST, table_file
+from driftlens.runs.manifest import manifest_is_intact, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, Column
 from driftlens.runs.tables import stored_columns
-from driftlens.utils.errors import RunError, counted
-from driftlens.utils.files import sha256_of
+from driftlens.runs.writer import is_as_described, run_files, settled
+from driftlens.utils.errors import counted
 
 
 @dataclass(frozen=True)
@@ -59,49 +56,6 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
         changed=tuple(changed),
         unlisted=tuple(sorted(unlisted)),
     )
-
-
-def run_files(folder: pathlib.Path) -> Iterator[str]:
-    """Paths, relative to the run and with forward slashes, of all files that a manifest lists."""
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if relative.parts[0] not in VOLATILE and path.is_file():
-            yield relative.as_posix()
-
-
-def describe_file(path: pathlib.Path) -> FileInfo:
-    """Digest, size and, of a table or an array, the number of rows of a file just written."""
-    return FileInfo(sha256_of(path), path.stat().st_size, _rows(path))
-
-
-def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
-    """Whether a file that is there has the size and digest that a manifest gives it."""
-    try:
-        return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
-    except OSError as error:
-        raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
-
-
-def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
-    """The manifest, where files that a writer was replacing when it died are what they are now.
-
-    A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
-    """
-    landed = {
-        name: new
-        for name, new in manifest.rewriting.items()
-        if (folder / name).is_file() and is_as_described(folder / name, new)
-    }
-    return dataclasses.replace(manifest, files={**manifest.files, **landed}, rewriting={})
-
-
-def _rows(path: pathlib.Path) -> int | None:
-    if path.suffix == ".parquet":
-        return int(pq.read_metadata(path).num_rows)
-    if path.suffix == ".npy":
-        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
-        return shape[0] if shape else None
-    return None
 
 
 TOLERANCE = 1e-5

@@ -14,10 +14,12 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from driftlens.runs import layout
 from driftlens.runs.manifest import (
+    FileInfo,
     Manifest,
     PhaseInfo,
     ids_digest,
@@ -30,13 +32,13 @@ from driftlens.runs.manifest import (
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
 from driftlens.runs.status import Failure, Owner, RunLock, StatusBoard, append_event, final_state, utc_now
 from driftlens.runs.tables import appended, filled, plain, without, write_rows
-from driftlens.runs.verify import describe_file, run_files, settled
 from driftlens.utils.diagnostic import Column
 from driftlens.utils.errors import Cancelled, RunError, SpecError
 from driftlens.utils.files import (
     PathLike,
     atomic_path,
     forget_undo,
+    sha256_of,
     undo_if_stopped,
     write_json_atomic,
     write_text_atomic,
@@ -168,7 +170,7 @@ class RunWriter:
         """List every file with its digest, size and rows, and say that the run is done."""
         listed = dict(self.manifest.files)  # these keep their entries: nothing was written to them since
         new = [relative for relative in run_files(self.folder) if relative not in listed]
-        listed.update({relative: describe_file(self.folder / relative) for relative in new})
+        listed.update({relative: _describe_file(self.folder / relative) for relative in new})
         self._save(files=dict(sorted(listed.items())), finished=utc_now())
         append_event(self.folder, "finished")
         self.status("done")
@@ -291,7 +293,7 @@ class RunWriter:
         with atomic_path(self.folder / relative) as written:
             yield written
             if is_listed:
-                new = describe_file(written)
+                new = _describe_file(written)
                 self._save(rewriting={relative: new})
         if is_listed:
             # Not saved: the next entry brings it along, and until then the one above holds.
@@ -390,7 +392,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
         with writer.file(relative) as written:
             yield written
             lock.require_own()
-            new = describe_file(written)
+            new = _describe_file(written)
         writer._save(files=dict(sorted({**writer.manifest.files, relative: new}.items())))
 
 
@@ -457,3 +459,46 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
             f"{folder} holds {in_the_way[0]}, but no run that could be replaced",
             hint="Give another folder, or remove what is in this one yourself.",
         ) from error
+
+
+def run_files(folder: pathlib.Path) -> Iterator[str]:
+    """Yield the paths, relative to the run and with forward slashes, of all files that a manifest lists."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if relative.parts[0] not in layout.VOLATILE and path.is_file():
+            yield relative.as_posix()
+
+
+def _describe_file(path: pathlib.Path) -> FileInfo:
+    """Return digest, size and, of a table or an array, the number of rows of a file."""
+    return FileInfo(sha256_of(path), path.stat().st_size, _rows(path))
+
+
+def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
+    """Return True if a file has the size and digest that a manifest gives it."""
+    try:
+        return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
+
+
+def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
+    """Return the manifest with the current entries of files that a writer was replacing when it died.
+
+    A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
+    """
+    landed = {
+        name: new
+        for name, new in manifest.rewriting.items()
+        if (folder / name).is_file() and is_as_described(folder / name, new)
+    }
+    return dataclasses.replace(manifest, files={**manifest.files, **landed}, rewriting={})
+
+
+def _rows(path: pathlib.Path) -> int | None:
+    if path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix == ".npy":
+        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
+        return shape[0] if shape else None
+    return None

@@ -1,8 +1,7 @@
-"""The dashboard: looks at saved runs, and starts the command line as a process of its own. It never imports torch.
+"""Streamlit dashboard: shows saved runs and starts CLI commands as processes. It never imports torch.
 
-`main.py` is the script that Streamlit runs, `server.py` serves it, `settings.py` says how. Everything a page shows
-comes from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.charts`) and its texts
-(`driftlens_reports`).
+Streamlit runs `main.py`; `server.py` serves it; `settings.py` configures it. Pages show a run's tables
+(`driftlens.runs`), charts (`driftlens_reports.charts`) and texts (`driftlens_reports`).
 
 **Adding a page means adding one file** to `views/`, for example `views/bounds.py`:
 
@@ -19,11 +18,12 @@ comes from a run's tables (`driftlens.runs`), its charts (`driftlens_reports.cha
     if __name__ == "__main__":
         show()
 
-Streamlit executes the file as `__main__` whenever the page is drawn; the navigation imports it to read `PAGE`. Unless
-`PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws; of
-task, variants, layer and measure of drift (all of it in the URL) `selection` draws those that the page names. The title
-is the shell's too, and so are errors: raise `DriftLensError`, and the page says what happened and what to do, so
-docstrings here say what is refused, not which errors are passed on. `with shown_errors():` keeps one part's error from
-taking the rest along. A job that a page starts needs a function in `requests.py` and no more. Which charts a page
-shows, charts say themselves: `show_part` asks their registry. A file without `PAGE` is a part of another page.
+Streamlit executes the file as `__main__` to show the page; the navigation imports it to read `PAGE`. Unless `PAGE`
+has
+`needs_run=False`, the page runs only with a readable run, which the sidebar selects. `selection` shows the named
+controls (task, variants, layer, measure); all of them are in the URL. Errors are shown by the shell: raise
+`DriftLensError`. `with shown_errors():` keeps the rest of a page if one part fails. A job that a page starts needs a
+function in `requests.py`. `show_part` shows the charts that are registered for a page. A file without `PAGE` is part
+of
+another page.
 """

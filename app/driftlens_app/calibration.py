@@ -1,4 +1,4 @@
-"""What there is to merge and to calibrate with, as the command line tells it, and one calibration, as a form asks."""
+"""Calibrators and merge methods as the command line lists them, and the form of one calibration."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ REPLACE = "Replace a calibration of this name"
 
 @dataclass(frozen=True)
 class Method:
-    """A calibrator or a merge method, as `driftlens doctor --methods --json` tells it.
+    """A calibrator or merge method from `driftlens doctor --methods --json`.
 
-    `suited` is by loader the preset for its kind of models where that isn't the first one, `automatic` what can be
-    chosen on held-out samples, `swept` the factors of what is published that a sweep tries (those `of_base` beside a
-    base alone), `candidates` what `--auto` compares from each preset on. `effort` is the processor time against
-    FeatCal's, and `fewest` how many samples a task that choice needs.
+    Attributes:
+        suited: by loader the preset for its models, if it is not the first one.
+        automatic: settings that can be chosen on held-out samples.
+        swept: factors of published values that a sweep tries.
+        of_base: swept settings that need a base.
+        candidates: by preset what `--auto` compares.
+        effort: CPU time relative to FeatCal.
+        fewest: smallest number of samples per task for a choice.
     """
 
     title: str
@@ -55,13 +59,13 @@ class Method:
     fewest: int = 0
 
     def preset_for(self, loader: str) -> str | None:
-        """The published setting for models of a loader; None where the method has none."""
+        """Return the published preset for models of a loader; None without presets."""
         return self.suited.get(loader, next(iter(self.presets), None))
 
 
 @st.cache_resource(show_spinner="Asking for the methods")
 def methods(kind: str = "calibrators") -> Mapping[str, Method]:
-    """Methods, or `loaders`, by name. The command line is asked, since they need torch, once per server and kind."""
+    """Return methods, or `loaders`, by name. The command line is asked once per server, since they need torch."""
     entries = ask(("doctor", "--methods", "--json"), Settings.from_environment().root)[kind]
     return TypeAdapter(dict[str, Method]).validate_python(entries)
 
@@ -90,9 +94,9 @@ def calibration_form(
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationRequest, bool]:
-    """Draw the form; return what it says, and whether one of its buttons was pressed.
+    """Show the form; return its request, and True if one of its buttons was pressed.
 
-    `counts` are calibration samples by task, `obstacle` is why no calibration of the run could begin.
+    `counts` has calibration samples by task; `obstacle` is why no calibration of the run can start.
     """
     first = methods()[DEFAULT_METHOD]
     few = next((task for task, count in counts.items() if count < first.fewest), None)
@@ -196,12 +200,12 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
 
 
 def _text(label: str, **field: Any) -> str | None:
-    """Return what a field of text says; None where it is empty."""
+    """Return the value of a text field; None if it is empty."""
     return st.text_input(label, **field).strip() or None
 
 
 def _saved_fields(*, may_export: bool) -> dict[str, Any]:
-    """Whether weights are exported, and the number type that they are saved in."""
+    """Show the fields for exported weights and their number type."""
     types = get_args(OutDtype)
     export = st.checkbox(
         "Also export a folder that the original library loads",
@@ -256,7 +260,7 @@ def _is_number(schema: Schema) -> bool:
 
 
 def _value(key: str, schema: Schema, place: Any) -> Any:
-    """Return what the field of a setting says; None where it is empty."""
+    """Show the field of a setting and return its value; None if it is empty."""
     entry, is_list = entry_of(schema)
     default = schema.get("default")
     usual = "" if default is None else f"; {_in_words(default)} unless something says otherwise"
@@ -303,5 +307,5 @@ def _preset_label(name: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _valued(settings: Mapping[str, Any]) -> str:
-    """The numbers among settings, for reading."""
+    """Format the numbers among settings."""
     return ", ".join(f"{key} {value:g}" for key, value in settings.items() if isinstance(value, int | float))

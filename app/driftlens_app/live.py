@@ -81,14 +81,14 @@ def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
 
 
 def begin(request: Request) -> None:
-    """Start the job and draw the page anew; what is in its way is shown here."""
+    """Start a job and rerun the page; show errors here."""
     with shown_errors():
         start(request)
         st.rerun()
 
 
 def offer_attribution(run: DriftRun) -> None:
-    """Where variants were measured without tracing their drift back to layers, offer to do so now."""
+    """Offer the attribution of drift to layers, if some variants lack it."""
     rows = run.layers()
     is_asked = rows["variant"].map(is_explained).astype(bool)  # of a table without rows, too
     traced = rows[is_asked].groupby(["variant", "task"])["jacobian_samples"].count()
@@ -108,7 +108,7 @@ def offer_attribution(run: DriftRun) -> None:
 
 
 def link_to_repair() -> None:
-    """A link to the form that repairs the run."""
+    """Show a link to the repair form."""
     st.page_link(
         path_of("repair"),
         label="Repair this run",
@@ -118,7 +118,7 @@ def link_to_repair() -> None:
 
 
 def show_new_runs(settings: Settings) -> bool:
-    """The jobs that make runs here, the live ones and bad ends that nothing made good; returns whether one is live."""
+    """Show the live and failed jobs that make runs; return True if one is live."""
     runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
     live = [run for run in runs if show_live(run)]
     for view in map(watch, runs):
@@ -140,7 +140,7 @@ def show_new_runs(settings: Settings) -> bool:
 
 
 def state_of(run: Path) -> str:
-    """Where the run's live job stands, in a few words that change as it goes on; empty where none is live."""
+    """Describe the run's live job in a few words; empty if none is live."""
     view = live_job(run)
     event = view.progress if view is not None and view.state == "running" else None
     if view is None or event is None:
@@ -150,7 +150,7 @@ def state_of(run: Path) -> str:
 
 
 def show_bad_end(view: View | None) -> bool:
-    """How a job ended that did not succeed: cause, hint, log; returns whether it did so."""
+    """Show cause, hint and log of a job that failed; return True if it did."""
     if view is None or view.state not in BAD_ENDS:
         return False
     if view.state == "cancelled":
@@ -169,7 +169,7 @@ def show_bad_end(view: View | None) -> bool:
 
 
 def _show_log(job: Job) -> None:
-    """The end of the job's log, and a button that downloads it."""
+    """Show the end of the job's log and a download button."""
     drawer = st.expander("Log", key=f"open-log-{_key(job)}", on_change="rerun")
     if not drawer.open:
         return
@@ -271,7 +271,7 @@ def welcome() -> None:
 
 
 def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
-    """Buttons that stand for the verdict's command, and its sentences without what they or a job under way answer."""
+    """Return buttons for the verdict's command, and the sentences that neither they nor a running job replace."""
     command = found.command.replace("'", "")
     steps = [] if is_at_work(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
     is_answered = steps or is_at_work(run.path)
@@ -279,7 +279,7 @@ def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
 
 
 def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
-    """Buttons to press: first those that do what `command` does, then `others`."""
+    """Show buttons: first those for `command`, then `others`."""
     for label in dict.fromkeys([*steps, *others]):
         icon, page = _STEP_PAGES.get(label, ("play_arrow", ""))
         kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"

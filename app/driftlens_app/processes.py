@@ -82,7 +82,7 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 @dataclass(frozen=True)
 class Request:
-    """A job to start, which writes to `run`; `name`: what it makes, in words; `settings`: its form's values."""
+    """A job to start: the run it writes to, a description (`name`) and the values of its form (`settings`)."""
 
     kind: Kind
     name: str
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Where its record and log go."""
+        """The folder of its record and log."""
         return _beside(self.run) if self.kind in MAKING else self.run / "logs"
 
 
@@ -131,21 +131,21 @@ def write_job(job: Job) -> None:
 
 
 def dismiss(job: Job) -> None:
-    """Note that the job's end has been read; a newer job of its run keeps its own record."""
+    """Record that the user has read the job's end; a newer job of the run keeps its record."""
     newest = job_of(job.run, job.kind)
     if newest is not None and newest.log == job.log:
         write_job(dataclasses.replace(newest, dismissed=True))
 
 
 def job_of(run: Path, kind: Kind | None = None) -> Job | None:
-    """The newest job, of this kind if one is given, that wrote to the run directory `run`, which need not exist yet."""
+    """Return the newest job, optionally of one kind, that wrote to a run directory, which need not exist yet."""
     jobs = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
     wanted = [job for job in jobs if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)
 
 
 def jobs_beside(root: Path) -> list[Job]:
-    """The jobs that make runs inside `root`, the newest first."""
+    """List the jobs that make runs inside `root`, newest first."""
     side = root / _SIDE
     folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
     jobs = [job for folder in folders for job in _jobs(folder, root / folder.name)]
@@ -157,12 +157,12 @@ def _beside(run: Path) -> Path:
 
 
 def _jobs(folder: Path, run: Path) -> list[Job]:
-    """The newest job of each kind in `folder`."""
+    """List the newest job of each kind in `folder`."""
     return [job for kind in get_args(Kind) if (job := _read(folder, kind, run)) is not None]
 
 
 def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
-    """The newest job of that kind on record in `folder`; one whose record makes no sense counts as none."""
+    """Read the newest job of a kind from its record in `folder`; an invalid record counts as none."""
     file = folder / f"{kind}-job.json"
     if not is_file_inside(file):
         return None
@@ -181,7 +181,7 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a job: this server's, without its own settings, and with a log of plain text."""
+    """Return the environment of a job: this server's without its own settings, with plain-text logs."""
     settings = Settings(Path()).environment()
     inherited = {
         name: value
@@ -192,7 +192,7 @@ def environment() -> dict[str, str]:
 
 
 def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The ended command `driftlens ARGUMENTS`; two run at a time, and the others' patience begins with their turn."""
+    """Run the command `driftlens ARGUMENTS`; two run at a time, and the timeout starts with the command."""
     with _TURNS:
         return subprocess.run(
             [*COMMAND, *arguments],
@@ -207,7 +207,7 @@ def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProces
 
 
 def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The document that `driftlens ARGUMENTS` prints, or else the error that it told, raised here."""
+    """Return the document that `driftlens ARGUMENTS` prints, or raise its error."""
     try:
         done = answer(arguments, folder)
     except subprocess.TimeoutExpired:
@@ -228,14 +228,14 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _told_failure(said: str) -> Failure | None:
-    """The error that the command line told, from its parts `error: ...` and `hint: ...`, or None."""
+    """Parse the error that the command line printed as `error: ...` and `hint: ...`; None without."""
     _, sign, text = "\n".join(["", *said.splitlines()]).rpartition("\nerror: ")
     message, _, hint = text.partition("\nhint: ")
     return Failure("Error", message, hint) if sign else None
 
 
 def start(request: Request) -> Job:
-    """The job asked for, which may run already; refused while another one does or writes, or where a link leaves."""
+    """Start a job, or return it if it is running; refuse while another job or process writes to the run."""
     if not request.run.parent.is_dir():  # it would be made again, around this one run
         raise RunError(f"the folder {request.run.parent} is gone", hint="Open the dashboard on another one.")
     for path in (request.run, request.folder, request.folder / _GUARD):
@@ -256,7 +256,7 @@ def start(request: Request) -> Job:
 
 
 def _running(request: Request) -> Job | None:
-    """The very job, where it was asked for twice; refuses to go on while another one runs."""
+    """Return the running job if it is the requested one; refuse if another one is running."""
     run, job = request.run, job_of(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
         settings = from_json(json.dumps(dict(request.settings)))  # as its record has them
@@ -312,13 +312,13 @@ def _started(request: Request) -> Job:
 
 
 def exit_code(pid: int) -> int | None:
-    """How a child of this server ended: its exit code, or minus the signal; None while it runs, or for others."""
+    """Return the exit code of a child of this server, or minus its signal; None while it runs, or for others."""
     child = _CHILDREN.get(pid)
     return None if child is None else child.poll()
 
 
 def cancel(job: Job) -> None:
-    """Ask the job to stop at its next batch, as Ctrl-C does, even if that can't be written down, which is raised."""
+    """Ask the job to stop at its next batch, like Ctrl-C, even if recording this fails."""
     if job.cancelled or not _is_here(job):
         return
     try:
@@ -329,7 +329,7 @@ def cancel(job: Job) -> None:
 
 
 def insist(job: Job) -> None:
-    """End the job's processes at once, if it was asked to stop longer ago than the grace period."""
+    """Kill the job's processes if it was asked to stop longer ago than the grace period."""
     if not job.cancelled or not _is_here(job):
         return
     asked = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
@@ -338,7 +338,7 @@ def insist(job: Job) -> None:
 
 
 def _is_here(job: Job) -> bool:
-    """Whether the id still belongs to the job's process on this machine, and not to a later one's."""
+    """Return True if the process id still belongs to the job on this machine."""
     return job.code is None and job.host == platform.node() and job.owner.is_alive
 
 
@@ -349,7 +349,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Where a job stands: "stopped" where its process is gone without having said anything."""
+    """The state of a job; "stopped" if its process is gone without a result."""
 
     job: Job
     state: State
@@ -358,12 +358,12 @@ class View:
 
     @property
     def is_live(self) -> bool:
-        """Whether it may still change."""
+        """True if the state may still change."""
         return self.state in _LIVE
 
 
 def watch(run: Path, kind: Kind | None = None) -> View | None:
-    """Where the newest job (of a kind) stands; a cancelled one that does not stop is ended after its grace period."""
+    """Return the state of the newest job (of a kind); kill a cancelled job after its grace period."""
     job = job_of(run, kind)
     if job is None:
         return None
@@ -383,24 +383,24 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
 
 
 def live_job(run: Path, kind: Kind | None = None) -> View | None:
-    """Where the newest job stands if it is live; else None."""
+    """Return the state of the newest job if it is live; else None."""
     view = watch(run, kind)
     return view if view is not None and view.is_live else None
 
 
 def is_at_work(run: Path) -> bool:
-    """Whether a job that writes to the run directory `run` is live."""
+    """Return True if a job that writes to the run is live."""
     return live_job(run) is not None
 
 
 def is_finished_since(job: Job) -> bool:
-    """Whether the job's run was finished after the job began, for example in a terminal."""
+    """Return True if the run was finished after the job began, for example in a terminal."""
     status = _status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
 
 
 def _own_status(job: Job) -> Status | None:
-    """The run's status, if this job's process wrote it and not an earlier one."""
+    """Return the run's status if this job's process wrote it."""
     status = _status(job.run)
     if status is None or status.pid != job.pid:
         return None
@@ -411,7 +411,7 @@ def _own_status(job: Job) -> Status | None:
 
 
 def _status(run: Path) -> Status | None:
-    """The run's status; a damaged one, or one behind a link that leaves the root, counts as none."""
+    """Read the run's status; a damaged one, or one outside the root, counts as none."""
     try:
         return read_status(run) if is_inside(run / STATUS) else None
     except RunError:
@@ -448,7 +448,7 @@ def _is_fresh(status: Status | None) -> bool:
 
 
 def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
-    """From the run's status, or before there is one, from the log: a demo trains models before its run begins."""
+    """Read progress from the run's status, or from the log before there is a run."""
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
     events = [event for _, event in _lines(job.log) if event.get("event") == "progress"]
@@ -459,7 +459,7 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
 
 
 def log_text(log: Path) -> str:
-    """The end of the log without its progress lines, for reading; empty where there is none yet."""
+    """Return the end of the log without progress lines; empty if there is none yet."""
     lines = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
     # Beside progress as JSON, remarks are JSON too.
     return "\n".join(
@@ -468,7 +468,7 @@ def log_text(log: Path) -> str:
 
 
 def running_drift(job: Job) -> dict[int, float]:
-    """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
+    """Return the mean drift after each layer that the job has calibrated, by layer index."""
     drifts: dict[int, float] = {}
     for event in _events(job):
         numbers = event.get("metrics", event)
@@ -489,7 +489,7 @@ def running_scores(job: Job) -> dict[str, float]:
 
 
 def _events(job: Job) -> Iterator[dict[str, Any]]:
-    """What the run's events tell since the job began; half a line is left for the next look."""
+    """Yield the run's events since the job began; an incomplete line is left for the next call."""
     return (
         event
         for _, event in _lines(job.run / EVENTS, _EVENT_BYTES)
@@ -498,7 +498,7 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
-    """The lines that begin in the last bytes of a file inside, with the object that each is, empty where none."""
+    """Return the last lines of a file with the JSON object of each, empty for others."""
     if not is_file_inside(file):
         return []
     try:

@@ -41,7 +41,7 @@ SUITES = {
 
 
 def demo_request(settings: Settings, suite: str = "image") -> Request:
-    """The demo run of one of `SUITES`; one that an earlier job left unfinished is begun again."""
+    """Build the request of a demo run; an unfinished one is started again."""
     run = settings.root / DEMO
     earlier = job_of(run)
     force = ("--force",) if earlier is not None and _is_run(run) else ()
@@ -50,7 +50,7 @@ def demo_request(settings: Settings, suite: str = "image") -> Request:
 
 
 def comparisons(root: Path) -> list[str]:
-    """Folders with comparisons of merges in the root, the newest first."""
+    """List the folders with comparisons of merges in the root, newest first."""
     files = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
     return [file.parent.name for file in sorted(files, key=lambda file: -file.stat().st_mtime_ns)]
 
@@ -68,7 +68,7 @@ def _new_folder(settings: Settings, name: str) -> Path:
 
 
 def new_spec(settings: Settings, name: str) -> Path:
-    """The file of a new spec called `name`; refused where a file or a run of that name is there."""
+    """Return the file of a new spec called `name`; refuse existing names."""
     run, file = _new_folder(settings, name), settings.root / f"{name}.yaml"
     for place in (run, file):
         if place.exists() or place.is_symlink():
@@ -77,7 +77,7 @@ def new_spec(settings: Settings, name: str) -> Path:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:
-    """The analysis of a spec into a new folder, or into one that a job left unfinished."""
+    """Build the analysis of a spec into a new folder, or into one that a job left unfinished."""
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
     resume = ("--resume",) if _is_run(run) and job_of(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
@@ -85,24 +85,26 @@ def analyze_request(settings: Settings, spec: str, name: str) -> Request:
 
 
 def resume_request(run: DriftRun) -> Request:
-    """The rest of an analysis that was stopped."""
+    """Build the request that completes a stopped analysis."""
     arguments = ("analyze", str(run.path / SPEC), "--out", str(run.path), "--resume", *_PROGRESS)
     return Request("analyze", run.name, run.path, arguments)
 
 
 def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> Request:
-    """The job of the command of its kind, which adds to a run."""
+    """Build the request of a command that adds to a run."""
     return Request(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
 
 
 def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
-    """The calibration of a run; a name that is taken is refused."""
+    """Build the calibration of a run; refuse a name that is taken."""
     require_free_name(asked, run.manifest.calibrations)
     return _on_run("calibrate", asked.name, run, *asked.words(), **asked.model_dump(mode="json"))
 
 
 def sweep_request(run: DriftRun) -> Request:
-    """The usual method's coefficients, one at a time around what is published for models of the run's kind."""
+    """Build a sweep of the default method's coefficients, one at a time, around the published values for the run's
+    models.
+    """
     method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     words = ["--resume", f"--preset={preset}"]
@@ -122,7 +124,7 @@ def methods_request(run: DriftRun, names: Sequence[str]) -> Request:
 
 
 def explain_request(run: DriftRun) -> Request:
-    """The attribution that the run's variants lack."""
+    """Build the attribution that the run's variants lack."""
     words = ("analyze", str(run.path), *_PROGRESS)
     return Request("explain", run.manifest.name, run.path, words)
 
@@ -136,7 +138,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def spec_files(root: Path) -> list[str]:
-    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
+    """List the YAML files in the root and in its folders, without the specs of runs."""
     require_root(root)
     folders = [root, *(child for child in entries(root) if child.is_dir())]
     paths = [
@@ -151,7 +153,7 @@ def spec_files(root: Path) -> list[str]:
 
 
 def spec_file(root: Path, relative: str) -> Path:
-    """The spec file at `relative`, refused unless it is one of `spec_files`: browsers may send anything."""
+    """Return the spec file at a relative path; refuse others, since browsers may send anything."""
     if relative not in spec_files(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
     return root / relative

@@ -24,7 +24,7 @@ _SUBFOLDER = "runs"
 
 
 def listed_runs(settings: Settings) -> list[RunSummary]:
-    """The runs under the root, by name of folder; one that can't be read says why."""
+    """List the runs under the root by folder name, with the reason for those that can't be read."""
     summaries = []
     for folder in _folders(settings.root):
         now = stamp(folder)
@@ -43,19 +43,19 @@ def _readable(settings: Settings) -> list[RunSummary]:
 
 
 def run_ids(settings: Settings) -> list[str]:
-    """Ids of the runs that can be read, the newest first."""
+    """List the ids of readable runs, newest first."""
     return [run.id for run in sorted(_readable(settings), key=lambda run: run.created, reverse=True)]
 
 
 def run_titles(settings: Settings) -> dict[str, str]:
-    """Names of the runs that can be read, by id; the id stands beside a name that two of them have."""
+    """Return the names of readable runs by id; a name that two runs share is followed by the id."""
     named = {run.id: printable(run.name) for run in _readable(settings)}
     counts = Counter(named.values())
     return {id_: name if counts[name] == 1 else f"{name} ({id_})" for id_, name in named.items()}
 
 
 def folder_of(settings: Settings, run_id: str) -> Path:
-    """The folder of the run called `run_id`, which must be under the root and readable."""
+    """Return the folder of a run id, which must be under the root and readable."""
     for run in _readable(settings):
         if run.id == run_id:
             return run.path
@@ -65,22 +65,22 @@ def folder_of(settings: Settings, run_id: str) -> Path:
 
 
 def opened(folder: Path) -> DriftRun:
-    """The run in `folder`, read again when it has changed; refused if a link in it leaves the root."""
+    """Open the run in `folder`, again if it has changed; refuse links that leave the root."""
     now = stamp(folder)
     _require_links_inside(folder, Settings.from_environment().root, now)
     return _opened(str(folder), now)
 
 
 def stamp(folder: Path) -> str:
-    """What changes whenever the run's manifest or one of its tables does.
+    """Return a text that changes with the run's manifest and tables.
 
-    One text, as Streamlit hashes whatever is in a key number by number.
+    It is one text because Streamlit hashes the numbers of a key one by one.
     """
     return "".join(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
 
 
 def key_of(run: DriftRun) -> tuple[str, str]:
-    """What stands for a run as it is now in the keys of caches: `hash_funcs={DriftRun: key_of}`."""
+    """Return a cache key of a run in its current state: `hash_funcs={DriftRun: key_of}`."""
     return run.id, stamp(run.path)
 
 
@@ -112,7 +112,7 @@ def _summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
 
 
 def _folders(root: Path) -> list[Path]:
-    """The folders of runs, each once: one that links lead to as well under its own name."""
+    """List the folders of runs, each once, even if links lead to it."""
     if _is_run(root):
         return [root]
     parents = [parent for parent in (root, root / _SUBFOLDER) if parent.is_dir() and is_inside(parent, root)]
@@ -129,7 +129,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _file_stamp(file: Path) -> str:
-    """Time, size and inode: the files of a run are replaced, never written into."""
+    """Return time, size and inode of a file; files of a run are replaced, never modified."""
     try:
         status = file.stat()
     except OSError:
@@ -138,7 +138,7 @@ def _file_stamp(file: Path) -> str:
 
 
 def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
-    """A copied run has the id of its original: the first keeps it, the other one is listed with the reason."""
+    """Mark copies of runs, which have the same id: the first keeps it, others are listed with the reason."""
     first: dict[str, Path] = {}
     listed = []
     for run in summaries:

@@ -1,4 +1,4 @@
-"""Samples on a page: the explorer, which needs no server for what is done in it, and pictures for tables."""
+"""Samples on a page: the explorer, which works without the server, and pictures for tables."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _ASKED = "_explore"
 
 
 def explore(state: str) -> None:
-    """Lead to the page Samples, whose explorer shows what its own address would say behind the #."""
+    """Open the page Samples with a state of the explorer, as its address has it after the #."""
     st.session_state[_ASKED] = (time.time_ns(), state)
     task = dict(parse_qsl(state)).get(TASK)
     lead("samples", **({TASK: task} if task else {}))
 
 
 def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
-    """The page of `driftlens view` or a part of it, in a frame without an origin; a click on `points` leads to Samples.
+    """Show the page of `driftlens view` or a part of it in a frame without origin; a click on `points` opens Samples.
 
-    What is chosen in it stands behind the # of the URL, as in the page's own; `state` is what it begins with.
+    Its state is after the # of the URL; `state` is the initial one.
     """
     for task in run.tasks:
         for file in (thumbs_file(task), texts_file(task)):
@@ -79,7 +79,7 @@ def _choose_task() -> None:
 
 
 def offer_page(run: DriftRun) -> None:
-    """A button that hands out what `driftlens view` writes."""
+    """Show a button that downloads the page of `driftlens view`."""
     st.download_button(
         "Download this page",
         lambda: Explorer(run).page,
@@ -92,13 +92,13 @@ def offer_page(run: DriftRun) -> None:
 
 @st.cache_data(max_entries=8, show_spinner="Laying out samples", hash_funcs={DriftRun: key_of})
 def _inside(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
-    """A name for the page, which differs wherever the page does, and the page."""
+    """Return the page and a name that changes with it."""
     page = Explorer(run).inside(only_points=only_points)
     return hashlib.sha256(page).hexdigest(), page
 
 
 def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
-    """What became of every sample by what is shown: the merged and the newest repaired model; empty where unknown."""
+    """Return each sample's outcome under the merged and the newest repaired model; empty if unknown."""
     repaired = [name for name in chosen_variants(run, options) if part_of(name) == "calibrated"]
     if not (merged := verdict(run).merged):
         return pd.Series(dtype=str)

@@ -1,4 +1,4 @@
-"""What the reader chose: a run, in the sidebar, and above a page what of it to look at; all of it stands in the URL."""
+"""The user's selection: a run in the sidebar, and task, variants, layer and measure on the page; all are in the URL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the reader chose: without a task all, without variants all but the base; drift in which measure."""
+    """The user's selection. No task means all tasks, no variants mean all but the base."""
 
     run: DriftRun
     task: str | None
@@ -46,7 +46,7 @@ class Selection:
         return self.run.tasks if self.task is None else (self.task,)
 
     def options(self, **others: Any) -> ChartOptions:
-        """Options for a chart: the selection and the theme, with `others` over them."""
+        """Return chart options from selection and theme; `others` override them."""
         chosen = ChartOptions(
             tasks=None if self.task is None else (self.task,),
             variants=self.variants or None,
@@ -59,7 +59,7 @@ class Selection:
 
 
 def selection(*controls: str, with_base: bool = False) -> Selection:
-    """What the reader chose; draws those of the choices here that the page says it obeys."""
+    """Return the user's selection; show the controls that the page names."""
     if controls:
         _draw(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]
@@ -67,9 +67,9 @@ def selection(*controls: str, with_base: bool = False) -> Selection:
 
 
 def lead(view: str, *, query: Mapping[str, str] | None = None, **others: str) -> NoReturn:
-    """Go to a page, which shows what is chosen here, or `others` in its place: `lead("layers", task="cars")`.
+    """Open a page with the current selection, or with `others` instead: `lead("layers", task="cars")`.
 
-    For the browser's history that is one step: an address that said what is chosen would be one before it.
+    This is one step in the browser's history.
     """
     for name, chosen in others.items():
         _kept()[name] = [chosen]
@@ -77,7 +77,7 @@ def lead(view: str, *, query: Mapping[str, str] | None = None, **others: str) ->
 
 
 def choose_run(settings: Settings) -> DriftRun | None:
-    """The run that is chosen in the sidebar, or None when there is none to choose; refuses a URL that names no run."""
+    """Return the run selected in the sidebar, or None without runs; refuse a URL that names no run."""
     ids = run_ids(settings)
     if not ids:
         return None
@@ -119,7 +119,7 @@ def _unreadable(settings: Settings) -> list[RunSummary]:
 
 
 def choose_view(run: DriftRun) -> None:
-    """Take from the URL, or from what was chosen before, which part of the run to look at."""
+    """Read the selection from the URL, or from the previous page."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
     asked = {name: _asked(name, values) for name, values in offered.items()}
@@ -139,15 +139,15 @@ def choose_view(run: DriftRun) -> None:
 
 
 def _kept() -> dict[str, list[str]]:
-    """What is shown by name on a page whose address says nothing of it, as that of one which is gone to begins."""
+    """Return the selection that is kept for pages whose address does not have it."""
     kept: dict[str, list[str]] = st.session_state.setdefault(_KEPT, {})
     return kept
 
 
 def choose(name: str, chosen: Any) -> None:
-    """Have this shown as `name`, as if it had been asked for in the address.
+    """Select something by name, as if it were in the address.
 
-    Called before the script runs: where the page is left at once it never ends.
+    This is called before the script runs, which may not end if the page is left.
     """
     _kept()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
     if _is_in_address(name, listed):
@@ -161,7 +161,7 @@ def _is_in_address(name: str, chosen: list[str]) -> bool:
 
 
 def _asked(name: str, known: Sequence[str]) -> list[str]:
-    """What is chosen as `name`; a page that does not draw the choice obeys it all the same, and so does its URL."""
+    """Return the selected values of a name, also on pages that do not show the control."""
     # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
     kept, asked = _kept(), st.query_params.get_all(name)
     # A step back in the browser's history is to an address as it was.
@@ -178,7 +178,7 @@ def _is_step_in_history() -> bool:
 
 
 def _draw(names: Sequence[str], everything: str) -> None:
-    """Draw these choices in a row, as they stand; `everything` is what no choice of variants means."""
+    """Show controls in a row; `everything` is the label for no selected variants."""
     chosen = selection()
     run = chosen.run
     layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}

@@ -1,4 +1,4 @@
-"""What `streamlit run` serves: the dashboard, to those who ask for it by one of its own names."""
+"""The application that `streamlit run` serves, only under its own host names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).
 
 
 async def _to_first_page(request: Request) -> RedirectResponse:
-    """Lead to the page Runs, which Streamlit serves without a name."""
+    """Redirect to the page Runs, which Streamlit serves without a name."""
     return RedirectResponse(request.url.replace(path="/"))
 
 

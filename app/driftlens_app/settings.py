@@ -1,7 +1,4 @@
-"""What the dashboard may look at and do, and how its server is started.
-
-Nothing behind a link that leaves its one folder is read or written.
-"""
+"""Settings of the dashboard and of its server. Nothing outside its root folder is read or written."""
 
 from __future__ import annotations
 
@@ -23,23 +20,23 @@ _HINT = "Remove the link, or put a copy of what it stands for in its place."
 
 @dataclass(frozen=True)
 class Settings:
-    """What the dashboard may look at, one folder of runs or a run, links resolved, and whether it starts no jobs."""
+    """The root (a folder of runs or a run, links resolved), and True for `read_only` if no jobs may start."""
 
     root: Path
     read_only: bool = False
 
     @property
     def is_one_run(self) -> bool:
-        """Whether the root is a run itself, so that no other run can be added."""
+        """True if the root is a run, so that no run can be added."""
         return (self.root / MANIFEST).is_file()
 
     def environment(self) -> dict[str, str]:
-        """Environment variables from which `from_environment` reads these settings back."""
+        """Return environment variables that `from_environment` reads."""
         return {_ROOT: str(self.root), _READ_ONLY: "1" if self.read_only else ""}
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """The settings that the launcher left; without any, the current folder, read-only."""
+        """Read the launcher's settings; the default is the current folder, read-only."""
         root = os.environ.get(_ROOT)
         return cls(
             root=Path(root or ".").resolve(),
@@ -48,7 +45,7 @@ class Settings:
 
 
 def is_inside(path: Path, root: Path | None = None) -> bool:
-    """Whether `path`, which need not exist, is `root`, by default the dashboard's, or below it, all links followed."""
+    """Return True if `path`, which need not exist, is in `root` (default: the dashboard's), all links followed."""
     try:
         real = os.path.realpath(path)  # unlike Path.resolve, it takes links that run in circles
     except (OSError, ValueError):  # no name that a file can have
@@ -66,7 +63,7 @@ def require_root(root: Path) -> None:
 
 
 def is_file_inside(path: Path) -> bool:
-    """Whether `path` is a regular file inside the root; a pipe, which would block its reader, is none."""
+    """Return True if `path` is a regular file inside the root; pipes, which would block, are refused."""
     return path.is_file() and is_inside(path)  # most are not there, which is known sooner
 
 
@@ -103,19 +100,19 @@ def require_links_inside(run: Path, root: Path) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """Return True if only this machine can reach a server that listens on `host`."""
     address = _address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def in_url(host: str) -> str:
-    """`host` as URLs and the header `Host` write it: in lower case, an IPv6 address short and in brackets."""
+    """Write a host as in URLs and the header `Host`: lower case, IPv6 addresses short and in brackets."""
     name = _name(host)
     return f"[{name}]" if ":" in name else name
 
 
 def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
-    """The arguments that start the server, program first; without a port it takes the first free one from 8501."""
+    """Return the command that starts the server; without a port it takes the first free one from 8501."""
     options = {
         "server.address": host,
         "server.enableCORS": "true",
@@ -151,13 +148,13 @@ def allowed_hosts(host: str) -> Sequence[str]:
 
 
 def server_environment(settings: Settings) -> dict[str, str]:
-    """The environment of the server: this process's, the settings, and nothing that would override a flag."""
+    """Return the server's environment: this process's with the settings, without variables that override flags."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLIT_")}
     return {**inherited, **settings.environment()}
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that `host` is, without the zone that only this machine knows; None for a name."""
+    """Parse an IP address without its zone; None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -165,18 +162,18 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _name(host: str) -> str:
-    """`host` as browsers spell it."""
+    """Return `host` as browsers write it."""
     return str(_address(host) or host.lower())
 
 
 def _is_every_address(host: str) -> bool:
-    """Whether `host` stands for all addresses of this machine, as 0.0.0.0 does."""
+    """Return True if `host` means all addresses of this machine, like 0.0.0.0."""
     address = _address(host)
     return address is not None and address.is_unspecified
 
 
 def _addresses(host: str) -> list[str]:
-    """This machine's own addresses, where `host` stands for all of them."""
+    """List this machine's addresses if `host` means all of them."""
     if not _is_every_address(host):
         return []
     import psutil

@@ -1,4 +1,4 @@
-"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors."""
+"""Elements that all pages share: titles, charts with data, tables, names and errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2
 
 @dataclass(frozen=True)
 class Page:
-    """A page, as its file declares it; the shell draws the title of one that `says` what it shows, and opens a run."""
+    """A page as its file declares it."""
 
     title: str
     icon: str
@@ -87,7 +87,7 @@ class Page:
 
 @functools.cache
 def pages() -> Mapping[str, Page]:
-    """All pages by the path of their file, relative to the app's folder, in the order of the navigation."""
+    """Return all pages by file path relative to the app, in navigation order."""
     files = {
         f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}")
         for module in pkgutil.iter_modules(views.__path__)
@@ -98,7 +98,7 @@ def pages() -> Mapping[str, Page]:
 
 
 def path_of(view: str) -> str:
-    """Where the page `view` lies, for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
+    """Return the file of a page for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
     path = f"views/{view}.py"
     assert (Path(__file__).parent / path).is_file(), path
     return path
@@ -106,13 +106,13 @@ def path_of(view: str) -> str:
 
 @functools.cache
 def component(name: str, html: str, css: str | None = None) -> Any:
-    """The component with the script `name`.js of this package; made on first use, when there is a server."""
+    """Return the component with the script `name`.js; it is created on first use."""
     script = files("driftlens_app").joinpath(f"{name}.js").read_text(encoding="utf-8")
     return st.components.v2.component(f"driftlens.{name}", html=html, css=css, js=script)
 
 
 def is_dark() -> bool:
-    """Whether the page is shown in the dark theme."""
+    """Return True if the page is shown in the dark theme."""
     return st.context.theme.type == "dark"
 
 
@@ -123,35 +123,35 @@ def watch_theme() -> None:
 
 
 def is_narrow() -> bool:
-    """Whether the window has no room for panels side by side, as far as the browser has said."""
+    """Return True if the window is too narrow for panels side by side."""
     return bool(st.session_state.get(_WATCH, {}).get("narrow"))
 
 
 def plain(text: object) -> str:
-    """`text` on one line, so that Markdown shows every character and obeys none: anybody may have written names."""
+    """Escape a text on one line for Markdown; names are untrusted."""
     return _MARKDOWN.sub(r"\\\1", _MADE.sub("\N{WORD JOINER}", printable(str(text))))
 
 
 def coded(text: str) -> str:
-    """As `plain`, but what stands between backticks is shown as code."""
+    """Escape a text as `plain` does, but show code between backticks."""
     return with_code(text, plain, lambda part: f"`{printable(part)}`")
 
 
 def with_command(run: DriftRun, text: str, command: str) -> str:
-    """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
+    """Format a sentence of the verdict in Markdown, with its command for copying and without local folders."""
     before, code, after = signs(shareable(run, text)).partition(f"`{shareable(run, command)}`")
     markdown = plain(before) + code + plain(after) if code.count("`") == 2 else plain(before + code + after)
     return unbroken(markdown)
 
 
 def show_headline(run: DriftRun, name: str = "") -> None:
-    """The run's headline, or that of its calibration `name`: the sentence, tiles and bar that reports have."""
+    """Show the headline of the run, or of its calibration `name`: sentence, tiles and bar as in reports."""
     head = content.Headline.model_validate(headline(run, name))
     st.html(shown_alone(head, dark=is_dark()))
 
 
 def when(moment: str) -> str:
-    """A UTC time from a run, to the minute, for reading; the text itself where it is no time."""
+    """Format a run's UTC time to the minute; other texts are returned unchanged."""
     try:
         parsed = datetime.fromisoformat(moment)
     except ValueError:
@@ -161,7 +161,7 @@ def when(moment: str) -> str:
 
 @contextmanager
 def shown_errors() -> Iterator[None]:
-    """Whatever fails inside the block is shown in its place, and the rest of the page stays."""
+    """Show errors of the block in its place and keep the rest of the page."""
     try:
         yield
     except DriftLensError as error:
@@ -178,7 +178,7 @@ def shown_errors() -> Iterator[None]:
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """An error box: type, if any, message and hint; further lines of a message, one problem each, as a list."""
+    """Show an error box: type, message and hint; further lines of a message become a list."""
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = first if kind else first[:1].upper() + first[1:]
     head = ": ".join(filter(None, (f"**{plain(kind)}**" if kind else "", plain(first))))
@@ -187,13 +187,13 @@ def show_error(kind: str, message: str, hint: str) -> None:
 
 
 def page_title(title: str, subtitle: str) -> None:
-    """The heading of a page, and one line in Markdown that says what it shows."""
+    """Show a page's title and one line in Markdown."""
     st.title(title, anchor=False)
     st.caption(subtitle)
 
 
 def caption(text: str, line: int = _LINE) -> None:
-    """One line below what it speaks of: the first sentence or clause, cut after `line` letters; the rest on hover."""
+    """Show one line below an element: the first sentence, cut after `line` letters; the rest on hover."""
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
     if len(first) > min(line, _CLAUSE) and "; " in first:
         first, rest = first.split("; ", 1)
@@ -205,12 +205,12 @@ def caption(text: str, line: int = _LINE) -> None:
 
 
 def note(text: str, icon: str = "info") -> None:
-    """A box with a remark, and a Material symbol before it."""
+    """Show a remark with a Material symbol."""
     st.info(f"{text[:1].upper()}{text[1:]}", icon=f":material/{icon}:")
 
 
 def open_part(names: Sequence[str], *, key: str) -> str:
-    """The part of a page that is open, in the URL as `key`; the others are not drawn, so a page costs what it shows."""
+    """Return the selected part of a page, in the URL as `key`; other parts are not computed."""
     # A segmented control writes its open part in the accent, too faint on a dark page beside white on that accent.
     return st.radio(
         "Part of the page", names, horizontal=True, key=key, bind="query-params", label_visibility="collapsed"
@@ -218,15 +218,15 @@ def open_part(names: Sequence[str], *, key: str) -> str:
 
 
 def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
-    """The charts that stand under the heading `part` of the view `page`, by what they declare."""
+    """Show the charts that are registered for a heading of a page."""
     for name in parts_of(page)[part]:
         show_chart(name, run, options)
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", **plotly: Any) -> Any:
-    """Draw a chart with caption, hint and data, or what the run lacks for it; `plotly`: more for `st.plotly_chart`.
+    """Show a chart with caption, hint and data, or what the run lacks for it.
 
-    `without` is said in its place where the page itself adds what it lacks.
+    `plotly` has more arguments of `st.plotly_chart`; `without` replaces the message about missing data.
     """
     with shown_errors():
         chart = charts[name]
@@ -245,14 +245,14 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
 
 
 def of_folder(run: DriftRun, lacking: str) -> str:
-    """What a run lacks, with its own folder in the command; an analysis that was stopped goes on."""
+    """Put the run's folder into a message about missing data."""
     if not run.manifest.finished:
         lacking = lacking.replace(ANALYZE, command_to_resume(run.path, run.manifest))
     return lacking.replace(" RUN", f" {shlex.quote(str(run.path))}")
 
 
 def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
-    """Draw a figure with caption, notes and the plotted numbers, whose file is called by `run_id` and `name`."""
+    """Show a figure with caption, notes and the plotted numbers, downloadable as a file."""
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
     caption(" ".join(text for text in (says, *drawn.notes) if text))
@@ -261,7 +261,7 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: A
 
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
-    """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
+    """Show a table with these column settings and a dash for missing values; return Streamlit's selection."""
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
@@ -280,7 +280,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
 
 
 def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
-    """Columns that hold negative numbers, and the format of each."""
+    """Return the columns with negative numbers and their formats."""
     formats = {name: ((look or {}).get("type_config") or {}).get("format") for name, look in columns.items()}
     return {
         name: form
@@ -298,7 +298,7 @@ def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
-    """A table that card, report and terminal have too, with its notes; `folded` columns are in the table's own menu."""
+    """Show a table of reports and terminal with its notes; `folded` columns are in the table's menu."""
     rows, columns = sheet_table(sheet)
     st.header(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
@@ -309,7 +309,7 @@ def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
 
 
 def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """A sheet's rows, with numbers that can be sorted as such, and how its columns are shown."""
+    """Convert a sheet to sortable rows and column settings."""
     numbers, (_, *texts) = sheet.frame(), sheet.texts()
     names = [sheet.columns[shown.at[0]].name for shown in sheet.shown()]
     rows, columns = pd.DataFrame(texts, columns=names), dict[str, Any]()
@@ -330,7 +330,7 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
 def with_dots(
     rows: pd.DataFrame, columns: Mapping[str, Any], found: Verdict
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The table of a verdict's tasks with every model's share as a dot behind the numbers, which are narrow."""
+    """Add a column to the verdict's table that shows every model's share as a dot."""
     heads = dict(zip(found.means, [*rows][1:], strict=False))
     named = {role: heads[name] for role, name in dotted(found).items()}
     scores = [
@@ -354,7 +354,7 @@ AXIS, _WIDTH = "axis", 96
 
 
 def dots_column(low: float = 0.0) -> Any:
-    """How the column `AXIS` of pictures by `dots` is shown."""
+    """Return the settings of the column `AXIS` of pictures by `dots`."""
     about = f"{', '.join(MODELS)}: on test samples, coloured as in charts."
     return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
 
@@ -377,7 +377,7 @@ def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
 
 
 def dotted(found: Verdict) -> dict[str, str]:
-    """The variants that are drawn as dots, by what `MODELS` calls them."""
+    """Return the variants that are shown as dots, by their names in `MODELS`."""
     variants = ("base", found.merged, found.after, "expert")
     return {name: at for name, at in zip(MODELS, variants, strict=True) if at in found.means}
 
@@ -398,7 +398,7 @@ def show_key(found: Verdict) -> None:
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
-    """A table and its download as CSV, folded away behind `label`, and sent to the browser once that is opened."""
+    """Show a folded table and its download as CSV; it is sent to the browser when opened."""
     drawer = st.expander(label, key=f"open-{key}", on_change="rerun")
     if not drawer.open:
         return
@@ -424,9 +424,9 @@ def kept(
     selecting: bool = False,
     narrow: bool = False,
 ) -> Drawn:
-    """What `_draw(run, *arguments)` draws under a name of its own, shared by all readers.
+    """Cache what `_draw(run, *arguments)` draws, for all users.
 
-    Nobody changes it, and a copy would take longer than most of a page.
+    The result is shared and not copied, since a copy would take longer than most of a page.
     """
     with one_column(narrow):
         drawn = _draw(run, *arguments)
@@ -434,12 +434,15 @@ def kept(
 
 
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
-    """A figure that looks as `figure` does and is drawn once where that would have been drawn twice.
+    """Change a figure so that plotly draws it once instead of twice.
 
-    Streamlit's client gives plotly a copy of every figure, and plotly draws that from scratch unless it finds nothing
-    changed. It takes a revision's word for that where data are lists, not typed arrays, and a template that is another
-    object counts as changed: so the axes get its settings themselves, unless it speaks of more than axes, or of axes
-    that only traces name. `selecting`: points are to be selected, which Streamlit else tells plotly only with the copy.
+    Streamlit's client gives plotly a copy of every figure, and plotly draws it again unless nothing changed. It
+    trusts a
+    revision if data are lists, not typed arrays, and a different template object counts as a change. So the axes get
+    the
+    template's settings directly, unless it sets more than axes, or axes that only traces name. With `selecting`,
+    points can
+    be selected, which Streamlit otherwise tells plotly only with the copy.
     """
     if isinstance(figure, _Checked):
         return figure
@@ -471,7 +474,7 @@ class _Checked(Figure):  # type: ignore[misc]
 
 
 def _lists(settings: Any) -> Any:
-    """A trace's settings with lists in place of the arrays that plotly sends as typed ones."""
+    """Replace arrays in a trace's settings by lists."""
     if isinstance(settings, Mapping):
         return {name: _lists(value) for name, value in settings.items()}
     is_number = isinstance(settings, np.ndarray) and settings.dtype.kind in "iuf"

@@ -67,7 +67,7 @@ def _changes(chosen: Selection) -> None:
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
-    """What the reader wants compared; None where there is nothing to compare with."""
+    """Return the selected comparison; None if there is nothing to compare with."""
     run, settings = chosen.run, Settings.from_environment()
     others = [name for name in run_ids(settings) if name != run.id]
     with st.container(horizontal=True, vertical_alignment="bottom"):
@@ -82,7 +82,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
 
 
 def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
-    """The variants that the reader chooses, before and after."""
+    """Show controls for the two variants and return them."""
     within = first is second
     if not first.variants or not second.variants or (within and len(first.variants) < 2):
         return None
@@ -97,7 +97,7 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
 
 
 def show_merges(settings: Settings, of: str = "") -> None:
-    """A ranking of merges that was written to the root: of the runs with the name `of`, or any."""
+    """Show a ranking of merges in the root, optionally of runs with the name `of`."""
     rankings: dict[str, Any] = {}
     for name in comparisons(settings.root):
         with shown_errors():
@@ -119,7 +119,7 @@ def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Com
 
 
 def of_task(comparison: Comparison, task: str | None) -> Comparison:
-    """The comparison's rows of one task, which both runs must have; None is all."""
+    """Return the comparison of one task, which both runs must have; None for all."""
     if task is None:
         return comparison
     tables = {name: getattr(comparison, name) for name in ("layers", "tasks")}

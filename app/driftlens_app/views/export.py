@@ -110,7 +110,7 @@ def _exhibited(run: DriftRun, name: str, style: str) -> Files:
 def _built(
     run: DriftRun, kind: str, makers: Mapping[str, Callable[[], Files]], pressed: bool
 ) -> Mapping[str, Files]:
-    """Return what was built for this reader of the run as it is now; build it when the button was pressed."""
+    """Return the files built for this user and state of the run; build them if the button was pressed."""
     if pressed and not makers:
         st.warning("Choose at least one.", icon=":material/warning:")
     key, kept = key_of(run), st.session_state.setdefault(_BUILT, {})

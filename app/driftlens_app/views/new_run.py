@@ -54,7 +54,7 @@ def show() -> None:
 
 
 def _from_models(settings: Settings) -> None:
-    """A form that writes a spec of models and data, and starts its analysis."""
+    """Show a form that writes a spec of models and data and starts its analysis."""
     mergers = methods("merge_methods")
     names = sorted(mergers, key=lambda name: name != _USUAL)
     st.header("From models", anchor=False)
@@ -103,7 +103,7 @@ def _from_models(settings: Settings) -> None:
 
 
 def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
-    """What `--data` says: an entry of the folder for each task where all have one, else the folder itself."""
+    """Return the values of `--data`: an entry of the folder per task if all have one, else the folder."""
     if not folder:
         return []
     place = root / folder
@@ -119,7 +119,7 @@ def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
 
 
 def task_of(expert: str) -> str:
-    """The task of `TASK=MODEL`, or what a task is called after its expert's file or folder."""
+    """Return the task of `TASK=MODEL`, or a name from the expert's file or folder."""
     task, sign, _ = expert.partition("=")
     return task.strip() if sign else re.sub(r"[^\w.-]+", "-", Path(expert).stem)
 

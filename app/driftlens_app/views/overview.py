@@ -1,4 +1,4 @@
-"""Overview: how far the run's models are from their experts, where that comes from, and what the run is."""
+"""Overview: distance of the run's models from their experts, its sources, and facts about the run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _show_verdict(run: DriftRun) -> None:
 
 
 def _to_samples(run: DriftRun, judged: Verdict) -> None:
-    """A button to the flipped samples of the chosen task, or of the one that has most of them."""
+    """Show a button to the flipped samples of the selected task, or of the one with most of them."""
     rows = run.outputs(variant=judged.merged)
     counts = rows[rows["flipped"].fillna(False).astype(bool)]["task"].value_counts()
     task = selection().task or next(iter(counts.index), "")
@@ -118,7 +118,7 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
 
 
 def _task_table(run: DriftRun, judged: Verdict) -> None:
-    """A row per task, the worst first; a click on one chooses its task on every page."""
+    """Show one row per task, the worst first; a click selects the task on every page."""
     sheet = task_sheet(run, judged)
     rows, columns = _task_rows(run, judged, sheet)
     tasks = rows["task"].tolist()
@@ -140,7 +140,7 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
 
 
 def _task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The verdict's table as the page shows it, the worst task first and the mean last, and how columns are shown."""
+    """Return the verdict's table for the page (worst task first, mean last) and its column settings."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
     heads = dict(zip(judged.means, [*sheet.kinds][1:], strict=False))
@@ -190,7 +190,7 @@ def _origins(chosen: Selection) -> None:
 
 
 def _open_cell(chosen: Selection) -> None:
-    """Lead to the layer and the task whose cell was clicked."""
+    """Open the layer and task of a clicked cell."""
     listen = component("cell_click", "<i></i>")
     clicked = listen(
         data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
@@ -211,7 +211,7 @@ def _badge(report: CheckReport) -> str:
 
 
 def _self_checks(report: CheckReport) -> None:
-    """One badge; behind it, every claim that is exact in theory and how large its error gets in this run."""
+    """Show a badge with the error of every identity that is exact in theory."""
     with st.popover(_badge(report), icon=f":material/{'warning' if report.failed else 'verified'}:"):
         for check in report.results:
             icon = (

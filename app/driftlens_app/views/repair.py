@@ -105,7 +105,7 @@ def show() -> None:
 
 
 def obstacle(run: DriftRun) -> str:
-    """What would stop any calibration of the run, by its state alone."""
+    """Return why the run's state prevents any calibration; empty if it does not."""
     try:
         require_unlocked(run.path)
     except RunLockedError as error:
@@ -229,7 +229,7 @@ def _show_result(run: DriftRun, name: str) -> None:
 
 
 def _headline(run: DriftRun, found: Verdict) -> None:
-    """From where to where, all models beside one another, and the same task by task."""
+    """Show all models before and after, and task by task."""
     means, kind = found.means, found.measure.kind
     gap = next((gap for gap in found.gaps if (gap.variant, gap.against) == (found.after, found.merged)), None)
     if gap is not None:
@@ -246,7 +246,7 @@ def _headline(run: DriftRun, found: Verdict) -> None:
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
-    """How much settings matter, as far as they were varied, with the run's calibrations among them."""
+    """Show the effect of settings, with the run's calibrations."""
     show_bad_end(watch(run.path, "sweep"))
     without = "Drawn once the button below has varied them one by one."
     show_chart("sweeps", run, selection().options(variants=None), without)
@@ -257,7 +257,7 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
 
 
 def _arena(run: DriftRun, *, blocked: bool) -> None:
-    """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
+    """Compare calibrations, gain against cost, and offer those of other methods."""
     without = "Drawn once there are two repairs: the button below makes those that are chosen."
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:

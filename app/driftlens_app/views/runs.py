@@ -69,7 +69,7 @@ def show() -> None:
 
 
 def _remarks(run: RunSummary, *, is_live: bool) -> None:
-    """Why a run can't be read, and what work on it was left undone."""
+    """Show why a run can't be read, and its unfinished jobs."""
     if run.problem:
         what = "can't be read" if run.state == RunSummary(run.path).state else f"is a {run.state}"
         reason = f"**{plain(run.path.name)}** {plain(what)}: {plain(run.problem)}"
@@ -79,7 +79,7 @@ def _remarks(run: RunSummary, *, is_live: bool) -> None:
 
 
 def _table(runs: list[RunSummary], live: set[Path]) -> Any:
-    """The table; draws the whole page anew once something is chosen in it, or one of the `live` jobs has ended."""
+    """Show the table; rerun the page after a selection or when one of the `live` jobs has ended."""
     rows = pd.DataFrame(map(_row, runs))
     is_double = rows["name"].duplicated(keep=False)
     rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
@@ -114,7 +114,7 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
 
 
 def _actions(ticked: list[RunSummary]) -> None:
-    """What can be done with the runs whose rows are ticked."""
+    """Show actions for the selected runs."""
     readable = [run for run in ticked if not run.problem]
     if not ticked:
         st.caption("Newest first. A name opens the run's overview; two ticked rows can be compared.")

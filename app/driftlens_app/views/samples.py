@@ -1,4 +1,4 @@
-"""Samples: the same samples seen by the expert and by each variant, as they move, and what the models answer."""
+"""Samples: test samples in every model, their positions and predictions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _show_output(part: str) -> None:
 
 
 def _answers(chosen: Selection) -> None:
-    """What models said on test samples, where answers were generated or chosen."""
+    """Show the models' answers on test samples, if answers were generated or chosen."""
     rows = chosen.run.scores()
     rows = rows[rows["task"].isin(chosen.tasks) & rows["answer"].notna()]
     if rows.empty:
@@ -81,7 +81,7 @@ def _answers(chosen: Selection) -> None:
 
 
 def answers(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
-    """A row per test sample of one task: what was wanted, and what each model said; first those where they differ."""
+    """Return one row per test sample of a task: target and every model's answer, differing ones first."""
     wide = rows.pivot_table(
         index=["sample_id", "target"], columns="variant", values="answer", aggfunc="first", sort=False
     )

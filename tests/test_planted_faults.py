@@ -258,7 +258,7 @@ def expert_path_replaced(original: Any) -> Any:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    solve, original = featcal.solve_linear, featcal.solve_bias
+    solve, original = featcal._solve_linear, featcal.solve_bias
     outputs = []
 
     def noted(problem, *rest, **more):  # type: ignore[no-untyped-def]
@@ -272,7 +272,7 @@ def bias_of_the_merged_weight(patch: Patch) -> None:
     def late(target, output, *rest, **more):  # type: ignore[no-untyped-def]
         return original(target, outputs.pop(0), *rest, **more)
 
-    patch.setattr(featcal, "solve_linear", noted)
+    patch.setattr(featcal, "_solve_linear", noted)
     patch.setattr(featcal, "solve_bias", late)
 
 

@@ -150,7 +150,7 @@ def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
+def _final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
     """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
     pool = ground.pool
     with ground.store() as store:
@@ -162,10 +162,10 @@ def final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
                 crossing.take(batch, EXPERT, expert, named="the expert model")
                 crossing.take(batch, MERGED, merged, named="the merged model")
         passage.check()
-        return gathered(passage.waiting[task], pool.chain.layers[-1], task)
+        return _gathered(passage.waiting[task], pool.chain.layers[-1], task)
 
 
-def gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> FinalFeatures:
+def _gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> FinalFeatures:
     """Return the features of all batches; shorter texts are padded to the longest."""
     states = [(batch.get(MERGED)[layer.stream], batch.get(EXPERT)[layer.stream]) for batch in waiting]
     masks = [batch.side.mask(layer.stream) for batch in waiting]
@@ -247,7 +247,7 @@ class Trained(Calibrator):
             progress = (done, total) if total > 1 else (step, steps)
             ground.on_step(Step(last, task, *progress, label, loss))
 
-        features = final_features(ground, task, walked)
+        features = _final_features(ground, task, walked)
         seed = ground.seed + zlib.crc32(f"{last} {task}".encode())
         with torch.enable_grad():
             return self.train(features, Course(torch.Generator().manual_seed(seed), told))

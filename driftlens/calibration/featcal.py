@@ -157,7 +157,7 @@ def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tenso
     return rows
 
 
-def solve_linear(
+def _solve_linear(
     problem: LinearProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, update: Collection[str]
 ) -> list[SiteUpdate]:
     """New weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; one factor serves the rows of all.
@@ -223,8 +223,8 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
     return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None
 
 
-def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """New scale and, where the norm has one, shift (Eq. 59); arguments as for `solve_linear`."""
+def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
+    """New scale and, where the norm has one, shift (Eq. 59); arguments as for `_solve_linear`."""
     moments, pull = problem.moments, anchor or {}
     scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
     merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
@@ -409,8 +409,8 @@ class FeatCal(ClosedFormBase):
         """New parameters of the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
-            return solve_linear(problem, anchor, lam=self.lam, update=self.update)
-        return [solve_norm(problem, anchor, lam=self.lam)]
+            return _solve_linear(problem, anchor, lam=self.lam, update=self.update)
+        return [_solve_norm(problem, anchor, lam=self.lam)]
 
 
 @calibrators.register("norms")

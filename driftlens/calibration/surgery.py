@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -19,7 +20,7 @@ Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]
 StepLength = Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"]
 
-_TOLD_EVERY = 10
+_REPORTED_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,13 @@ def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
 
 
-class LowRankTrained(Trained):
-    """What both repairs have in common: the descent, and what is saved."""
+class _LowRankTrained(Trained):
+    """Trains a low-rank correction by Adam, for a fixed number of steps on calibration samples alone.
+
+    A subclass adds `start`, which draws the leaves with D and U first, and `loss`.
+    """
+
+    normalize = False
 
     def __init__(self, rank: int, steps: int, batch: int, lr: float) -> None:
         self.rank = rank
@@ -67,38 +73,42 @@ class LowRankTrained(Trained):
         """Build the correction that was saved."""
         return LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
-    def descend(
-        self, parameters: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], count: int, course: Course
-    ) -> None:
-        """Run Adam for a fixed number of steps over batches that are drawn without replacement, epoch after epoch.
+    @abstractmethod
+    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+        """Return the parameters at the start, for features like `merged`."""
+
+    @abstractmethod
+    def loss(
+        self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
+
+    def train(self, features: FinalFeatures, course: Course) -> LowRank:
+        """Train the correction of one task; batches are drawn without replacement, epoch after epoch.
 
         There is no validation and no choice among steps: where it stops is fixed beforehand.
-
-        Args:
-            parameters: leaves, changed in place.
-            loss_of: returns the loss of positions among the samples.
-            count: number of samples.
-            course: what is drawn from, and told of the steps.
         """
+        parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):
             if not len(order):
-                order = torch.randperm(count, generator=course.generator)
+                order = torch.randperm(len(features.merged), generator=course.generator)
             chosen, order = order[: self.batch], order[self.batch :]
-            loss = loss_of(chosen)
+            loss = self.loss(*features.rows(chosen), parameters, course.generator)
             descent.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             descent.step()
-            if step % _TOLD_EVERY == 0 or step == self.steps:
+            if step % _REPORTED_EVERY == 0 or step == self.steps:
                 course.told(step, self.steps, float(loss.detach()))
+        return LowRank(parameters[0].detach(), parameters[1].detach(), self.normalize)
 
 
 @calibrators.register("surgery")
-class Surgery(LowRankTrained):
+class Surgery(_LowRankTrained):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
 
-    Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
-    what the score map reads, token by token, for which nobody has published another way.
+    The authors train on test images. Of texts, f is what the score map reads, token by token, for which nobody has
+    published another way.
     """
 
     title = "Surgery"
@@ -115,28 +125,27 @@ class Surgery(LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.normalize = normalize
 
-    def train(self, features: FinalFeatures, course: Course) -> LowRank:
-        """Train the correction of one task."""
-        width, device = features.merged.shape[-1], features.merged.device
-        down = moved(uniform(self.rank, width, course.generator), device).requires_grad_()
-        up = torch.zeros(width, self.rank, device=device, requires_grad=True)
-        correction = LowRank(down, up, self.normalize)
+    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+        """Return D, drawn, and U, zero."""
+        width, device = merged.shape[-1], merged.device
+        down = moved(uniform(self.rank, width, generator), device)
+        return [down, torch.zeros(width, self.rank, device=device)]
 
-        def loss(chosen: Tensor) -> Tensor:
-            merged, expert = features.rows(chosen)
-            wanted = F.normalize(expert, dim=-1) if self.normalize else expert
-            return (correction(merged) - wanted).abs().mean()
-
-        self.descend([down, up], loss, len(features.merged), course)
-        return LowRank(down.detach(), up.detach(), self.normalize)
+    def loss(
+        self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean distance of the corrected features from the expert's."""
+        down, up = parameters
+        target = F.normalize(expert, dim=-1) if self.normalize else expert
+        return (LowRank(down, up, self.normalize)(merged) - target).abs().mean()
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(LowRankTrained):
+class ProbSurgery(_LowRankTrained):
     """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
 
-    KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
-    samples alone for a fixed number of steps; the authors report the best of 50 rounds by test accuracy.
+    KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. The authors report the best
+    of 50 rounds by test accuracy.
     """
 
     title = "ProbSurgery"
@@ -153,32 +162,25 @@ class ProbSurgery(LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.weight = weight
 
-    def train(self, features: FinalFeatures, course: Course) -> LowRank:
-        """Train the correction of one task; its mean alone is returned."""
-        width, like = features.merged.shape[-1], features.merged
-        down = beside(like, uniform(self.rank, width, course.generator)).requires_grad_()
-        mean, spread = (like.new_zeros(width, self.rank).requires_grad_() for _ in range(2))
+    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+        """Return D, drawn, and M and V, zero."""
+        width = merged.shape[-1]
+        down = beside(merged, uniform(self.rank, width, generator))
+        return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
 
-        def loss(chosen: Tensor) -> Tensor:
-            merged, expert = features.rows(chosen)
-            noise = beside(merged, torch.randn(merged.shape, generator=course.generator))
-            return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
+    def loss(
+        self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Return the loss with one draw of z per vector."""
+        noise = beside(merged, torch.randn(merged.shape, generator=generator))
+        return _prob_surgery_loss(merged, expert, noise, parameters, self.weight)
 
-        self.descend([down, mean, spread], loss, len(features.merged), course)
-        return LowRank(down.detach(), mean.detach())
 
-
-def prob_surgery_loss(
-    merged: Tensor,
-    expert: Tensor,
-    noise: Tensor,
-    down: Tensor,
-    mean: Tensor,
-    spread: Tensor,
-    *,
-    weight: float,
+def _prob_surgery_loss(
+    merged: Tensor, expert: Tensor, noise: Tensor, parameters: Sequence[Tensor], weight: float
 ) -> Tensor:
     """Return the loss of rows [T, d] with standard normal noise of their shape; at the start its second part is 0."""
+    down, mean, spread = parameters
     hidden = (merged @ down.mT).relu()
     mu, log_variance = hidden @ mean.mT, hidden @ spread.mT
     corrected = merged - (mu + (log_variance / 2).exp() * noise)

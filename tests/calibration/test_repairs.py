@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Course, FinalFeatures
-from driftlens.calibration.surgery import ProbSurgery, Surgery, prob_surgery_loss
+from driftlens.calibration.surgery import ProbSurgery, Surgery, _prob_surgery_loss
 from driftlens.models.chain import Layer
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.calibration.helpers import quiet
@@ -56,10 +56,10 @@ def test_prob_surgerys_loss_is_that_of_normal_distributions() -> None:
     own = torch.distributions.Normal(hidden @ mean.T, torch.exp(hidden @ spread.T).sqrt())
     away = torch.distributions.kl_divergence(own, torch.distributions.Normal(0.0, 1.0)).sum(1).mean()
     wanted = (merged - (own.mean + own.stddev * noise) - expert).abs().mean() + 0.3 * away
-    found = prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=0.3)
+    found = _prob_surgery_loss(merged, expert, noise, [down, mean, spread], 0.3)
     torch.testing.assert_close(found, wanted)
     none = torch.zeros(WIDTH, 3)
-    start = prob_surgery_loss(merged, expert, 0 * noise, down, none, none, weight=1e6)
+    start = _prob_surgery_loss(merged, expert, 0 * noise, [down, none, none], 1e6)
     torch.testing.assert_close(start, (merged - expert).abs().mean())
 
 

@@ -160,7 +160,7 @@ def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tenso
 def _solve_linear(
     problem: LinearProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, update: Collection[str]
 ) -> list[SiteUpdate]:
-    """New weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; one factor serves the rows of all.
+    """Solve for the weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; all share one factor.
 
     `anchor` is by parameter name, in the dtype of the moments; None drops the terms with `lam`.
     """
@@ -218,13 +218,13 @@ def _solve_linear(
 
 
 def relative_change(new: Tensor, old: Tensor) -> float | None:
-    """|new - old|_F / |old|_F, in the dtype of `old`; None where that is zero."""
+    """Return |new - old|_F / |old|_F, in the dtype of `old`; None where `old` is zero."""
     size = float(torch.linalg.vector_norm(old))
     return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None
 
 
 def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """New scale and, where the norm has one, shift (Eq. 59); arguments as for `_solve_linear`."""
+    """Solve for the scale and, where the norm has one, the shift (Eq. 59); arguments as for `_solve_linear`."""
     moments, pull = problem.moments, anchor or {}
     scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
     merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
@@ -249,7 +249,7 @@ def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, la
 def _objective(
     problem: NormProblem, parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor] | None, lam: float
 ) -> float:
-    """Eq. 57 from the moments alone."""
+    """Compute Eq. 57 from the moments alone."""
     name = problem.site.name
     total = problem.moments.misfit(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
     for key, value in (anchor or {}).items():
@@ -372,29 +372,29 @@ class FeatCal(ClosedFormBase):
 
     @property
     def anchor_reach(self) -> float:
-        """rho (Eq. 11)."""
+        """Rho, or 1 where nothing pulls (Eq. 11)."""
         return 1.0 if self.anchor == "none" else self.rho
 
     @property
     def pull(self) -> float:
-        """What H of Eq. 17 adds to a Gram matrix's diagonal: lam, where anything pulls."""
+        """The ridge that Eq. 17 adds to the diagonal; 0 without an anchor."""
         return 0.0 if self.anchor == "none" else self.lam
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
-        """A share `alpha` of the expert in the target; sites whose outputs other tokens read keep their own rule."""
+        """Ask for a share `alpha` of the expert in the target; keys and values keep their own token weights."""
         emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
         return Wanted(self.alpha, emphasised or site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """omega = 1 / max(|G|_F, eps) (Eq. 14): every task counts alike, however large its features are."""
+        """Return omega = 1 / max(|G|_F, eps) (Eq. 14), so that tasks count alike whatever their features' scale."""
         return 1 / gram_norm.clamp_min(self.eps)
 
     def least_rows(self, width: int) -> int:
-        """Without a pull, as many rows as inputs: fewer leave more than one solution."""
+        """Return the least number of rows with one solution: without a ridge, as many as inputs."""
         return 1 if self.pull else width
 
     def anchor_of(self, merged: Parameters, base: Parameters | None) -> dict[str, Tensor] | None:
-        """The parameters towards which solves are pulled (Eq. 11), in `solve_dtype`; None where nothing pulls."""
+        """Return the anchor (Eq. 11) in `solve_dtype`; None where nothing pulls."""
         if self.anchor == "none":
             return None
         dtype: torch.dtype = getattr(torch, self.solve_dtype)
@@ -406,7 +406,7 @@ class FeatCal(ClosedFormBase):
         }
 
     def solve(self, problem: Problem) -> list[SiteUpdate]:
-        """New parameters of the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
+        """Solve for the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return _solve_linear(problem, anchor, lam=self.lam, update=self.update)
@@ -415,9 +415,7 @@ class FeatCal(ClosedFormBase):
 
 @calibrators.register("norms")
 class Norms(FeatCal):
-    """What norms alone repair: Eq. 59 of FeatCal, weights and biases staying as merged; the reference for methods that
-    change more.
-    """
+    """FeatCal of norms alone (Eq. 59), the baseline for methods that change more; weights and biases stay as merged."""
 
     title = "Norms only"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

@@ -175,11 +175,11 @@ class ResidualCal(Stepwise, Calibrator):
 
     @property
     def num_folds(self) -> int:
-        """Parts that the samples fall into; 1 where nothing is held out."""
+        """The number of folds of the samples; 1 where nothing is held out."""
         return self.folds if self.cv == "on" else 1
 
     def solve(self, problem: StepProblem) -> list[SiteUpdate]:
-        """New weights and biases of sites that share a Gram matrix, and with it their ridges and share."""
+        """Solve for the weights and biases of sites that share a Gram matrix, and with it ridges and share."""
         if self.cv == "on":
             ridges = choose_ridges(problem.folds, most=self.residual)
         else:

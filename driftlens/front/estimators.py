@@ -45,7 +45,7 @@ class Fitting(Calibrator):
         request: FitRequest,
         around: Around,
     ) -> Self:
-        """The estimator itself, after calibrating a copy of a live merged module; nothing is modified, read or written.
+        """Calibrate a copy of a merged module and return the estimator. Nothing is modified, read or written.
 
         Args:
             merged: the merged model.
@@ -55,8 +55,11 @@ class Fitting(Calibrator):
             request: by keywords, the fields of `driftlens.config.requests.FitRequest`: layers, sites, n, seed, ...
             around: by keywords, the fields of `driftlens.front.keywords.Around`: device, on_progress, cancel, ...
 
+        Returns:
+            The estimator, with `model_`, `history_`, `modules_` and `notices_`.
+
         Raises:
-            SpecError: a setting that can't be, or tasks of `experts` and `data` differ.
+            SpecError: a setting is not allowed, or tasks of `experts` and `data` differ.
             NumericsError: the drift is not that of ordinary forward passes; nothing is solved then.
         """
         import pandas as pd

@@ -1,4 +1,4 @@
-"""What comes with a model besides its weights: skeleton, layers, key names, preprocessing, text side."""
+"""Everything about a model except its weights: skeleton, layers, key names, preprocessing, text tower."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class Architecture:
     """One network architecture, without weights.
 
     Attributes:
-        loader: which library builds it: `open-clip`, `hf-clip`, ..., or `live` for a module of the caller's.
-        source: what it was built from: Hub id, folder, model name or file.
+        loader: the loader that built it: `open-clip`, `hf-clip`, ..., or `live` for a module of the caller's.
+        source: Hub id, folder, model name or file.
         skeleton: the library's own module in eval mode; parameters are on meta unless the loader is `live`.
-        chain: the skeleton taken apart.
-        layout: how checkpoints name its parameters; None where they must match exactly.
-        preprocess: samples -> raw inputs; None when the caller brings these.
-        folder: how to save it for the original library; None when only a state dict can be saved.
-        open_text: the base's weights under their own key names -> its text tower; None where there is none.
-        classifier: path of the linear classifier that whole models end in and the skeleton lacks; "" where they don't.
-        lm: where the skeleton's language-model head lies; None where it has none.
-        own_head: the head of several layers that whole models end in instead; None where they don't.
+        chain: the skeleton's layers.
+        layout: the key names of checkpoints; None if they must match exactly.
+        preprocess: samples -> raw inputs; None if the caller passes raw inputs.
+        folder: how to save it for the original library; None if only a state dict can be saved.
+        open_text: the base's weights under their own key names -> its text tower; None without one.
+        classifier: path of the linear classifier of whole models, which the skeleton lacks; "" without one.
+        lm: the skeleton's language-model head; None without one.
+        own_head: the head of several layers that whole models have instead; None without one.
     """
 
     loader: str
@@ -87,22 +87,22 @@ class Architecture:
 
     @property
     def adapter(self) -> str:
-        """Name of the adapter that took the skeleton apart."""
+        """The name of the adapter of the skeleton."""
         return self.chain.architecture
 
     @property
     def ends_in_classes(self) -> bool:
-        """Whether whole models end in a classifier, which the skeleton lacks."""
+        """True if whole models end in a classifier, which the skeleton lacks."""
         return bool(self.classifier) or self.own_head is not None
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know, in sentences."""
+        """Notices for the user."""
         return (self.preprocess.notice,) if self.preprocess is not None and self.preprocess.notice else ()
 
     @property
     def described(self) -> dict[str, str]:
-        """Loader, source, and the class that a saved folder is of, as far as its library has classes."""
+        """Loader, source, and the class of a saved folder, if its library has classes."""
         config = {} if self.folder is None else self.folder.configs.get("config.json")
         stated = config.get("architectures") if isinstance(config, Mapping) else None
         saved_as = str(stated[0]) if isinstance(stated, list) and stated else ""
@@ -118,7 +118,7 @@ class Architecture:
 
     @property
     def in_by_out(self) -> frozenset[str]:
-        """Stacks of weights that are [in, out], as the skeleton's modules say, which peft asks too."""
+        """Keys of stacked weights that are [in, out], by the attribute of modules that peft reads too."""
         stacked = (
             (path, module)
             for path, module in self.skeleton.named_modules()
@@ -132,17 +132,17 @@ class Architecture:
         )
 
     def align(self, source: StateSource, *, fallback: StateSource | None = None) -> StateSource:
-        """The image tower of a checkpoint under the skeleton's key names.
+        """Return a checkpoint under the skeleton's key names.
 
-        Whole models, towers alone and wrappers' prefixes are recognised by structure; text towers and index buffers are
-        left out. `fallback`, the base, gives the projection to experts that were saved without.
+        Whole models, towers alone and prefixes of wrappers are recognized by structure; text towers and index buffers
+        are left out. `fallback`, the base, provides the projection of experts that were saved without.
         """
         if self.layout is None:
             return source
         return self.layout.align(source, self.keys, fallback)
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:
-        """The base under the names that adapters in a folder use: those of its file, or of its modules in memory."""
+        """Return the base under the names that adapters in a folder use: those of its file, or of its modules."""
         if not isinstance(self.layout, Spellings):
             return base
         with contextlib.suppress(CheckpointError, IncompatibleModelsError):
@@ -159,7 +159,7 @@ class Architecture:
         return base
 
     def _pooler(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
-        """What a core has of the head behind it, which adapters leave as it was, under the whole model's names."""
+        """Return the head's weights that a core has (a pooler), under the whole model's names."""
         core = f"{getattr(self.skeleton, 'base_model_prefix', '')}."
         names = () if self.own_head is None else self.own_head.names.values()
         return {
@@ -170,15 +170,15 @@ class Architecture:
         }
 
     def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
-        """Keys of a classifier's weights in a checkpoint under its own names; None where it holds none.
+        """Return the keys of a classifier's weights in a checkpoint under its own names; None if it has none.
 
-        Of a linear one this is the weight, of another those of `own_head`, in its order.
+        These are the weight of a linear classifier, or the weights of `own_head` in its order.
         """
         linear = (f"{self.classifier}.weight",) if self.classifier else ()
         names = linear if self.own_head is None else tuple(self.own_head.names.values())
         keys = []
         for name in names:
-            # A pooler lies where the base has it, which may be a core alone.
+            # A pooler has the key of the base, which may be a core alone.
             core = getattr(self.skeleton, "base_model_prefix", "")
             spelled = (name, name.removeprefix(f"{core}."))
             ends = [key for end in spelled for key in stored.headers if f".{key}".endswith(f".{end}")]
@@ -188,7 +188,7 @@ class Architecture:
         return tuple(keys) or None
 
     def head_of(self, stored: StateSource) -> StateSource | None:
-        """The classifier of a checkpoint under the names that the library has in memory; None where it holds none."""
+        """Return the classifier of a checkpoint under the library's names; None if it has none."""
         keys = self.classifier_keys(stored)
         if keys is None:
             return None
@@ -199,7 +199,7 @@ class Architecture:
         return renamed(stored, {f"{self.classifier}.{part}": key for part, key in present.items()})
 
     def text_tower(self, base: StateSource) -> TextTower:
-        """The text tower of a base, which is given under its own key names."""
+        """Return the text tower of a base, which is given under its own key names."""
         if self.open_text is None:
             raise no_text_tower(self.source)
         with running(self.source):
@@ -208,11 +208,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ArchitectureRequest:
-    """What a loader is asked for: a source as it reads it, and the path of the list of blocks where that is named.
-
-    `untied` asks for a head of its own where a language model's is its embeddings, `unread` for no tokenizer, where no
-    text will be read, `pictured` for a chain that reads images beside texts; loaders of others heed none of them.
-    """
+    """The arguments of a loader; see `load_architecture`. Loaders ignore options that do not apply to their models."""
 
     source: str
     blocks: str | None = None
@@ -225,12 +221,12 @@ class ArchitectureRequest:
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
     "loader", "driftlens.models.architectures", "driftlens.loaders"
 )
-"""A request -> the architecture that its source describes."""
+"""Functions from a request to the architecture of its source."""
 
 CAUSAL = ("hf-decoder", "hf-vlm", "hf-seq2seq")
-"""The loaders of models that say, by a head that adapters and experts may untie, which token comes next."""
+"""The loaders of models with a language-model head, which adapters and experts may untie."""
 PYTHON = "python:"
-"""What stands before the loaders that are functions of the user's."""
+"""The prefix of loaders that are functions of the user's."""
 
 
 def load_architecture(
@@ -243,27 +239,27 @@ def load_architecture(
     unread: bool = False,
     pictured: bool = False,
 ) -> Architecture:
-    """The architecture that `source` describes; where a family has an adapter, no weights are read for it.
+    """Return the architecture of `source`, without reading weights.
 
     Args:
         loader: the name of a registered loader, or `python:package.module:function`.
-        source: what the loader reads: Hub id or local folder; for open_clip also a model name or a
-            model_config.json. OpenAI's weights need a quickgelu name: `ViT-B-32-quickgelu`.
+        source: Hub id or local folder; for open_clip also a model name or a model_config.json. OpenAI's weights need
+            a quickgelu name: `ViT-B-32-quickgelu`.
         blocks: path of the list of blocks, for loaders that read any model.
-        access: what may be used.
-        untied: whether a language model gets a head of its own where the source has its embeddings for one.
-        unread: whether no text will be read: a decoder's tokenizer is then neither opened nor missed.
-        pictured: whether samples are texts with an image each.
+        access: the permissions of the run.
+        untied: True to give a language model a head apart from its embeddings.
+        unread: True if no text will be read, so that no tokenizer is needed.
+        pictured: True if samples are texts with images.
     """
     request = ArchitectureRequest(source, blocks, access, untied, unread, pictured)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
-    with running(request.source):  # a configuration may hold anything
+    with running(request.source):  # an untrusted configuration
         return _as_sentences(loaders[loader](request))
 
 
 def _as_sentences(architecture: Architecture) -> Architecture:
-    """The architecture with the embedding as its final feature, if its folder is one of sentence-transformers."""
+    """Return the architecture, with the embedding as final feature if its folder is of sentence-transformers."""
     is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
     preprocess = architecture.preprocess
     root = embedding_folder(library_folder(architecture.source)) if is_asked else None
@@ -277,13 +273,13 @@ def _as_sentences(architecture: Architecture) -> Architecture:
     return replace(
         architecture,
         chain=with_embedding(architecture.chain, readout),
-        own_head=None,  # classifiers of experts read something else than the embedding
+        own_head=None,  # classifiers of experts do not read the embedding
         preprocess=replace(preprocess, transform=reader, texts=reader, notice="; ".join(notices)),
     )
 
 
 def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
-    """Refuse `blocks` where a loader knows its models."""
+    """Raise if `blocks` is set for a loader that knows its models."""
     if request.blocks is not None:
         raise SpecError(
             f"architecture.blocks is {request.blocks!r}, but the loader {loader} knows where its blocks are",
@@ -292,7 +288,7 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
 
 
 def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
-    """The module that a function of the user's returns, and how it reads an image."""
+    """Return the architecture of a module and an image transform that a function of the user's returns."""
     target = loader.removeprefix(PYTHON)
     function = request.access.function(target, "loader")
     with running(target):
@@ -312,9 +308,9 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
 
 
 def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
-    """The architecture of a module that the caller has built; the module itself is the skeleton.
+    """Return the architecture of a module that the caller has built; the module itself is the skeleton.
 
-    Modules that no adapter knows show on an example, a batch of raw inputs, in which order they run.
+    `example`, a batch of raw inputs, is required for modules without an adapter.
     """
     adapter = next(
         (entry for entry in adapters.values() if _may_match(entry, module) and entry.matches(module)), None
@@ -337,7 +333,7 @@ def _part(part: Any, path: str) -> Any:
 
 
 def no_text_tower(source: str) -> SpecError:
-    """The error for heads that can't be made from prompts, with both remedies."""
+    """Return the error for heads that can't be made from prompts."""
     return SpecError(
         f"{source} has no text tower to read class names and templates with",
         hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
@@ -345,7 +341,7 @@ def no_text_tower(source: str) -> SpecError:
 
 
 def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
-    """Give all of a whole CLIP but its image tower the base's weights, in float32."""
+    """Load the base's weights, in float32, into all of a whole CLIP but its image tower."""
     before = layout.wrapper(base.headers, base.name)
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in keys):
@@ -354,10 +350,7 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
 
 
 MOST_FILLED = 1 << 27
-"""Values that a constructor may write into one tensor: random ones before they are thrown away, or a buffer's.
-
-Half a gibibyte in float32, which any machine has that models are compared on; tables of positions take a thousandth.
-"""
+"""Values that a constructor may write into one tensor: half a gibibyte in float32, a thousand tables of positions."""
 
 _FILLING = frozenset(
     {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
@@ -366,11 +359,11 @@ _DRAWING = frozenset(
     {"normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_"}
     | {"xavier_uniform_", "orthogonal_"}
 )
-"""By name: while a model of transformers is built, functions of its own stand in the place of torch's."""
+"""By name, as transformers replaces torch's functions while it builds a model."""
 
 
 class _WithinReason(TorchFunctionMode):
-    """Refuses to fill a tensor that no model has: a configuration may ask for any. What has no numbers isn't drawn."""
+    """Raises for tensors of absurd size in untrusted configurations, and skips random numbers for tensors on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
@@ -386,7 +379,7 @@ class _WithinReason(TorchFunctionMode):
 
 
 def weightless(build: Callable[[], nn.Module], source: str) -> Any:
-    """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients."""
+    """Return the module that `build` returns: parameters on meta, buffers real, in eval mode, without gradients."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), _WithinReason():

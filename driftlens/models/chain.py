@@ -1,12 +1,12 @@
-"""What the engine sees of a model: a chain of layers, each a pure function of parameters and features.
+"""A model as a chain of layers, each a pure function of parameters and features.
 
 Boundary 0 is the raw input. The stem is layer 1, block j (counted from 0) is layer j + 2, the head is layer L; layer l
 maps boundary l - 1 to boundary l. Every parameter belongs to the first layer that lists it.
 
-What waits at a boundary is a `State`: a dict of tensors whose first axis is the sample. Most models carry one entry,
-`hidden` [n, t, d]; an encoder-decoder carries two. Whatever both models share (masks, positions, rotary tables,
-token ids) is not state but `SideInputs`, captured once per batch by `LayerChain.start`. A layer that masks tokens
-returns zeros in their rows, so that padding carries no drift.
+The features at a boundary are a `State`: a dict of tensors whose first axis is the sample. Most models have one entry,
+`hidden` [n, t, d]; an encoder-decoder has two. What all models share (masks, positions, rotary tables, token ids) is
+not state but `SideInputs`, recorded once per batch by `LayerChain.start`. Layers return zeros in the rows of masked
+tokens, so that padding has no drift.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry
 
 State = dict[str, Tensor]
-"""What waits at a boundary: tensors whose first axis is the sample."""
+"""The features at a boundary: tensors whose first axis is the sample."""
 Parameters = Mapping[str, Tensor]
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
 """Called with a site's name and its input [n, t, k] just before the site runs.
 
-What it returns, unless None, is called with the site's output; what that returns, unless None, takes its place.
+Its result, unless None, is called with the site's output; the result of that call, unless None, replaces the output.
 """
 
 ParameterKey = tuple[int, str]
@@ -54,14 +54,13 @@ Pool = Literal["cls", "mean", "last", "all"]
 
 @dataclass(eq=False)
 class Routes:
-    """Where tokens go in one pass through a block that is a mixture of experts.
+    """The routes of tokens in one pass through a mixture of experts.
 
-    `chosen` [T, k] are the experts of every token and `gates` [T, k] how much each counts, written by the pass unless
-    they are given. A pass that is given them takes these experts in the place of those that its own router would, by
-    gates that its router makes of them.
+    `chosen` [T, k] are the experts of every token and `gates` [T, k] their weights, written by the pass unless they are
+    given. A pass with given routes uses these experts, with the gates that its own router computes for them.
 
-    A pass that `keeps_rows` also writes what the mixture reads and makes of it, `rows` [T, d] each. One that is given
-    other routes from the same features takes from it, as `beside`, the rows of tokens that go the same way in both.
+    A pass that `keeps_rows` also writes the input and output of the mixture, `rows` [T, d] each. A pass from the same
+    features with other routes takes from it, as `beside`, the rows of tokens that have the same route in both.
     """
 
     chosen: Tensor | None = None
@@ -72,22 +71,22 @@ class Routes:
     beside: Routes | None = None
 
     def record(self, chosen: Tensor, gates: Tensor) -> None:
-        """Keep where tokens went, unless that was given."""
+        """Store routes, unless they are given."""
         if not self.is_given:
             self.__dict__.pop("_sorted", None)
             self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
 
     def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The tokens of one expert, which is handed so many rows, in their order there [m], and their gates, [m].
+        """Return the tokens [m] of one expert, in their order there, and their gates [m].
 
-        What is known of the rows spares the host a wait for how many there are.
+        The known number of rows spares a synchronization.
         """
         assert self.gates is not None
         places = self._places(expert, rows)
         return places % len(self.gates), self.gates.mT.reshape(-1)[places]
 
     def tokens(self, expert: int, rows: int) -> Tensor:
-        """The tokens alone."""
+        """Return the tokens alone."""
         assert self.chosen is not None
         return self._places(expert, rows) % len(self.chosen)
 
@@ -96,41 +95,41 @@ class Routes:
         return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
 
     def sizes(self, num_experts: int) -> list[int]:
-        """How many rows every expert is handed; the host waits for that."""
+        """Return the number of rows of every expert; synchronizes with the device."""
         experts = self._sorted[0]
         bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
         return torch.searchsorted(experts, bounds).diff().tolist()
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor]:
-        """Experts in order, place by place and there token by token, [k T], and where each of them stood."""
+        """The experts sorted, rank by rank and token by token, [k T], and their places before."""
         assert self.chosen is not None
         return self.chosen.mT.reshape(-1).sort(stable=True)
 
     def counts(self, num_experts: int, mask: Tensor | None) -> Tensor:
-        """Tokens that go to every expert, and the sum of their gates, [2, experts]; padding counts nothing."""
+        """Return the number of tokens of every expert and the sum of their gates, [2, experts], without padding."""
         assert self.chosen is not None and self.gates is not None
         real = self.gates.new_ones(len(self.gates)) if mask is None else mask.reshape(-1).to(self.gates)
         sent = torch.nn.functional.one_hot(self.chosen, num_experts).to(self.gates) * real[:, None, None]
         return torch.stack([sent.sum(dim=(0, 1)), (sent * self.gates[..., None]).sum(dim=(0, 1))])
 
     def changed(self, other: Routes) -> Tensor:
-        """Which tokens the other sends to other experts, [T]; their order doesn't matter."""
+        """Return True for tokens that have other experts in `other`, [T], in any order."""
         assert self.chosen is not None and other.chosen is not None
         return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
 
     def given(self, beside: Routes | None = None) -> Routes:
-        """The same for another pass to take; from the same features as the pass `beside`, where that is told."""
+        """Return these routes for another pass to use, if given from the same features as the pass `beside`."""
         return Routes(self.chosen, self.gates, is_given=True, beside=beside)
 
     def is_as(self, other: Routes) -> bool:
-        """Whether both send every token to the same experts; the host waits for that."""
+        """Return True if every token has the same experts in both; synchronizes with the device."""
         return not bool(self.changed(other).any())
 
     def anew(self, features: Tensor) -> Tensor | None:
-        """The tokens [m] that a pass that is given these must take through its experts; None for all of them.
+        """Return the tokens [m] that a pass with these given routes must send through its experts; None for all.
 
-        They go elsewhere than in the pass beside, or are others there; the host waits for how many they are.
+        Their routes or features differ from those of the pass beside; synchronizes with the device.
         """
         if self.beside is None or self.beside.rows is None or self.beside.rows[0].shape != features.shape:
             return None
@@ -142,8 +141,8 @@ class Routes:
 class SideInputs(Mapping[str, Tensor]):
     """Tensors of one batch by name: masks, positions, rotary tables, token ids.
 
-    `<stream>_mask` [n, t] is true where a token of that stream counts. Of generic modules also how they call their
-    blocks, and the raw inputs, with references into `tensors`.
+    `<stream>_mask` [n, t] is true where a token of that stream counts. For generic modules there are also the calls of
+    blocks and the raw inputs, with references into `tensors`.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -195,32 +194,32 @@ class SideInputs(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def mask(self, stream: str) -> Tensor | None:
-        """Where tokens of a stream count, [n, t]; None where all of them do."""
+        """Return the mask [n, t] of a stream, true where a token counts; None where all do."""
         return self.tensors.get(f"{stream}_mask")
 
     def along(self, routes: Routes | None) -> SideInputs:
-        """The same with routes through a mixture of experts, to be written or to be taken."""
+        """Return the same with routes through a mixture of experts, to be written or used."""
         return self if routes is None else replace(self, routes=routes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; what is shared with another batch counts here too."""
+        """The bytes of all tensors, those shared with other batches included."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to(self, device: torch.device) -> SideInputs:
-        """The same on another device."""
+        """Return the same on another device."""
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
 class Modality:
-    """What a family of models reads, and how its answers are judged.
+    """The inputs of a family of models, and how its answers are scored.
 
     Attributes:
-        name: what one sample is: `image`, `text`; `tensor` where callers bring inputs of their own.
-        pool: how one vector per sample is taken where nobody says.
-        metric: the name that its share of right answers has in the accuracy table.
-        is_right: (score map, final features [n, d], labels) -> which samples are answered rightly, [n].
+        name: `image`, `text`, or `tensor` for inputs of the caller's own.
+        pool: the default pooling to one vector per sample.
+        metric: the name of the share of correct answers in the accuracy table.
+        is_right: (score map, final features [n, d], labels) -> True for correct answers, [n].
     """
 
     name: str
@@ -236,11 +235,11 @@ TENSOR = Modality("tensor")
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter of a layer lies in a checkpoint.
+    """The place of one parameter of a layer in a checkpoint.
 
-    `rows` selects rows [start, stop) of a fused tensor (an attention in-projection); `transposed` says that the
-    checkpoint stores the matrix as [in, out] where the layer wants [out, in]; `kernel` [in, h, w] that it stores each
-    row of the matrix as the kernel of a convolution; `is_stacked` that the one row is the parameter, one of a stack.
+    `rows` selects rows [start, stop) of a fused tensor (an attention in-projection). `transposed` means that the
+    checkpoint stores the matrix as [in, out], `kernel` [in, h, w] that it stores each row as the kernel of a
+    convolution, `is_stacked` that the one selected row is the parameter.
     """
 
     key: str
@@ -250,7 +249,7 @@ class Slot:
     is_stacked: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the parameter in the layer's layout, given that of the checkpoint's tensor."""
+        """Return the parameter's shape in the layer's layout, given that of the checkpoint's tensor."""
         shape = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
         if self.is_stacked:
             shape = shape[1:]
@@ -259,11 +258,11 @@ class Slot:
         return shape[::-1] if self.transposed else shape
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rows of the checkpoint's tensor that it lies in; no copy."""
+        """Return the parameter's rows of the checkpoint's tensor, without a copy."""
         return whole if self.rows is None else whole[slice(*self.rows)]
 
     def own(self, stored: Tensor) -> Tensor:
-        """The parameter in the layer's layout, given the rows of the checkpoint's tensor that it lies in; no copy."""
+        """Return the parameter in the layer's layout, given its rows of the checkpoint's tensor, without a copy."""
         if self.is_stacked:
             stored = stored[0]
         if self.kernel:
@@ -271,7 +270,7 @@ class Slot:
         return stored.mT if self.transposed else stored
 
     def stored(self, parameter: Tensor) -> Tensor:
-        """The rows of the checkpoint's tensor, given the parameter in the layer's layout; no copy."""
+        """Return the rows of the checkpoint's tensor, given the parameter in the layer's layout, without a copy."""
         if self.transposed:
             parameter = parameter.mT
         if self.is_stacked:
@@ -347,16 +346,16 @@ class Layer:
     needs: str = ""
 
     def sees(self, side: SideInputs) -> bool:
-        """Whether its sites are given anything of a batch."""
+        """Return True if its sites read anything of a batch."""
         return not self.needs or self.needs in side
 
     @property
     def num_experts(self) -> int:
-        """How many experts tokens are sent to some of; 0 where it mixes none."""
+        """The number of experts of a mixture; 0 for other layers."""
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """One vector per sample of the layer's own stream, see `pooled`; linear in the state."""
+        """Return one vector per sample of the layer's own stream, linear in the state; see `pooled`."""
         pool = how if how == "all" else self.pool or how
         return pooled(state[self.stream], pool, side.mask(self.stream))
 
@@ -404,11 +403,11 @@ class LayerChain:
         return self.layers[1:-1]
 
     def parameter_keys(self) -> tuple[str, ...]:
-        """Checkpoint keys of every parameter of the chain, each once, in forward order."""
+        """Return the checkpoint keys of all parameters, each once, in forward order."""
         return tuple(dict.fromkeys(slot.key for layer in self.layers for slot in layer.parameters.values()))
 
     def owned(self, layer: Layer) -> dict[str, Slot]:
-        """The parameters that belong to `layer`: those no earlier layer lists."""
+        """Return the parameters that belong to `layer`: those that no earlier layer lists."""
         earlier = {slot for other in self.layers[: layer.index - 1] for slot in other.parameters.values()}
         return {name: slot for name, slot in layer.parameters.items() if slot not in earlier}
 
@@ -423,11 +422,11 @@ class Adapter(Protocol):
     name: str
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether this adapter understands `module` (looked at by structure, never by version or class name alone)."""
+        """Return True if this adapter supports `module`, by structure, not by version or class name alone."""
         ...
 
     def chain(self, module: nn.Module) -> LayerChain:
-        """The module taken apart; parameter names are those of `module.state_dict()`. `module` may be on meta."""
+        """Return the layers of a module, which may be on meta; parameter names are those of `module.state_dict()`."""
         ...
 
 
@@ -436,9 +435,9 @@ adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architecture
 
 
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
-    """One vector per sample.
+    """Return one vector per sample.
 
-    A mask of other tokens than those of `hidden` is not asked: a head may give tokens of its own.
+    A mask of another shape than `hidden` has is ignored, as a head may return other tokens.
 
     Args:
         hidden: [n, t, d], or [n, d], which is returned as it is; of convolutions [n, c, h, w], with a mean over space.
@@ -481,10 +480,10 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
 
 
 def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
-    """Checkpoint tensors with the given layer parameters written into them, each made when it is asked for.
+    """Return checkpoint tensors with the given layer parameters written into them, each computed on access.
 
-    `start` is the model that is changed, under the skeleton's key names, whose layout and dtype they have: of a fused
-    tensor, rows that `parameters` doesn't give are its own.
+    `start` is the model that is changed, under the skeleton's key names: it gives layout, dtype and all other rows of
+    fused tensors.
     """
     touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
     for index, name in parameters:

@@ -1,4 +1,4 @@
-"""Answers of language models: greedy ones by their `generate`, the likelihood of given ones by their forward pass."""
+"""Generate answers of language models greedily, and compute the likelihood of given answers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from driftlens.utils.devices import moved
 def generate(
     module: Any, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
 ) -> list[str]:
-    """What a model answers to each question: always the likeliest next token, up to a token that ends answers.
+    """Return a model's greedy answer to each question, up to an end token.
 
-    What the model's own generation settings say of sampling, beams and penalties is left aside, for experts and
-    merged models are compared; the tokens that end an answer are kept. Questions that leave no room for the answer
-    are cut as the reader says. Answers come without special tokens and spaces around them; the module is given back
-    as it came.
+    The model's own settings of sampling, beams and penalties are ignored, as experts and merged models are compared.
+    Questions that leave no room for the answer are cut. Answers are without special tokens and surrounding spaces.
     """
     answers: list[str] = []
-    if reader.form == "encoder-decoder":  # whose answers have positions of their own
+    if reader.form == "encoder-decoder":  # answers have positions of their own
         max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
         for first in range(0, len(inputs), batch_size):
@@ -38,7 +36,7 @@ def generate(
 
 
 def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> dict[str, Tensor]:
-    """Questions as `generate` wants them: those of decoders padded on the left, so that all go on at one place."""
+    """Return a batch for `generate`; decoders' questions are padded on the left, so that answers start together."""
     if reader.form != "decoder":
         batch = reader(_unanswered(inputs))
         return {name: value for name, value in batch.items() if name != "decoder_attention_mask"}
@@ -46,7 +44,7 @@ def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> di
 
 
 def _unanswered(questions: Sequence[Any]) -> list[Any]:
-    """Samples that ask these questions: texts, or what asks with more than a text."""
+    """Return questions as samples without answers."""
     return [(question, "") if isinstance(question, str) else question for question in questions]
 
 
@@ -57,7 +55,7 @@ def _answer(reader: TextReader, ids: Sequence[int]) -> str:
 
 @contextmanager
 def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[Any]:
-    """Settings of a greedy search; meanwhile the module has none of its own, which would fill what these leave open."""
+    """Yield settings of a greedy search, while the module has no settings of its own, which would fill gaps."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
@@ -84,12 +82,11 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
 def log_likelihoods(
     module: nn.Module, reader: TextReader, questions: Sequence[Any], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
-    """Log-likelihoods in nat of every question's answers and their numbers of tokens, [n, c], on the CPU in float64.
+    """Return log-likelihoods in nat of every question's answers and their numbers of tokens, [n, c], on the CPU.
 
-    A log-likelihood is the sum over the tokens of the answer, each given the question and the tokens before it. Of an
-    encoder-decoder, whose answers always end so, the end token counts; of a decoder it does not. Questions are one
-    batch, as many answers each, and no result depends on what else is in it; those that leave no room are cut as the
-    reader says.
+    A log-likelihood is the sum over the tokens of the answer, each given the question and the tokens before it. The end
+    token counts for an encoder-decoder, and not for a decoder. Questions are one batch with equally many answers each;
+    those that leave no room for answers are cut.
     """
     was_training = module.training
     module.eval()
@@ -99,7 +96,7 @@ def log_likelihoods(
         results = list(run(module, reader, questions, columns))
     finally:
         module.train(was_training)
-    # Of all answers together: whoever copies waits for what was asked of the device.
+    # One copy for all answers, as each copy synchronizes with the device.
     values = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
     every = [is_own for _, is_own in results]
     columns_of = zip(torch.split(values, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
@@ -123,15 +120,15 @@ def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool)
 def _continued(
     module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a decoder: rows of question and answer, padded on the left, so that scores of few places are asked for."""
+    """Run a decoder on rows of question and answer, padded on the left, so that few scores are computed."""
     takes = inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
         batch, num_kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
-        # Not every model takes places or keeps a part of the scores: of those, the mask says all.
+        # Not every model takes positions or can return a part of the scores.
         inputs: dict[str, Any] = {"logits_to_keep": num_kept}
-        if "mm_token_type_ids" not in batch:  # of which places in images are made
+        if "mm_token_type_ids" not in batch:  # from which positions in images are computed
             inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         inputs = batch | {name: value for name, value in inputs.items() if name in takes}
         scores = module(**fitted(module, inputs), use_cache=False).logits
@@ -141,7 +138,7 @@ def _continued(
 def _encoded_once(
     module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of an encoder-decoder: questions are encoded once, and every answer is read against that."""
+    """Run an encoder-decoder: encode questions once, and decode every answer."""
     device = next(module.parameters()).device
     batch = fitted(module, reader(_unanswered(questions)))
     inputs = {name: value for name, value in batch.items() if not name.startswith("decoder_")}

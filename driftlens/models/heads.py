@@ -30,14 +30,14 @@ _NORM_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class TextTower:
-    """The text side of a base: prompts -> embeddings [prompts, d], not normalised, and the factor on cosines."""
+    """The text tower of a base: prompts -> embeddings [prompts, d], not normalized, and the factor on cosines."""
 
     embed: Callable[[Sequence[str]], Tensor]
     logit_scale: float
 
 
 def class_names(classes: ClassNames) -> tuple[str, ...]:
-    """Class names from a list, or from a JSON file that holds a list."""
+    """Return class names from a list, or from a JSON file with a list."""
     if isinstance(classes, str | os.PathLike):
         classes = _names_in(pathlib.Path(classes))
     names = tuple(classes)
@@ -51,14 +51,14 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
-    """A head from precomputed class embeddings: rows of unit norm [classes, d] under the key `tensor` of a file."""
+    """Return a head of precomputed class embeddings, rows of unit norm [classes, d] under a key of a file."""
     source = open_checkpoint(file)
     require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
     names = _names_of(embeddings, classes, where)
     norms = torch.linalg.vector_norm(embeddings, dim=1)
     deviation = (norms - 1).abs()
-    # Written so that NaN is refused too.
+    # Written so that NaN raises too.
     if not bool((deviation <= _NORM_TOLERANCE).all()):
         worst = int(deviation.nan_to_num(nan=torch.inf).argmax())
         raise DataError(
@@ -76,9 +76,14 @@ def linear_head(
     bias: str | None = None,
     normalize: bool = False,
 ) -> LinearHead:
-    """A classifier's weight and bias; classes are counted from 0 where they have no names.
+    """Return the head of a linear classifier.
 
-    `weight` and `bias` are their keys: by default the only matrix that `source` holds, and what lies beside it.
+    Args:
+        source: the classifier's weights.
+        classes: class names; None counts from 0.
+        weight: key of the weight; None takes the only matrix of `source`.
+        bias: key of the bias; None takes that next to the weight, if any.
+        normalize: True to normalize features.
     """
     matrices = [key for key, header in source.headers.items() if len(header.shape) == 2]
     if weight is None and len(matrices) != 1:
@@ -107,7 +112,7 @@ def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str
 
 
 def _stated(place: str) -> Mapping[str, Any]:
-    """The config.json of a folder, of a file of weights that is named as in one, or of a Hub id in the local cache."""
+    """Return the config.json of a folder, of a weights file in one, or of a Hub id in the local cache."""
     is_other_file = pathlib.Path(place).suffix and pathlib.Path(place).name not in WEIGHT_FILES
     folder = None if is_other_file and pathlib.Path(place).is_file() else library_folder(place)
     return (
@@ -116,7 +121,7 @@ def _stated(place: str) -> Mapping[str, Any]:
 
 
 def num_labels(place: str) -> int | None:
-    """Scores of a classifier of transformers, as its config.json has it; 0 of other models, None where nothing does."""
+    """Return the number of classes in a classifier's config.json; 0 for other models, None without the file."""
     stated = _stated(place)
     if not str((stated.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         return 0 if stated else None
@@ -125,10 +130,7 @@ def num_labels(place: str) -> int | None:
 
 
 def stated_classes(place: str) -> tuple[str, ...] | None:
-    """Class names in the order of a classifier's rows, as the config.json of its folder has them; None without.
-
-    `place` is a folder, a file of weights that is named as in such a folder, or a Hub id in the local cache.
-    """
+    """Return class names in the order of a classifier's rows from its config.json, or None."""
     stated = _stated(place)
     of_timm = stated.get("label_names") or (stated.get("pretrained_cfg") or {}).get("label_names")
     if isinstance(of_timm, list):
@@ -137,17 +139,22 @@ def stated_classes(place: str) -> tuple[str, ...] | None:
     if not isinstance(labels, dict) or not all(str(row) in labels for row in range(len(labels))):
         return None
     names = tuple(str(labels[str(row)]) for row in range(len(labels)))
-    # What transformers writes where nobody gave names.
+    # The default names of transformers.
     return None if names == tuple(f"LABEL_{row}" for row in range(len(names))) else names
 
 
 def text_head(
     tower: TextTower, classes: ClassNames, templates: Sequence[str], words: Sequence[str] | None = None
 ) -> Head:
-    """The zero-shot head of the base: every class named in every template, read by the base's text tower.
+    """Return the zero-shot head of the base, from class names and templates.
 
-    A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again. `{}` in a template
-    stands for the class name, or for one of `words`, row by row.
+    A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again.
+
+    Args:
+        tower: the base's text tower.
+        classes: class names.
+        templates: prompts with `{}` in the place of the class name.
+        words: names to use in prompts instead, one per class.
     """
     names = class_names(classes)
     if not templates or not all("{}" in template for template in templates):
@@ -177,23 +184,23 @@ def _names_in(path: pathlib.Path) -> list[str]:
 
 
 _ROWS = 8192
-"""Rows of a vocabulary that are read at a time."""
+"""Rows of a vocabulary read at a time."""
 
 
 class ScoreMap(Protocol):
-    """How final features become class scores."""
+    """A map from final features to class scores."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the scores, in their order."""
+        """The names of the scores, in order."""
         ...
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d]; differentiable."""
+        """Compute class scores [n, classes] of final features [n, d]; differentiable."""
         ...
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d], or None.
+        """Return a bound [n] on the gain along the segment between two features [n, d], or None.
 
         It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7).
         """
@@ -214,15 +221,15 @@ class Head:
     logit_scale: float
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         return self.logit_scale * F.normalize(features, dim=-1) @ beside(features, self.embeddings).mT
 
     def derivative(self, features: Tensor) -> Derivative:
-        """What a step at features [n, d] does to scores."""
+        """Return the Jacobian of scores at features [n, d]."""
         return _derivative(self.logit_scale * beside(features, self.embeddings), features, normalize=True)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
+        """Return scale * |class embeddings|_2 / shortest feature on the segment, infinite if that is 0."""
         norm = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2)
         bound: Tensor = norm / _shortest(start, end)
         return bound
@@ -237,7 +244,7 @@ class Derivative:
 
 
 def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivative:
-    """Of rows [classes, d] @ feature, or @ feature / |feature|: rows (1 - u u') / |feature|, u being its direction."""
+    """Return the Jacobian of rows [classes, d] @ x, or of rows @ x / |x|: rows (1 - u u') / |x| with u = x / |x|."""
     if not normalize:
         return Derivative(lambda v: v @ rows.mT, lambda w: w @ rows)
     size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)  # as `F.normalize` does
@@ -250,7 +257,7 @@ def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivativ
 
 
 def _shortest(start: Tensor, end: Tensor) -> Tensor:
-    """Norm of the shortest feature on each segment, [n]."""
+    """Return the norm of the shortest feature on each segment, [n]."""
     drift = end - start
     t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
     shortest: Tensor = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
@@ -267,43 +274,43 @@ class LinearHead:
     normalize: bool = False
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         bias = None if self.bias is None else beside(features, self.bias)
         features = F.normalize(features, dim=-1) if self.normalize else features
         return F.linear(features, beside(features, self.weight), bias)
 
     def derivative(self, features: Tensor) -> Derivative:
-        """What a step at features [n, d] does to scores."""
+        """Return the Jacobian of scores at features [n, d]."""
         return _derivative(beside(features, self.weight), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """|weight|_2, over the shortest feature on the segment where features are normalised."""
+        """Return |weight|_2, divided by the shortest feature on the segment if features are normalized."""
         norm: Tensor = torch.linalg.matrix_norm(self.weight.to(start), ord=2)
         return norm / _shortest(start, end) if self.normalize else norm.expand(len(start))
 
 
 def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
-    """Row of each label in the head, [n]; labels meet rows by name."""
+    """Return the row of each label in the head, [n]."""
     row = {name: position for position, name in enumerate(head.classes)}
     return torch.tensor([row[label] for label in labels])
 
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Whether each sample's best score is that of its own label, [n]."""
+    """Return True for samples whose best score is that of their own label, [n]."""
     return head.scores(features).argmax(dim=1) == moved(class_rows(head, labels), features.device)
 
 
 @dataclass(frozen=True)
 class LmScores:
-    """Where the language-model head of a model lies, and what its library does to the scores.
+    """The keys of a language-model head, and the library's steps from its output to scores.
 
     Attributes:
-        key: of the weight [vocabulary, d], the embeddings where they are tied.
-        head: the key that the head has where it is none of them.
-        bias: of its bias [vocabulary]; "" without one.
+        key: key of the weight [vocabulary, d], that of the embeddings if they are tied.
+        head: key of the head if it is apart from the embeddings.
+        bias: key of its bias [vocabulary]; "" without one.
         scale: factor on the features before the head.
-        behind: what leaves the head [n, classes] -> scores, one by one; None where these are the same.
-        slope: the most that this stretches; not-a-number where that isn't known.
+        behind: elementwise map from the head's output [n, classes] to scores; None for the identity.
+        slope: a bound on the slope of that map; NaN if unknown.
     """
 
     key: str
@@ -315,12 +322,12 @@ class LmScores:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the head is not the embeddings."""
+        """True if the head is not the embeddings."""
         return self.key == self.head
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All weights of which scores are made."""
+        """The keys of the head's weights."""
         return (self.key, self.bias) if self.bias else (self.key,)
 
 
@@ -328,7 +335,7 @@ class LmScores:
 class LmHead:
     """A `ScoreMap` of language models: rows of a model's own language-model head.
 
-    `source` has the model's weights under the skeleton's key names; `tokens` are one per class, None all there are.
+    `source` has the model's weights under the skeleton's key names; `tokens` are one per class, or None for all.
     """
 
     classes: tuple[str, ...]
@@ -337,19 +344,19 @@ class LmHead:
     tokens: tuple[int, ...] | None = None
 
     is_bounded_exactly = True
-    """Its gain is not sampled: it is that of a matrix, and a vocabulary has too many rows for that."""
+    """Its gain is the norm of a matrix and is not sampled."""
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the whole vocabulary."""
+        """The number of rows of the whole vocabulary."""
         return self.source.headers[self.lm.key].shape[0]
 
     def of(self, source: StateSource) -> LmHead:
-        """The same rows of another model."""
+        """Return the same rows of another model."""
         return self if source is self.source else replace(self, source=source)
 
     def scores(self, features: Tensor) -> Tensor:
-        """Scores of the next token [n, classes] for final features [n, d], on their device and in their dtype."""
+        """Compute scores of the next token [n, classes] for final features [n, d]."""
         parts = []
         for weight, bias in self._weights():
             shift = None if bias is None else beside(features, bias)
@@ -358,11 +365,11 @@ class LmHead:
         return scores if self.lm.behind is None else self.lm.behind(scores)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |rows|_2, times what the library's own steps behind the head stretch at most."""
+        """Return scale * |rows|_2 times the slope of the library's steps after the head."""
         return start.new_full((len(start),), self._norm)
 
     def _weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The rows and their biases, a piece at a time: a vocabulary is not held."""
+        """Yield rows and biases piece by piece, as a vocabulary is large."""
         if self.tokens is not None:
             yield self._rows
             return
@@ -372,7 +379,7 @@ class LmHead:
 
     def _read(self, first: int, stop: int) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.source.read(self.lm.key, (first, stop)), self.lm.bias
-        if bias and len(self.source.headers[bias].shape) == 2:  # in one row, as BART and its kin have it
+        if bias and len(self.source.headers[bias].shape) == 2:  # one row, in BART
             return weight, self.source.read(bias)[0, first:stop]
         return weight, self.source.read(bias, (first, stop)) if bias else None
 
@@ -391,10 +398,10 @@ class LmHead:
 
 
 def is_of_vocabulary(head: ScoreMap | None) -> bool:
-    """Whether a head scores every token there is: its rows are no classes of a task."""
+    """Return True if a head scores all tokens, not the classes of a task."""
     return isinstance(head, LmHead) and head.tokens is None
 
 
 def gives_one_score(head: ScoreMap | None) -> bool:
-    """Whether a head gives a number instead of choosing a class: that of a reward model, or of a regression."""
+    """Return True if a head returns one number, as in a reward model or a regression."""
     return head is not None and len(head.classes) == 1

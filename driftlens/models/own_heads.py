@@ -1,4 +1,4 @@
-"""Classification heads of several layers, run as their library runs them: a whole model behind features of its core."""
+"""Classification heads of several layers, run by their library's own model, whose core is replaced by its features."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SLOPES = {
     **dict.fromkeys(("__getitem__", "contiguous", "dropout", "float", "relu", "tanh", "to"), 1.0),
     "gelu": 1.13,
 }
-"""How much each function stretches at most; GELU does by 1.1290, at the square root of 2."""
+"""A bound on the slope of each function; that of GELU is 1.1290, at the square root of 2."""
 
 
 class Tokens(nn.Module):
-    """The core of a model under the names that whole models give its weights; returns the features of its tokens.
+    """The core of a model under the names of the whole model, returning the features of tokens.
 
-    With a `pool` it returns one vector per sample, of the tokens that `attention_mask` counts.
+    With a `pool` it returns one vector per sample.
     """
 
     def __init__(self, core: Any, name: str, pool: Pool | None = None) -> None:
@@ -38,13 +38,13 @@ class Tokens(nn.Module):
         self.add_module(name, core)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Features [n, t, d] or [n, d], or as images have them, of what the core takes."""
+        """Return features of the core's inputs."""
         features = result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
         return features if self.pool is None else pooled(features, self.pool, kwargs.get("attention_mask"))
 
 
 class _CoreStandIn(nn.Module):
-    """Stands in the place of a core: what it is given are the features, which its pooler, if it has one, reads."""
+    """Replaces a core: its input are the features, which the pooler, if any, reads."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -60,19 +60,19 @@ class _CoreStandIn(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class OwnHead:
-    """A `ScoreMap` that is a model's own head, with the weights of one expert by the names that the form gives them."""
+    """A `ScoreMap` that is a model's own head, with the weights of one expert by the names of the form."""
 
     classes: tuple[str, ...]
     form: HeadForm
     weights: Mapping[str, Tensor]
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         weights = {name: beside(features, value) for name, value in self.weights.items()}
         return self.form.run(weights, features[:, None])
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """The product of what its layers stretch at most, |weight|_2 of a linear one; None where one is not known."""
+        """Return the product of bounds on its layers' slopes, |weight|_2 for a linear one; None if one is unknown."""
         return None if self._gain is None else self._gain.to(start).expand(len(start))
 
     @cached_property
@@ -84,7 +84,7 @@ class OwnHead:
 
 
 def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """The most that what `run` returns moves for one step of `start`; not-a-number where a part of it isn't known."""
+    """Return a bound on the change of the output of `run` per change of `start`; NaN if unknown."""
     with torch.no_grad(), _Follow(start) as path:
         end = run(start)
     return path.gain if end is path.current else path.gain * torch.nan
@@ -92,13 +92,13 @@ def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadForm:
-    """A head of several layers, without weights: the whole model `module`, with its core's place taken by features.
+    """A head of several layers, without weights: the whole model `module`, its core replaced by features.
 
     Attributes:
-        names: by its weights' names, what a file of the whole model calls them.
-        takes: the name of what the whole model reads.
-        width: of the features that it reads.
-        pool: which one vector of a sample's tokens it reads.
+        names: its weights' names -> their names in a file of the whole model.
+        takes: the name of the whole model's input.
+        width: the width of features.
+        pool: the pooling of a sample's tokens to the vector that the head reads.
     """
 
     module: nn.Module
@@ -108,7 +108,7 @@ class HeadForm:
     pool: Pool = "cls"
 
     def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Scores [n, classes] of features of tokens [n, t, d]; those where the mask [n, t] is 0 don't count."""
+        """Compute scores [n, classes] of features of tokens [n, t, d]; the mask [n, t] is 0 for padding."""
         inputs: dict[str, Tensor] = {self.takes: tokens}
         if self.takes == "input_ids":
             ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
@@ -116,7 +116,7 @@ class HeadForm:
         return result(call(self.module, weights, (), inputs))
 
     def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
-        """The head with the weights that lie under `keys`, in the order of `names`."""
+        """Return the head with the weights under `keys`, in the order of `names`."""
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)
@@ -131,10 +131,10 @@ class HeadForm:
 
 
 def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
-    """A model for classification cut where its core ends: the core, and its head; both keep its modules.
+    """Split a model for classification into its core and its head, which share its modules.
 
-    None, with the model as it was, where the head reads anything but one vector: the first token, the last, the mean.
-    What it reads is tried out, with random weights and a padded sample.
+    Return None, and leave the model unchanged, if the head does not read one vector: the first token, the last or the
+    mean. A trial with random weights and a padded sample shows which.
     """
     prefix = whole.base_model_prefix
     core = getattr(whole, prefix)
@@ -144,7 +144,7 @@ def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFo
         names_in_file = {key: names[key] for key in whole.state_dict()}
         form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
         pool = _pool_of(form)
-    except Exception:  # whatever somebody's forward makes of features without the model that gave them
+    except Exception:  # a forward function that needs more than features
         pool = None
     if pool is None:
         setattr(whole, prefix, core)
@@ -171,7 +171,7 @@ def _pool_of(form: HeadForm) -> Pool | None:
 
 
 class _Follow(TorchFunctionMode):
-    """Follows a tensor through functions; `gain` bounds how much they stretch it, NaN where one is not known."""
+    """Follows a tensor through functions; `gain` is the product of bounds on their slopes, NaN if one is unknown."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Samples to the inputs a model was trained on: images and texts as its own files say."""
+"""Convert samples to the inputs of a model, images and texts, by the settings in its own files."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
-"""Model types whose positions are counted from behind the number of the padding token."""
+"""Model types whose positions begin after the id of the padding token."""
 _PROCESSOR = (
     "Put the base's own processor_config.json, preprocessor_config.json and tokenizer files beside its config.json: "
     "sizes of images and patches, and the token that stands for an image, are each model's own."
 )
 _EXAMPLES = ("a word", "and a few more")
 _POSITIONS = ("target_positions", "position_embeddings")
-"""How families call the number of a decoder's positions."""
+"""Names of the number of a decoder's positions in configurations."""
 PATCHES = "pixel_attention_mask"
-"""What of a batch says which patches count, where images keep their sizes (NaFlex)."""
+"""The mask of patches in batches of images of different sizes (NaFlex)."""
 _FILLERS = ("pad_token", "eos_token", "sep_token")
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Samples as data sources hand them over -> a model's raw inputs.
+    """A map from samples to a model's raw inputs.
 
-    Of images (PIL's in any mode, uint8 arrays [h, w, 3] or [h, w]) these are pixels [n, 3, h, w], float32, normalised.
+    Images (PIL images of any mode, uint8 arrays [h, w, 3] or [h, w]) become pixels [n, 3, h, w], float32, normalized.
 
     Attributes:
-        backend: which code does it; of images, backends differ by up to 0.015 per normalised pixel, so runs record it.
-        transform: samples -> raw inputs; a DataError where it can't.
-        settings: what the model's files say, in the library's own terms.
-        notice: what the user should know, or nothing.
-        texts: what makes token ids of texts; None for images.
+        backend: name of the code; backends differ by up to 0.015 per normalized pixel, so runs record it.
+        transform: samples -> raw inputs, or a DataError.
+        settings: the settings in the model's files, in the library's own terms.
+        notice: a notice for the user, or "".
+        texts: the reader of texts; None for images.
     """
 
     backend: str
@@ -59,11 +59,11 @@ class Preprocess:
     texts: TextReader | None = None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """The raw inputs of a batch."""
+        """Return the raw inputs of a batch."""
         return self.transform(samples)
 
     def example(self) -> Any:
-        """The raw inputs of two samples, on which a model can be looked at."""
+        """Return the raw inputs of two samples, for a trial pass."""
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
         if isinstance(self.texts, PictureReader):
             return self([Pictured(text, images=(partial(_rgb, pictures[0]),)) for text in _EXAMPLES])
@@ -71,10 +71,7 @@ class Preprocess:
 
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
-    """Preprocessing by a `preprocessor_config.json`, with PIL even where torchvision would be preferred.
-
-    Without that file (None) CLIP's defaults are taken, with a notice.
-    """
+    """Return the preprocessing of a `preprocessor_config.json` with PIL; None takes CLIP's defaults, with a notice."""
     import transformers
 
     default = {
@@ -96,20 +93,20 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
 
 
 def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> Preprocess:
-    """Preprocessing by an image processor of transformers."""
+    """Return the preprocessing of an image processor of transformers."""
 
     def transform(images: Sequence[Any]) -> Any:
         output = processor(images=[_rgb(image) for image in images], return_tensors="pt")
-        # What gives images of different sizes as rows of patches says which count, and how they lay.
+        # Processors of images of different sizes return patches, their mask and their layout.
         return dict(output) if PATCHES in output else output["pixel_values"]
 
     return Preprocess(f"transformers {type(processor).__name__}", transform, settings, notice)
 
 
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """Preprocessing of any image model of transformers, by its own processor with PIL.
+    """Return the preprocessing of an image model of transformers, by its own processor with PIL.
 
-    Without a `preprocessor_config.json` the family's defaults for `config.image_size` are taken, with a notice.
+    Without a `preprocessor_config.json`, use the family's defaults for `config.image_size`, with a notice.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -142,7 +139,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
 
 
 def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
-    """The same images with what a masked autoencoder draws beside them: an order of patches, here that of the image."""
+    """Return the same images with the order of patches that a masked autoencoder samples, here that of the image."""
 
     def transform(images: Sequence[Any]) -> Any:
         pixels = preprocess(images)
@@ -155,10 +152,7 @@ def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
 def open_clip_preprocess(
     config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
 ) -> Preprocess:
-    """Preprocessing by the `preprocess_cfg` of an open_clip configuration.
-
-    Without that section (None) CLIP's defaults are taken, with a notice.
-    """
+    """Return the preprocessing of open_clip's `preprocess_cfg`; None takes CLIP's defaults, with a notice."""
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
     from torchvision.transforms import Normalize, ToTensor
 
@@ -170,8 +164,7 @@ def open_clip_preprocess(
     assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
 
     def batch(images: Sequence[Any]) -> Tensor:
-        # As `to_tensor` and `normalise` do it, to the bit, but all images at once: small ones take ten times as long
-        # one by one.
+        # Bit-identical to `to_tensor` and `normalise`, but for all images at once, ten times as fast for small ones.
         shaped = [functools.reduce(lambda image, step: step(image), shape, _rgb(image)) for image in images]
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
         return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
@@ -182,7 +175,7 @@ def open_clip_preprocess(
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Preprocessing by a function from one PIL image in RGB to a tensor, as torchvision and timm have them."""
+    """Return the preprocessing of a function from a PIL image in RGB to a tensor, as in torchvision and timm."""
 
     def batch(images: Sequence[Any]) -> Any:
         return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
@@ -191,12 +184,12 @@ def image_preprocess(
 
 
 def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
-    """How samples of text become the inputs of a model, by the tokenizer beside its configuration."""
+    """Return the preprocessing of texts by the tokenizer next to a model's configuration."""
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     tokenizer = tokenizer_in(source, offline=offline)
     stated = read_config(source, "sentence_bert_config.json", offline=offline) or {}
-    if tokenizer is not None and stated.get("max_seq_length"):  # which sentence-transformers puts over it
+    if tokenizer is not None and stated.get("max_seq_length"):  # sentence-transformers overrides it
         tokenizer.model_max_length = stated["max_seq_length"]
     preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
     reader = replace(cast("TextReader", preprocess.texts), lowers=bool(stated.get("do_lower_case")))
@@ -204,7 +197,7 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
 
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """How texts with an image each become the inputs of a model, by the processor beside its configuration."""
+    """Return the preprocessing of texts with images by the processor next to a model's configuration."""
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -231,7 +224,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
 
 
 def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
-    """Return what a processor makes of an example; raise where it leaves no place for the image."""
+    """Return a processor's output for an example; raise if it has no token for the image."""
     token, example = getattr(config, "image_token_id", None), preprocess.example()
     if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
@@ -244,10 +237,19 @@ def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
 def text_preprocess(
     tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
 ) -> Preprocess:
-    """See `hf_text_preprocess`, by a tokenizer at hand, which may be given a pad token; `code` is what it would run."""
+    """Return the preprocessing of texts by a tokenizer, which may get a pad token.
+
+    Args:
+        tokenizer: the tokenizer, or None.
+        config: the model's configuration.
+        generation: the model's generation settings.
+        form: the form of the model.
+        source: the model's source, for messages.
+        code: the code of the tokenizer's own, which is not run, for messages.
+    """
     size = config.get_text_config().vocab_size
     filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
-    # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
+    # Without files, transformers 5 returns a tokenizer of special tokens alone.
     if (
         tokenizer is None
         or not len(tokenizer("a few words")["input_ids"])
@@ -261,13 +263,13 @@ def text_preprocess(
             + about_code,
             hint="Put the base's tokenizer files beside its config.json.",
         )
-    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
+    if tokenizer.pad_token is None:  # any token will do, as padding is masked
         tokenizer.pad_token = filler
     sizes = (getattr(config.get_text_config(), f"max_{name}", None) for name in _POSITIONS)
     limit = next(filter(None, sizes), UNLIMITED)
     if config.model_type in _OFFSET:
         limit -= 1 + (config.pad_token_id or 0)
-    # A model's own settings of generation know more than its configuration: they were made later.
+    # Generation settings override the configuration.
     start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
     start = generation.get("bos_token_id", getattr(config, "bos_token_id", None)) if start is None else start
     if form == "encoder-decoder" and start is None:
@@ -276,7 +278,7 @@ def text_preprocess(
             hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
         )
     stated = tokenizer.model_max_length
-    if not stated >= 1:  # which would cut every text to nothing
+    if not stated >= 1:  # every text would be cut to nothing
         raise SpecError(f"{source}: its tokenizer takes {stated!r} tokens (model_max_length)")
     ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
@@ -300,7 +302,7 @@ def text_preprocess(
 
 
 def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -> tuple[int, ...]:
-    """Tokens between the one that a decoder begins with and its answer: a forced one, or those of its tokenizer."""
+    """Return the tokens between a decoder's start token and its answer: a forced one, or the tokenizer's."""
     if (forced := generation.get("forced_bos_token_id")) is not None:
         return (forced,)
     bare, whole = (
@@ -320,7 +322,7 @@ def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
     if isinstance(image, images.Image):
         return image.convert("RGB")
     array = np.asarray(image)
-    # Pillow takes another order of axes for colours, and floats for values up to 255.
+    # Pillow would misread other orders of axes, and floats up to 1.
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)):
         raise DataError(
             f"an image is an array of {array.dtype} with shape {list(array.shape)}",

@@ -1,7 +1,4 @@
-"""Weights written back: into the base's own form, whole files or none.
-
-One tensor is in memory at a time.
-"""
+"""Write models in the format of the base, tensor by tensor, and atomically."""
 
 from __future__ import annotations
 
@@ -43,17 +40,14 @@ from driftlens.utils.files import (
 )
 
 _ALIGNMENT = 8
-"""Bytes, as the format wants its header padded: no type of number is wider."""
+"""Bytes to which the header is padded, the width of the widest dtype."""
 _CODE = frozenset(("auto_map", "custom_pipelines"))
 
 log = logging.getLogger("driftlens")
 
 
 class Patched:
-    """A source with some tensors replaced: the base's own keys, order and dtypes; one tensor is read at a time.
-
-    An update is asked for, checked and cast to the base's dtype whenever it is read.
-    """
+    """A source with some tensors replaced, in the base's keys, order and dtypes; updates are checked on each read."""
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
         for key in updates:
@@ -64,7 +58,7 @@ class Patched:
         self._updates = updates
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The update of `key` in the base's dtype, or the base's own tensor."""
+        """Return the update of `key` in the base's dtype, or the base's own tensor."""
         if key not in self._updates:
             return self._base.read(key, rows)
         header, update = self.headers[key], self._updates[key].detach()
@@ -94,12 +88,12 @@ def save_state_dict(
     tensors: StateSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors as a safetensors file; on any failure nothing is left and a file that was there stays.
+    """Write tensors as a safetensors file, atomically.
 
-    A source is streamed, so that one tensor is in memory at a time; other iterables are collected first.
-    Tensors that share storage are written separately. `format: pt`, which readers expect, is added to the metadata.
+    A source is streamed tensor by tensor; other iterables are collected first. Tensors that share storage are written
+    separately. `format: pt`, which readers expect, is added to the metadata.
     """
-    # The safetensors library writes only what is in memory as a whole, hence the lines below.
+    # The safetensors library can only write tensors that are all in memory.
     pairs: Iterable[tuple[str, Tensor]]
     if isinstance(tensors, Patched | Stored | Composed):
         source, headers = tensors, dict(tensors.headers)
@@ -121,7 +115,7 @@ def save_state_dict(
 
 
 def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:
-    """Where each tensor's bytes go: widest numbers first, so that each tensor is aligned to its width."""
+    """Return the span of each tensor's bytes, widest dtypes first, so that each tensor is aligned to its width."""
     spans: dict[str, tuple[int, int]] = {}
     end = 0
     for key in sorted(headers, key=lambda key: -headers[key].dtype.itemsize):
@@ -133,7 +127,7 @@ def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:
 def _head(
     headers: Mapping[str, TensorHeader], spans: Mapping[str, tuple[int, int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Length and JSON header, padded with spaces so that the numbers behind it are aligned."""
+    """Return the length and the JSON header, padded with spaces to align the tensors."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     names = {dtype: name for name, dtype in DTYPES.items()}
     for key, header in headers.items():
@@ -153,19 +147,19 @@ def save_model(
     card: Callable[[str], str] | None = None,
     heads: Mapping[str, StateSource] = MappingProxyType({}),
 ) -> None:
-    """Write a model the way its base is stored: the base's keys, dtypes and shards, and what else its file holds.
+    """Write a model in the format of its base: the base's keys, dtypes, shards and additional tensors.
 
-    The tokenizer, processor, generation and license files of the folder that the architecture was read from, or else
-    of the base's, come along; code never does.
+    Tokenizer, processor, generation and license files are copied from the folder of the architecture, or else of the
+    base; code is not.
 
     Args:
-        architecture: of both.
+        architecture: the architecture of both.
         base: the base under its own key names; text tower and logit scale come from it.
         model: the model to save, under the skeleton's key names (see `Patched` and `fused`).
-        path: ending in `.safetensors`, a state dict; anything else, a folder that the original library loads.
+        path: a path ending in `.safetensors` for a state dict, else a folder that the original library loads.
         metadata: strings for the header of the weights.
         card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
-        heads: by their place in the folder, the tasks' own heads.
+        heads: path in the folder -> a task's own head.
     """
     require_target(architecture, path)
     canonical = _stored_keys(architecture, base, model)
@@ -173,7 +167,7 @@ def save_model(
     def stored(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
         patched = Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
-        # Who has no layout reads the skeleton's tensors as they are, however the base's files hold them.
+        # Without a layout, the skeleton's tensors are written under its own names.
         return patched if architecture.layout is None else Stored(patched, wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
@@ -191,7 +185,7 @@ def save_model(
             (folder / name).parent.mkdir(exist_ok=True)
             _copy(place, folder / name)
         for name, content in form.configs.items():
-            # transformers before 5 wrote infinite numbers so, and every version reads them.
+            # Configurations of transformers may contain infinite numbers.
             write_json_atomic(folder / name, _without_code(content, name), allow_nan=True)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -214,7 +208,7 @@ def save_card(
     card: Callable[[str], str],
     heads: Collection[str] = (),
 ) -> None:
-    """Write the card of a folder that `save_model` wrote anew; arguments as there."""
+    """Rewrite the card of a folder of `save_model`; arguments as there."""
     form = architecture.folder
     assert form is not None
     names, beside = _library_names(architecture, base, form), _companions(architecture, base, form)
@@ -232,7 +226,7 @@ def _write_card(
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
-    """What the library's whole model has before the skeleton's module paths, with its dot, told from one key."""
+    """Return the prefix of the skeleton's module paths in the library's whole model, from one key."""
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _library_names(architecture, base, architecture.folder)
@@ -246,7 +240,7 @@ def library_prefix(architecture: Architecture, base: StateSource, key: str) -> s
 
 
 def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
-    """Refuse a place that a model could not be written to, before anything is computed for it."""
+    """Raise if a model can't be written to a path, before anything is computed for it."""
     place = pathlib.Path(path)
     if place.suffix in NEVER_WRITTEN:
         raise SpecError(
@@ -264,8 +258,8 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
 def _files(
     base: StateSource, keys: Collection[str], wrapper: str, form: FolderFormat
 ) -> dict[str, list[str]]:
-    """The files of weights to write, each with its part of `keys`: the base's own shards, or one for all."""
-    # Not every library looks for an index.
+    """Return the weight files to write, each with its part of `keys`: the base's own shards, or one for all."""
+    # Not every library reads an index.
     shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
     if not all(wrapper + key in shards for key in keys):
         return {form.weights: [*keys]}
@@ -277,12 +271,12 @@ def _files(
 
 
 def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
-    """What comes along from the architecture's folder, or from the base's where there is nothing."""
+    """Return the files to copy from the architecture's folder, or else from the base's."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
     beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
     if beside or of_base == source:
         return beside
-    # Images are prepared as they were, which the configurations say: another folder's processor would prevail.
+    # The configurations contain the preprocessing of images; another folder's processor would override it.
     return {
         name: place
         for name, place in companion_files(of_base).items()
@@ -291,7 +285,7 @@ def _companions(architecture: Architecture, base: StateSource, form: FolderForma
 
 
 def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """A file of the base's folder; a configuration that names code there comes without."""
+    """Copy a file of the base's folder; references to code are removed from configurations."""
     if source.name == MODULES:
         write_json_atomic(target, flat(from_json(source.read_bytes())))
         return
@@ -304,7 +298,7 @@ def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _without_code(content: Any, file: str) -> Any:
-    """A configuration without the entries that have a library run files beside it."""
+    """Return a configuration without the entries that make a library run code from its folder."""
     if not isinstance(content, Mapping):
         return content
     for entry in _CODE & content.keys():
@@ -313,7 +307,7 @@ def _without_code(content: Any, file: str) -> Any:
 
 
 def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
-    """The base's key of each of the skeleton's weights -> the skeleton's key; what is tied may lie there twice."""
+    """Return the base's key of each of the skeleton's weights -> the skeleton's key; tied weights may have two."""
     chain, layout = architecture.chain, architecture.layout
     keys = chain.parameter_keys()
     stored = (
@@ -329,7 +323,7 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
                 hint="Both must be whole models of one architecture.",
                 key=missing,
             )
-    # What makes scores of features belongs to no layer, and is merged all the same.
+    # The head that computes scores belongs to no layer and is merged too.
     outer = [key for key in architecture.keys if key in stored and key in model.headers]
     canonical = {stored[key]: key for key in (*outer, *keys)}
     wrapper = layout.wrapper(base.headers, base.name) if layout is not None and chain.tied else ""
@@ -340,8 +334,8 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
 
 
 def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
-    """The library's own key -> the base's, without the prefix of whatever wrapped the base."""
-    assert architecture.layout is not None  # whatever can be saved as a folder has one
+    """Return the library's own key -> the base's, without the prefix of a wrapper."""
+    assert architecture.layout is not None  # as everything that can be saved as a folder
     wrapper = architecture.layout.wrapper(base.headers, base.name)
     names = {key.removeprefix(wrapper): key for key in base.headers if key.startswith(wrapper)}
     missing = next((key for key in folder.required() if key not in names), None)

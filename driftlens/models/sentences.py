@@ -1,4 +1,4 @@
-"""What the modules of sentence-transformers make of the features of a text's tokens: its embedding.
+"""Compute embeddings from the features of tokens, as sentence-transformers does.
 
 The equations are those of its modules Pooling, Dense, LayerNorm and Normalize, for texts that are padded on the right.
 """
@@ -25,43 +25,43 @@ from driftlens.utils.errors import IncompatibleModelsError
 Step = Callable[[Tensor], Tensor]
 
 POOLED = "pooling"
-"""The entry `pooling_mask` of raw inputs says which tokens a pooling sees, where these are not all that count."""
+"""The entry `pooling_mask` of raw inputs masks the tokens that a pooling reads, if not all."""
 
 EMBEDDED = "embedding"
-"""The setting of a chain that ends in embeddings: how these are pooled."""
+"""The setting of a chain that ends in embeddings: their pooling."""
 
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
-"""How features of inner boundaries are pooled; as the embedding is where that is a linear map, else by their mean."""
+"""The pooling at inner boundaries: that of the embedding if it selects a token, else the mean."""
 
 
-def inner_pool(pooling: Pooling) -> Pool:
-    """How one vector per text is taken of features before the last layer, by what the folder says of the last."""
+def _inner_pool(pooling: Pooling) -> Pool:
+    """Return the pooling of features before the last layer, given that of the last."""
     return _INNER.get(pooling.said, "mean")
 
 
 def weights_of(mode: str, mask: Tensor) -> Tensor:
-    """How much each token counts in one of the pools that are linear maps, [n, t].
+    """Return the weight of each token in a linear pooling, [n, t].
 
     Args:
-        mode: the pool, in sentence-transformers' own words.
+        mode: the pooling mode of sentence-transformers.
         mask: [n, t], 1 where a token counts and 0 elsewhere, in the dtype of features.
     """
     if mode in ("cls", "lasttoken"):
         places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
         return F.one_hot(places, mask.shape[1]).to(mask)
-    if mode == "weightedmean":  # a token weighs as much as its place, counted from 1
+    if mode == "weightedmean":  # a token's weight is its position, counted from 1
         mask = mask * torch.arange(1, mask.shape[1] + 1, dtype=mask.dtype, device=mask.device)
     total = mask.sum(dim=1, keepdim=True).clamp_min(1e-9)
     return mask / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
 
 
 def pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tensor:
-    """One vector per text of the features of its tokens, those of several modes behind each other.
+    """Return one vector per text, the concatenation of several poolings of its tokens.
 
     Args:
         tokens: [n, t, d].
         mask: [n, t], true where a token counts.
-        modes: sentence-transformers' own words, in their order.
+        modes: pooling modes of sentence-transformers.
 
     Returns:
         [n, d * modes].
@@ -76,14 +76,14 @@ def pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tenso
 
 
 @dataclass(frozen=True)
-class Readout:
-    """What a folder's modules make of the features of tokens."""
+class _Readout:
+    """The map from features of tokens to embeddings in a folder's modules."""
 
     pooling: Pooling
     steps: tuple[Step, ...] = ()
 
     def __call__(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """The embeddings [n, e] of texts whose tokens have the features [n, t, d]; masks as for `pooled_tokens`."""
+        """Compute embeddings [n, e] of features [n, t, d]; masks as for `pooled_tokens`."""
         if mask is None:
             mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         embedding = pooled_tokens(tokens, mask, self.pooling.modes)
@@ -92,11 +92,11 @@ class Readout:
         return embedding
 
 
-def readout_of(root: pathlib.Path) -> Readout:
-    """What reads the tokens of a folder's transformer.
+def readout_of(root: pathlib.Path) -> _Readout:
+    """Return the map from features to embeddings of a folder.
 
     Raises:
-        IncompatibleModelsError: its modules do what is not followed.
+        IncompatibleModelsError: its modules are not supported.
     """
     pooling, steps = pooling_of(root), list[Step]()
     kinds = [module.kind for module in modules_of(root)]
@@ -120,7 +120,7 @@ def readout_of(root: pathlib.Path) -> Readout:
             steps.append(partial(_dense, _weights(place), _activation(place, stated), residual))
         elif module.kind == "LayerNorm":
             steps.append(partial(_layer_norm, _weights(place)))
-    return Readout(pooling, tuple(steps))
+    return _Readout(pooling, tuple(steps))
 
 
 _EMBEDDING = "sentence_embedding"
@@ -165,9 +165,9 @@ def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
     return module.eval()
 
 
-def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
-    """A chain that ends in features of tokens, with the embedding that is made of them as its final feature."""
-    head, pool = chain.layers[-1], inner_pool(readout.pooling)
+def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
+    """Return a chain that ends in features of tokens, with the embedding as its final feature."""
+    head, pool = chain.layers[-1], _inner_pool(readout.pooling)
 
     def start(inputs: Any) -> tuple[State, SideInputs]:
         batch, mask = _apart(inputs)
@@ -200,6 +200,6 @@ def with_embedding(chain: LayerChain, readout: Readout) -> LayerChain:
 
 
 def _apart(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """What the transformer reads, and which tokens the pooling sees, where these aren't all that count."""
+    """Return the inputs of the transformer, and the mask of the pooling if that differs."""
     batch = dict(inputs)
     return batch, batch.pop(f"{POOLED}_mask", None)

@@ -1,23 +1,21 @@
-"""Texts to the token ids a language model reads, as its own tokenizer makes them.
+"""Convert questions and answers to the token ids that a language model reads, by its own tokenizer.
 
-A question is the text that a model is asked, an answer what it should say; no two texts share a row (no packing).
-Encoders read the question alone. A decoder's answer, with the token that ends it, follows the question in one row. An
-encoder-decoder's answer follows the start token in a row of the decoder's own, which without an answer holds that token
-alone. Rows are padded on the right, whatever the tokenizer says of sides, so that padding moves no token.
+Each row has one text (no packing). Encoders read the question alone. A decoder's answer, with its end token, follows
+the question in one row. An encoder-decoder's answer follows the start token in a row for the decoder. Rows are padded
+on the right, whatever the tokenizer's setting.
 
-Too long a row loses the middle of what is read, never where the answer stands: of a decoder's question the beginning
-is cut (special tokens stay), of all others the end; then, where the answer alone is longer, its end.
+Rows that are too long are cut: a decoder's question at its beginning (special tokens stay), other questions at their
+end, and an answer that alone is too long at its end.
 
-A task's samples all have images, mostly one, or none. The row of a sample with images is what the processor makes of
-question and images, an answer follows as in rows of texts alone. The processor sees one sample at a time, so that no
-result depends on what else is in a batch.
+All samples of a task have images, or none has. The processor reads one sample at a time, so that no result depends on
+other samples of a batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -29,24 +27,24 @@ from driftlens.checkpoints.sentences import Prompts
 from driftlens.utils.errors import DataError, SpecError
 
 Form = Literal["encoder", "decoder", "encoder-decoder"]
-"""What a language model is made of, which decides where an answer stands."""
+"""The parts of a language model, which determine the place of an answer."""
 UNLIMITED = 1 << 30
-"""Tokens of a row where nothing bounds them."""
+"""The maximum length of rows without a limit."""
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
-"""Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
+"""The parts of a tokenizer.json that determine token ids."""
 _BEFORE = ":"
-"""Stands for the question where an answer is tokenised: some tokenizers begin a text otherwise than they go on."""
+"""A question before an answer that is tokenized alone, as some tokenizers treat the beginning of a text differently."""
 
 
 class Text(NamedTuple):
-    """A sample of text: what a model is asked, and what it should answer, or nothing."""
+    """A question and its expected answer, or ""."""
 
     input: str
     target: str = ""
 
 
 class Pictured(NamedTuple):
-    """A sample of images and a text: what is asked, what is answered, or nothing, and what reads each image."""
+    """A question, its expected answer, or "", and functions that load the images."""
 
     input: str
     target: str = ""
@@ -55,18 +53,18 @@ class Pictured(NamedTuple):
 
 @dataclass(frozen=True)
 class TextReader:
-    """Samples of text -> a batch of token ids, as the library takes it.
+    """A map from samples of text to a batch of token ids.
 
     Attributes:
-        max_length: tokens of a row at most, special ones and a decoder's answer included.
-        limit: the most that `max_length` may be.
-        start: the token a decoder of its own begins with; None elsewhere.
-        opening: tokens that stand before every answer of such a decoder (BART's begin of a text, NLLB's language).
-        ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
-        prompts: what the model's folder says that stands before texts; None where it says nothing.
-        lead: what does stand before every text.
-        pools_lead: whether the tokens of that count where one vector is made of a text's.
-        lowers: whether texts are read in lower case.
+        max_length: maximum tokens of a row, special ones and a decoder's answer included.
+        limit: maximum of `max_length`.
+        start: the first token of an encoder-decoder's answers; None for other forms.
+        opening: tokens before every answer of an encoder-decoder (BART's begin of a text, NLLB's language).
+        ends: tokens with which the model ends an answer, that of the tokenizer first.
+        prompts: the prompts in the model's folder; None without any.
+        lead: the prompt before every text.
+        pools_lead: True if the tokens of the prompt count in the pooled vector.
+        lowers: True if texts are read in lower case.
     """
 
     tokenizer: Any
@@ -82,7 +80,7 @@ class TextReader:
     lowers: bool = False
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
-        """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
+        """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
         encoded = self._encoded([sample[0] for sample in samples], self._room(samples))
         rows = encoded["input_ids"]
         if self.form == "decoder":
@@ -99,52 +97,46 @@ class TextReader:
         return self.padded(columns)
 
     def answered(self, samples: Sequence[Sequence[Any]]) -> dict[str, list[list[int]]]:
-        """What a decoder of its own reads of samples: its start, and their answers."""
+        """Return the rows of an encoder-decoder's decoder: start token and answers."""
         before = self.before_answers
         answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
         return {"decoder_input_ids": answers, "decoder_attention_mask": [[1] * len(row) for row in answers]}
 
-    def padded(self, columns: Mapping[str, list[list[int]]]) -> dict[str, Tensor]:
-        """Rows of each entry as one tensor [n, t], padded on the right."""
+    def padded(self, columns: Mapping[str, list[list[int]]], *, left: bool = False) -> dict[str, Tensor]:
+        """Return the rows of each entry as one tensor [n, t], padded on the right, or on the left."""
         batch = {}
-        for name, lists in columns.items():
-            longest = max(map(len, lists))
+        for name, rows in columns.items():
+            longest = max(map(len, rows))
             filler = self.tokenizer.pad_token_id if name.endswith("input_ids") else 0
-            batch[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
+            gaps = [[filler] * (longest - len(row)) for row in rows]
+            pairs = zip(gaps, rows, strict=True) if left else zip(rows, gaps, strict=True)
+            batch[name] = torch.tensor([before + after for before, after in pairs])
         return batch
 
     def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
-        """Token ids of questions alone, as the model reads them, cut where they leave fewer than `spare` tokens."""
+        """Return token ids of questions alone, cut to leave `spare` tokens."""
         room = max(1, self.max_length - spare)
         rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
         return rows
 
     def asked(self, sample: Any) -> Any:
-        """What is asked of a sample, as `continued` takes it."""
+        """Return the question of a sample, as `continued` takes it."""
         return sample.input
 
     def continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """Questions, each with token ids behind it, as a decoder takes them, padded on the left: all end together.
+        """Return a decoder's batch of questions followed by token ids, padded on the left.
 
-        Questions are cut where they leave fewer than `spare` tokens.
+        Questions are cut to leave `spare` tokens.
         """
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
-        return self.left_padded([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
-
-    def left_padded(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
-        """Entries by tokens of some rows as one batch, with zeros, or pad tokens, before the shorter ones."""
-        longest = max(len(row["input_ids"]) for row in rows)
-        fill = {name: self.tokenizer.pad_token_id if name == "input_ids" else 0 for name in rows[0]}
-        return {
-            name: torch.tensor([[fill[name]] * (longest - len(row[name])) + row[name] for row in rows])
-            for name in rows[0]
-        }
+        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        return self.padded(columns, left=True)
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
-        """Token ids of an answer as it follows a question, without the token that ends it."""
+        """Return the token ids of an answer after a question, without the end token."""
 
         def ids(text: str) -> list[int]:
             tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -158,22 +150,22 @@ class TextReader:
 
     @property
     def before_answers(self) -> tuple[int, ...]:
-        """What a decoder of its own has read before the first token of an answer."""
+        """The tokens of an encoder-decoder before the first token of an answer."""
         return (self.start or 0, *self.opening)
 
     @property
     def end(self) -> int | None:
-        """The token that ends an answer that is given; None where the tokenizer has none."""
+        """The tokenizer's end token, or None."""
         token: int | None = self.tokenizer.eos_token_id
         return token
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def limited(self, max_length: int, key: str) -> TextReader:
-        """The same with rows of another length, which the spec calls `key`."""
+        """Return the same with another `max_length`, which is `key` in the spec."""
         if max_length > self.limit:
             raise SpecError(
                 f"{key} is {max_length}, but the model has positions for {self.limit} tokens only",
@@ -182,7 +174,7 @@ class TextReader:
         return replace(self, max_length=max_length)
 
     def lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
-        """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
+        """Return the length of each sample's row before cuts, the longer one of an encoder-decoder's."""
         free = replace(self, max_length=UNLIMITED)
         lengths: list[int] = []
         for first in range(0, len(samples), 256):
@@ -195,7 +187,7 @@ class TextReader:
         return lengths
 
     def chats(self, messages: Sequence[Any]) -> list[str]:
-        """What the model reads where a user says each of `messages` and it is its turn to answer."""
+        """Apply the chat template to each of `messages`, with the generation prompt."""
         conversations = [[{"role": "user", "content": message}] for message in messages]
         texts: list[str] = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=False, add_generation_prompt=True
@@ -203,32 +195,32 @@ class TextReader:
         return texts
 
     def message(self, sample: Text) -> Any:
-        """What a user says who asks this, as `chats` takes it."""
+        """Return the message of a sample, as `chats` takes it."""
         return sample.input
 
     @property
     def template(self) -> Any:
-        """The chat template that questions go through; None without one."""
+        """The chat template, or None."""
         return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What stands for something else than text in a question, the longest first."""
+        """The special tokens in questions, the longest first."""
         return tuple(sorted(filter(None, self.tokenizer.all_special_tokens), key=len, reverse=True))
 
     @property
     def rule(self) -> str:
-        """What becomes of questions that are too long, in a few words."""
+        """A description of how long questions are cut."""
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a reader of more, or less, than this one's samples has of it."""
+        """The attributes, as arguments of a reader of another class."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that decides which ids a text has: vocabulary, merges, normalisation, special tokens."""
+        """The digest of everything that determines a text's ids: vocabulary, merges, normalization, special tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         stated = {} if backend is None else json.loads(backend.to_str())
         parts: list[Any] = [plain_part(stated[part]) for part in MEANING if part in stated]
@@ -236,30 +228,30 @@ class TextReader:
         special = sorted(
             (name, str(token))
             for name, token in self.tokenizer.special_tokens_map.items()
-            if name != "pad_token"  # which the mask hides
+            if name != "pad_token"  # hidden by the mask
         )
         return hashlib.sha256(json.dumps([parts, special], sort_keys=True).encode()).hexdigest()
 
     def _answer(self, target: str) -> list[int]:
-        """An answer with its end; nothing where a sample has none."""
+        """Return the tokens of an answer and its end token; none without an answer."""
         if not target:
             return []
         ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
         return ids[: self.max_length - 1]
 
     def _room(self, samples: Sequence[Sequence[Any]]) -> list[int]:
-        """Tokens left for every question."""
+        """Return the tokens left for every question."""
         if self.form != "decoder":
             return [self.max_length] * len(samples)
         return [self.max_length - len(self._answer(sample[1])) for sample in samples]
 
     def _encoded(self, questions: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
-        """What the tokenizer gives for questions, each cut to its room."""
+        """Return the tokenizer's output for questions, each cut to its room."""
         texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
         columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
         if (
             self.form == "decoder"
-        ):  # some end every text, and the answer would follow the end; a template may begin it
+        ):  # an answer must not follow an end token, and a template may begin the text
             columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
         for position, limit in enumerate(room):
             if len(columns["input_ids"][position]) <= limit:
@@ -283,7 +275,7 @@ class TextReader:
 
 
 def plain_part(part: Any) -> Any:
-    """A part of a tokenizer.json, with merges as older versions wrote them."""
+    """Return a part of a tokenizer.json, with merges in the older format."""
     if isinstance(part, Mapping) and isinstance(part.get("merges"), list):
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part["merges"]]
         return {**part, "merges": merges}
@@ -291,73 +283,67 @@ def plain_part(part: Any) -> Any:
 
 
 ROWS = ".rows"
-"""Ends the name of how many of an entry's rows are a sample's own, [n]; the others only fill it up."""
+"""The suffix of the entry that counts a sample's own rows, [n]; other rows are padding."""
 
 
 @dataclass(frozen=True)
 class WordReader(TextReader):
-    """Texts alone, of a model that reads images too: its chat template takes messages in parts.
-
-    Attributes:
-        processor: the folder's own, where it was read.
-    """
+    """Texts for a model that reads images too: its chat template takes messages in parts."""
 
     processor: Any = None
 
     def message(self, sample: Any) -> Any:
-        """See `TextReader`; every message has its images before its text."""
+        """See `TextReader`; images precede the text of a message."""
         images = getattr(sample, "images", ())
         return [*[{"type": "image"} for _ in images], {"type": "text", "text": sample.input}]
 
     @property
     def template(self) -> Any:
-        """The processor's chat template, or else its tokenizer's."""
+        """The processor's chat template, or else the tokenizer's."""
         stated = None if self.processor is None else self.processor.chat_template
         return (stated.get("default") if isinstance(stated, Mapping) else stated) or super().template
 
 
 @dataclass(frozen=True)
 class PictureReader(WordReader):
-    """Samples of an image and a text -> a batch of token ids and of what belongs to images."""
+    """A map from samples of images and texts to a batch of token ids and image inputs."""
 
     @property
     def of_words(self) -> WordReader:
-        """What reads the samples of tasks without images."""
+        """The reader for tasks without images."""
         return WordReader(**self.parts)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Entries by tokens, [n, t], padded on the right, and those of images as `together` has them."""
-        rows, images = zip(
-            *(self._entries(sample, self._answer(sample.target)) for sample in samples), strict=True
-        )
-        cut = [
-            {name: value[: self.max_length] for name, value in row.items()} for row in rows
-        ]  # at most answers
-        longest = max(len(row["input_ids"]) for row in cut)
-        batch = {}
-        for name in cut[0]:
-            filler = self.tokenizer.pad_token_id if name == "input_ids" else 0
-            batch[name] = torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in cut])
-        return batch | together(images)
+        """Return entries by token [n, t], padded on the right, and those of images; see `together`."""
+        rows, images = self._columns((sample, self._answer(sample.target)) for sample in samples)
+        # Only answers are cut: longer questions raise.
+        cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
+        return self.padded(cut) | images
 
     def asked(self, sample: Any) -> Any:
-        """See `TextReader`: without its image a question would be another one."""
+        """See `TextReader`; the image is part of the question."""
         return sample
 
     def continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """See `TextReader`; with what belongs to images as the library takes it. No question is cut."""
+        """See `TextReader`; image inputs are those that the library reads, and no question is cut."""
         pairs = zip(questions, tails, strict=True)
-        rows, images = zip(*(self._entries(question, list(tail)) for question, tail in pairs), strict=True)
-        return self.left_padded(rows) | as_the_library(together(images))
+        rows, images = self._columns((question, list(tail)) for question, tail in pairs)
+        return self.padded(rows, left=True) | as_the_library(images)
+
+    def _columns(
+        self, samples: Iterable[tuple[Pictured, list[int]]]
+    ) -> tuple[dict[str, list[list[int]]], dict[str, Tensor]]:
+        """Return the rows of each entry by token, and the image inputs as one batch."""
+        rows, images = zip(*(self._entries(sample, answer) for sample, answer in samples), strict=True)
+        return {name: [row[name] for row in rows] for name in rows[0]}, together(images)
 
     @property
     def mark(self) -> str:
-        """What stands for an image in a question."""
-        is_gemma_3 = hasattr(
-            self.processor, "full_image_sequence"
-        )  # which puts it in the place of another token
+        """The token for an image in a question."""
+        # Gemma 3 replaces the token that begins an image.
+        is_gemma_3 = hasattr(self.processor, "full_image_sequence")
         mark: str = self.processor.boi_token if is_gemma_3 else self.processor.image_token
         return mark
 
@@ -367,7 +353,7 @@ class PictureReader(WordReader):
         return (self.mark, *super().marks)
 
     def _entries(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-        """A question's entries by tokens, those of an answer behind it, and the entries of its images."""
+        """Return a sample's entries by token, answer included, and the entries of its images."""
         text, num_marks, count = sample.input, sample.input.count(self.mark), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
@@ -400,7 +386,7 @@ class PictureReader(WordReader):
 
 
 def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What a processor makes of samples one by one, as one batch: rows of a sample each, filled up with zeros."""
+    """Stack a processor's outputs for single samples, padded with zeros."""
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [torch.as_tensor(sample[name]) for sample in samples]
@@ -417,7 +403,7 @@ def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch as the library takes it: what belongs to images without the rows that fill it up, one after the other."""
+    """Return a batch of `together` as the library takes it: image rows concatenated, without padding."""
     entries = {name: value for name, value in batch.items() if not name.endswith(ROWS)}
     for name, value in entries.items():
         if (rows := batch.get(f"{name}{ROWS}")) is not None:

@@ -1,6 +1,4 @@
-"""Whether language models of one base have the same tokenizer, the same rows in their vocabularies, and heads in one
-place.
-"""
+"""Compare and align tokenizers, vocabularies and heads of language models of one base."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from driftlens.utils.files import from_json, plain_file
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
-"""Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
+"""Special tokens that affect the ids of a text; those that end or pad it do not."""
 
 
 def changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """The tokenizer files in both folders that give ids in another way."""
+    """Return the tokenizer files in both folders that lead to other ids."""
     shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
     return [file for file in shared if not _same_content(base, other, file)]
 
 
 def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
-    """By name the special tokens that differ where both folders name them, as messages say it."""
+    """Return descriptions of the special tokens that both folders name and that differ."""
     base_tokens, other_tokens = (
         _special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, other)
     )
@@ -42,7 +40,7 @@ def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str,
 
 
 def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Where both folders say with which tokens the model ends an answer, and these differ, as messages say it."""
+    """Return a description of the tokens that end an answer, if both folders name them and they differ."""
     stated = [
         json_object(place, "generation_config.json").get("eos_token_id")
         or json_object(place, "config.json").get("eos_token_id")
@@ -57,7 +55,7 @@ def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
 
 
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
-    """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason."""
+    """Raise if the tokenizer of a model gives texts other ids; tokens added in one of both alone are allowed."""
     files = changed_files(base, other)
     if "tokenizer.json" in files:
         base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
@@ -70,7 +68,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         ):
             parts.remove("added_tokens")
         changes = [f"{part} in tokenizer.json" for part in parts]
-        ids, other_ids = token_ids(base_parts), token_ids(other_parts)
+        ids, other_ids = _token_ids(base_parts), _token_ids(other_parts)
         unlike = [
             f"{token!r} {other_ids.get(token)} for {ids.get(token)}"
             for token in ids | other_ids
@@ -78,7 +76,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         ]
         changes += [f"ids {some_of(unlike)}"] if changes and unlike else []
     elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
-        changes = []  # what lies beside is older, and nobody reads it
+        changes = []  # other files are older and not read
     else:
         special = changed_special_tokens(base, other)
         changes = files + [special[key] for key in _BEGIN if key in special]
@@ -90,7 +88,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
 
 
 def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
-    """The object in a file; nothing where it is missing or damaged, which others say."""
+    """Return the object in a JSON file, empty if that is missing or damaged."""
     try:
         value = {} if folder is None else from_json(plain_file(folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -115,14 +113,14 @@ def _same_content(base: pathlib.Path, other: pathlib.Path, file: str) -> bool:
 
 
 def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:
-    """Content of every added token by id."""
+    """Return the content of every added token by id."""
     tokens = stated.get("added_tokens")
     rows = tokens if isinstance(tokens, list) else []
     return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
 
 
-def token_ids(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The id of every token, as `tokenizer.json` states it: by content, or in order with a score."""
+def _token_ids(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the id of every token in a `tokenizer.json`: by content, or in order with a score."""
     model = stated.get("model")
     words = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(words, list):
@@ -142,7 +140,7 @@ _SHOWN = 5
 
 
 def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
-    """Rows of every parameter of a language model that has one per token, by key; nothing for other models."""
+    """Return the number of rows of every parameter of a language model with one row per token."""
     get_inputs = getattr(skeleton, "get_input_embeddings", None)
     embedding = get_inputs() if callable(get_inputs) else None
     if not isinstance(embedding, nn.Embedding):
@@ -158,7 +156,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
 
 
 def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
-    """The key of a head that a language model has beside its embeddings and that is no copy of them; None without one.
+    """Return the key of a language model's head that is no copy of its embeddings, or None.
 
     `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
     """
@@ -174,17 +172,17 @@ def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | No
 def with_head(
     source: StateSource, stored: StateSource, folder: pathlib.Path | None, lm: LmScores, table: str
 ) -> tuple[StateSource, str]:
-    """A language model whose head lies where `lm` says, and what was done for that; as it is where nothing was.
+    """Return a language model with its head under the key of `lm`, and a description of the change, if any.
 
     Args:
         source: the model under the skeleton's key names.
         stored: the same under its own.
-        folder: with its configuration, which may say that its head is its embeddings.
-        lm: where the architecture has its head, which may be its embeddings.
-        table: of the embeddings.
+        folder: the folder of its configuration, which may tie the head to the embeddings.
+        lm: the head of the architecture, which may be its embeddings.
+        table: key of the embeddings.
 
     Raises:
-        IncompatibleModelsError: it has a head of its own where the architecture has none apart, or lacks one.
+        IncompatibleModelsError: the model has a head of its own and the architecture has not, or the other way round.
     """
     if lm.key in source.headers:
         head = None if lm.is_apart else own_head(stored, source, lm)
@@ -206,7 +204,7 @@ def with_head(
 
 
 def _ties(folder: pathlib.Path | None) -> bool:
-    """Whether the configuration in a folder says, as its library reads it, that the head is the embeddings."""
+    """Return True if the configuration in a folder ties the head to the embeddings."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     stated = json_object(folder, "config.json")
@@ -224,10 +222,14 @@ def with_rows(
     *,
     align: bool,
 ) -> tuple[StateSource, str]:
-    """A model with as many rows of its vocabulary as the base has, and what was done to it; as it is where it agrees.
+    """Return a model with as many rows in its vocabulary as the base, and a description of the change, if any.
 
-    `rows` are the base's by key; it gives those that the model lacks, if rows may be left out and filled in (`align`).
-    The tokenizer in the model's `folder` names the tokens beyond.
+    Args:
+        source: the model under the skeleton's key names.
+        rows: the base's number of rows by key.
+        base: the base, which provides missing rows.
+        folder: the model's folder, whose tokenizer names additional tokens.
+        align: True to drop additional rows and fill in missing ones, False to raise.
     """
     counts = {key: source.headers[key].shape[0] for key in rows if key in source.headers}
     differing = {key: count for key, count in counts.items() if count != rows[key]}
@@ -252,7 +254,7 @@ def with_rows(
 
 
 class _Aligned:
-    """A model whose tables have other numbers of rows than are wanted."""
+    """A model whose tables are cut or extended to the base's number of rows."""
 
     def __init__(self, source: StateSource, rows: Mapping[str, int], base: StateSource | None) -> None:
         self.name, self._source, self._base, self._rows = source.name, source, base, rows
@@ -262,7 +264,7 @@ class _Aligned:
         self.headers: Mapping[str, TensorHeader] = headers
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it, with the base's rows where the model has none."""
+        """Return the tensor, or rows [start, stop) of it; rows that the model lacks are the base's."""
         if key not in self._rows:
             return self._source.read(key, rows)
         start, stop = rows or (0, self._rows[key])

@@ -1,9 +1,9 @@
-"""Causal language models of transformers, taken apart by what runs in them: no family is known by its name.
+"""Split causal language models of transformers into layers, by what runs in them and not by family.
 
-The stem is all before the first block; the head is the one module between the last block and the language-model head,
-which belongs to no layer: what it reads is the final feature, and what it does to that is `LmScores`. Where no one
-module makes that feature (a factor behind the last norm, none at all, several) the head is all behind the blocks. All
-three are found by running the library's own forward pass once, hollow where the model has shapes only.
+The stem is everything before the first block; the head is the one module between the last block and the language-model
+head. The latter belongs to no layer: its input is the final feature, and `LmScores` describes it. If not exactly one
+module computes that feature (no norm, or a factor after it) the head is everything after the blocks. One forward pass
+of the library's own model, on meta if need be, finds all of this.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _WRAPPED = (
 
 
 def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[LayerChain, LmScores]:
-    """A causal language model, perhaps with shapes only, taken apart, and what its head makes of final features.
+    """Return the layers of a causal language model, which may be on meta, and its language-model head.
 
     Args:
         whole: the library's model with its head.
         example: a batch as its tokenizer makes it.
-        blocks: path of the list of blocks; None looks for it.
+        blocks: path of the list of blocks; None searches for it.
 
     Raises:
-        IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
+        IncompatibleModelsError: the layers can't reproduce the library's forward pass.
     """
     path, of_blocks = block_list(whole, blocks)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
@@ -78,7 +78,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
 
 
 def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
-    """The refusal of a language model that can't be taken apart, by the name of its kind."""
+    """Return the error for a language model that can't be split into layers."""
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(
         f"{kind} can't be taken apart as a causal language model: {reason}", hint=hint or _WRAPPED
@@ -87,14 +87,14 @@ def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsErr
 
 @dataclass(eq=False)
 class Behind:
-    """What a model's own forward pass does between its head and its scores, as a function of what leaves the head.
+    """The steps of a model's forward pass between its head and its scores, as a function of the head's output.
 
     Attributes:
         whole: the model; none of its weights is read.
-        cores: the parts that give the head its features, which do not run, and the classes of what they return; None
-            for features alone.
-        head: does not run either.
-        reads: what the model is given tokens as.
+        cores: the modules that compute the head's input, which do not run, and the classes of their outputs; None for
+            a tensor.
+        head: the head, which does not run either.
+        reads: names of the token ids among the model's inputs.
     """
 
     whole: Any
@@ -103,14 +103,14 @@ class Behind:
     reads: tuple[str, ...] = ("input_ids",)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [n, classes] of the head's output for one token each, [n, classes]."""
+        """Compute scores [n, classes] from the head's output for one token each, [n, classes]."""
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
         return self.scores(features, lambda *_: scores[:, None])[:, 0]
 
     def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
-        """Scores of features that leave the cores, by another head; `weights` stand for some of the model's."""
+        """Compute scores of the cores' output with another head; `weights` replace some of the model's."""
         answers = [
             (core, features if answer is None else answer(last_hidden_state=features))
             for core, answer in self.cores
@@ -124,13 +124,13 @@ class Behind:
 
 
 def slope(behind: Behind, width: int) -> float:
-    """The most that scores move for one step of what leaves the head; not-a-number where it isn't known."""
+    """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
     return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
 
 
 @dataclass(eq=False)
 class _Trace:
-    """One forward pass of a model, in which features leave one module after the other until its head reads them."""
+    """One forward pass of a model: the outputs of its modules up to the head."""
 
     whole: Any
     head: nn.Module
@@ -140,7 +140,7 @@ class _Trace:
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def run(self, example: Any) -> tuple[str, Behind | None]:
-        """Path of the module whose output the head reads, and what is done to the head's output; None for nothing."""
+        """Return the path of the module whose output the head reads, and the steps after the head, if any."""
         blocks = {path: self.whole.get_submodule(path) for path in self.paths}
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -158,7 +158,7 @@ class _Trace:
         return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
 
     def _final(self, read: Tensor) -> str:
-        """Return the path of the one module behind the last block whose output this is, or else of the head."""
+        """Return the path of the one module after the last block whose output this is, or else of the head."""
         order = [step[0] for step in self.steps]
         last = self.steps[order.index(self.paths[-1])][2]
         outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
@@ -173,7 +173,7 @@ class _Trace:
         return next(path for path, module in self.whole.named_modules() if module is self.head)
 
     def _checked(self, behind: Behind, outputs: Tensor, scores: Tensor) -> Behind | None:
-        """The same, or None where it does nothing; refused where scores are others, of all columns or of some alone."""
+        """Return `behind`, or None if it changes nothing; raise if it does not reproduce scores."""
         parts = (slice(None), slice(1, 4))
         if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):
             raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
@@ -181,7 +181,7 @@ class _Trace:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """While this is open, modules outside the blocks say what they were given and what they returned."""
+        """Record inputs and outputs of the modules outside the blocks."""
         inside = tuple(f"{path}." for path in self.paths)
 
         def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

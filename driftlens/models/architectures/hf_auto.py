@@ -1,8 +1,7 @@
-"""Any model of transformers without remote code, taken apart as its own modules run.
+"""Loaders for models of transformers without remote code: folders of `save_pretrained` and Hub ids.
 
-What a model is read from: a folder of `save_pretrained`, or a Hub id. Models for classification lose their classifier,
-the last linear module, to the tasks' heads: what it would have read is the final feature. The skeleton has shapes only;
-what its blocks are given beside features (masks, rotary tables) comes of running it hollow.
+Models for classification lose their classifier, the last linear module, to the tasks' heads; its input is the final
+feature. The skeleton is on meta.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _BESIDE = (
     "logit_scale",
     "logit_bias",
 )
-"""Where models of one family have what others lack: what reads their features."""
+"""Prefixes of modules that read features, which only some models of a family have."""
 
 _USAGE = """\
 {imports}from transformers import {reader}, {model}
@@ -98,7 +97,7 @@ scores = model(**inputs).logits
 
 @loaders.register("hf-vit")
 def load_hf_vit(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
+    """Return the architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
     architecture = load_transformers(request, "hf-vit")
     assert architecture.folder is not None
     stated: Any = architecture.folder.configs["config.json"]
@@ -116,10 +115,7 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
 
 @loaders.register("hf-auto")
 def load_hf_auto(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a model of transformers; its source is a folder or Hub id.
-
-    A causal language model is taken with its head, as `hf-decoder` takes it, and one of images and texts as `hf-vlm`.
-    """
+    """Return the architecture of any model of transformers, with special loaders for decoders."""
     if embedding_folder(library_folder(request.source)) is None:
         stated = read_plain_config(request, "hf-auto")
         if is_causal(stated) or is_vision_language(stated):
@@ -129,22 +125,21 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
 
 @loaders.register("hf-encoder")
 def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an encoder of texts, BERT and its kin, with or without a classifier.
+    """Return the architecture of an encoder of texts such as BERT, with or without a classifier.
 
-    All that a model for classification has behind the features of its tokens, BERT's pooler included, is its head: it
-    is merged with no other, and tasks are scored with that of their expert. Of samples, features are taken as heads
-    read them, the class token, or else as masked means.
+    Everything after the features of tokens, BERT's pooler included, is the classification head. Heads are not merged;
+    tasks are scored with that of their expert. Samples are pooled as heads read them, or else by masked means.
     """
     return load_transformers(request, "hf-encoder")
 
 
 def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
-    """See `load_hf_auto`; for loaders of some families, under their name."""
+    """Return the architecture of an encoder of images or texts, for the loader of that name."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
     hides = bool(getattr(config, "mask_ratio", 0)) and "noise" in signature(model_class.forward).parameters
-    if hides:  # a masked autoencoder's encoder, which is given whole images
+    if hides:  # the encoder of a masked autoencoder gets whole images
         config.mask_ratio = 0.0
     skeleton = weightless(partial(built, model_class, config), source)
     names, ignored = file_names(skeleton), passed_over(skeleton)
@@ -152,7 +147,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
     inside = (f"{core}.", f"{classifier}.")
     beside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
-    # Of BERT and its kin all that reads the features of tokens is a classifier's, a core's pooler included.
+    # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
     if classifier and (beside or config.model_type in MODEL_TYPES["hf-encoder"]):
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
@@ -166,7 +161,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
             blocks = f"{core}.{blocks}"
-    elif classifier and embedding_folder(library_folder(source)) is not None:  # which reads tokens
+    elif classifier and embedding_folder(library_folder(source)) is not None:  # an embedding of tokens
         skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
         model_class = type(skeleton.get_submodule(core))
     reads_images = skeleton.main_input_name == "pixel_values"
@@ -212,7 +207,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
 
 def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
     """Return the model without its linear classifier."""
-    # Its library may look for the last token by one that pads; the mask says it where the tokenizer pads otherwise.
+    # The library finds the last token by its padding token; the mask does if the tokenizer pads with another.
     if preprocess.texts is not None and is_decoder(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
@@ -222,7 +217,7 @@ def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.
 
 
 def is_decoder(config: Any) -> bool:
-    """Whether models of this configuration's type are causal language models, of whose tokens the last has read all."""
+    """Return True for configurations of causal language models, whose last token has read all others."""
     return is_causal({"model_type": config.model_type})
 
 
@@ -235,7 +230,7 @@ def _usage(
     keys: Collection[str],
     files: Collection[str],
 ) -> str:
-    """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
+    """Return Python that computes the input of the tasks' heads; empty without a file for preprocessing."""
     required = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
     if set(required).isdisjoint(files):
         return ""
@@ -264,12 +259,12 @@ def _usage(
 
 
 def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) -> str:
-    """Python that answers with a saved folder; empty where it has no tokenizer."""
+    """Return Python that answers with a saved folder; empty if it has no tokenizer."""
     return "" if set(TOKENIZERS).isdisjoint(files) else usage
 
 
 def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
-    """The `config.json` of a request's source, of a model that the loader reads."""
+    """Return the `config.json` of a request's source, of a model that the loader supports."""
     kinds = MODEL_TYPES.get(loader, ())
     if kinds:
         require_own_blocks(request, loader)
@@ -284,14 +279,14 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
 
 
 def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
-    """The configuration and the class of a model: for classification where there is such a class."""
+    """Return the configuration and the class of a model, the one for classification if there is one."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = stated.get("model_type")
     answering = answers(stated) and embedding_folder(library_folder(source)) is None
     others = (*MODEL_TYPES["hf-clip"], *MODEL_TYPES["hf-t5"])
-    # Files keep apart what the library fuses; a head that answers would stay the base's.
+    # The library fuses experts that files store separately; a language-model head would not be merged.
     if kind in others or num_experts(stated) or kind not in CONFIG_MAPPING or answering:
         raise wrong_family(stated, source, "an encoder of images or texts")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
@@ -305,7 +300,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
-    # A decoder's classifier reads one token, which it looks for by padding; without it, all features are there.
+    # A decoder's classifier reads one token alone; the core returns the features of all.
     is_core = is_decoder(config) and "Classification" not in named[0]
     for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
@@ -315,31 +310,31 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
 
 
 def built(model_class: Any, config: Any) -> nn.Module:
-    """A model without weights of its own; eager attention would take its softmax in float32, whatever its dtype."""
+    """Build a model; eager attention would compute its softmax in float32, whatever its dtype."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
     for name in config.sub_configs:
         part: Any = getattr(config, name, None)
-        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):  # a tower of sounds
+        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):  # an audio tower
             part._attn_implementation = "eager"
     module: nn.Module = model_class(config)
     return module
 
 
 def file_names(skeleton: Any) -> dict[str, str]:
-    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same.
+    """Return the skeleton's key -> its name in files of `save_pretrained`, which may differ since transformers 5.
 
-    What the library fuses as it saves is called by its rows, what it takes apart by a joint name, see `Spellings`.
+    A fused key is named by its rows in the saved tensor, a split one by a joint name; see `Spellings`.
     """
     state = skeleton.state_dict()
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 wrote what it had
+    except ImportError:  # transformers 4 saves the skeleton's keys
         return {key: key for key in state}
     written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
     names = {key: written.get(id(value), key) for key, value in state.items()}
-    # Numbered entries, few of each row, show where those of weights go that are written as others.
+    # Numbered entries, few of each row, show how weights are fused or split when they are saved.
     probes, spans, end = dict[str, torch.Tensor](), dict[str, tuple[int, int]](), 0
     for key, value in state.items():
         if id(value) not in written:
@@ -349,7 +344,7 @@ def file_names(skeleton: Any) -> dict[str, str]:
             spans[key], probes[key] = (start, end), torch.arange(start, end).reshape(shape)
     try:
         changed = revert_weight_conversion(skeleton, dict(probes)) if probes else {}
-    except Exception:  # of what more is done to than to lay tensors end to end
+    except Exception:  # a conversion that does more than concatenate or split tensors
         return names
     pieces: dict[str, list[tuple[int, str, int]]] = {}
     keys, starts = [*spans], [start for start, _ in spans.values()]
@@ -376,11 +371,11 @@ def file_names(skeleton: Any) -> dict[str, str]:
 
 
 _PROBED = 12
-"""Entries of an axis that stand for all of it; most numbers of tensors that lie end to end divide it."""
+"""Entries per axis of a probe; most numbers of concatenated tensors divide it."""
 
 
 def _classifier(skeleton: nn.Module, num_labels: int) -> str:
-    """Path of the last linear module that gives class scores; "" where there is none."""
+    """Return the path of the last linear module that computes class scores, or ""."""
     paths = [
         path
         for path, module in skeleton.named_modules()
@@ -392,11 +387,11 @@ def _classifier(skeleton: nn.Module, num_labels: int) -> str:
 
 
 def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
-    """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
+    """Return the possible names of the skeleton's keys in files: as saved or as in memory, of whole models or cores."""
     core = f"{skeleton.base_model_prefix}."
     keys = list(skeleton.state_dict())
     plain = [{key: names[key] for key in keys}, {key: key for key in keys}]
-    if any("LayerNorm" in key for key in keys):  # as the first checkpoints of BERT call them
+    if any("LayerNorm" in key for key in keys):  # the names in BERT's first checkpoints
         old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
         plain += [
             {
@@ -411,7 +406,7 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
 
 
 def passed_over(skeleton: Any) -> tuple[str, ...]:
-    """Patterns of names in files that the library has no use for, as it says itself or its configuration does."""
+    """Return patterns of names in files that the library does not read."""
     config = skeleton.config.get_text_config()
     depth, further = getattr(config, "num_hidden_layers", 0), (getattr(config, key, 0) for key in _FURTHER)
     count = max((n for n in further if isinstance(n, int)), default=0)
@@ -420,7 +415,7 @@ def passed_over(skeleton: Any) -> tuple[str, ...]:
 
 
 def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
-    """Beginnings of what other models of the family hold beside the skeleton."""
+    """Return prefixes of keys that other models of the family have in addition to the skeleton's."""
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
     parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
@@ -439,19 +434,19 @@ features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
 PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
-"""Two rows to look at a decoder by, one of them padded, where no tokenizer makes any."""
+"""An example for a decoder without a tokenizer: two rows, one of them padded."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
-"""What old checkpoints hold beside weights."""
+"""Buffers in old checkpoints."""
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
-"""How configurations count the layers behind the last that predict tokens further on, which the library doesn't run."""
+"""Configurations' numbers of layers for multi-token prediction, which the library does not run."""
 
 
 @loaders.register("hf-decoder")
 def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a causal language model.
+    """Return the architecture of a causal language model.
 
-    The skeleton is the whole model, so that its language-model head is merged and saved with it; the chain ends in what
-    that head reads, which at the last token of a question decides the answer's first token.
+    The skeleton is the whole model, so that its language-model head is merged and saved. The chain ends in the head's
+    input; at the last token of a question it determines the answer's first token.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,9 +1,8 @@
-"""Any module with a list of blocks, taken apart by interception: no code is asked of the user.
+"""Split any module with a list of blocks into layers, without code of the user's. Entry point: `sequential_chain`.
 
-The stem is all the module does before its first block, the head all it does after the last; a block is run on
-its own. What flows is `hidden`: the first tensor each block is given and the first it returns. Whatever else
-a block is given (masks, positions) is recorded once per batch from the module itself and must be the same for
-every model. Rows of padding are zeros wherever the batch's mask says so.
+The stem is everything before the first block, the head everything after the last. The features `hidden` are the first
+tensor that a block is given and the first that it returns. A block's other arguments (masks, positions) are recorded
+once per batch and must be the same for all models. Rows of padding are zeros.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ def sequential_chain(
     beside: Mapping[str, str] = MappingProxyType({}),
     reads_last: bool = True,
 ) -> LayerChain:
-    """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
+    """Return the layers of a module that has its blocks in a list; parameter names are those of `module.state_dict()`.
 
-    The module itself lends its structure; it is run in eval mode, and its training flags, hooks and weights are left
-    as they are. One that has shapes only serves where what its blocks are given beside features depends on no weight.
+    The module runs in eval mode; its training flags, hooks and weights do not change. It may be on meta if the blocks'
+    arguments other than features depend on no weight.
 
     Args:
         module: a model as its library made it.
-        example: a batch of raw inputs. It shows in which order sites run, which of them share an input, which blocks
+        example: a batch of raw inputs. One pass shows the order of sites, which of them share an input, which blocks
             keep their features' shape, and which parameters only the head needs.
-        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part; None takes
-            the list with the most children of one class, among equals the outermost one. Where that is one of several
-            stages, all of which hold such a list, the stages are the blocks.
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part. None takes
+            the list with the most children of one class, among equals the outermost one. If that is one of several
+            stages, each with such a list, the stages are the blocks.
         mask: which tokens count; see `driftlens.models.tracing.block_call.Mask`.
-        final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
-        beside: raw input -> the stream that it is: features of other tokens, which blocks read beside their own.
-        reads_last: whether `final` is given what leaves the last block; else the head is all behind that block.
+        final: path of the module whose output is the final feature, the whole head; "" takes the model's output.
+        beside: raw input -> the stream that it is: features of other tokens, which blocks read next to their own.
+        reads_last: True if `final` is given the output of the last block; else the head is everything after that block.
     """
     path, blocks_by_path = block_list(module, blocks)
     parts = BlockRunner(module, blocks_by_path, mask, final, beside, reads_last)
@@ -83,15 +82,15 @@ def sequential_chain(
         for position in range(len(parts.blocks))
     ]
     outer = {name: Slot(name) for name in parts.outer_weights()}
-    # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
-    # which lists them first. What the example shows nobody using belongs to the stem too.
+    # The head also lists the stem's parameters, because it runs the stem again; they belong to the stem, which lists
+    # them first. Parameters that the example does not use belong to the stem too.
     of_blocks = {key for entry in parts.computed.values() for key in entry.names}
     stem = {
         name: slot
         for name, slot in outer.items()
         if (name in pieces.before or name not in pieces.behind) and name not in of_blocks
     }
-    if final:  # what is behind it belongs to no layer
+    if final:  # parameters after it belong to no layer
         stem = {name: slot for name, slot in stem.items() if name in pieces.before}
         outer = {
             name: slot
@@ -116,7 +115,7 @@ def sequential_chain(
 
 
 def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
-    """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list."""
+    """Return the path of the list of blocks or their pattern, and path -> block in forward order."""
     lists = _candidates(module)
     if path is None:
         path = _likely_list(module, lists)
@@ -147,7 +146,7 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
 
 
 def _candidates(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """Path -> children of every list that could hold the blocks."""
+    """Return path -> children of every list that may contain the blocks."""
     return {
         path: list(part)
         for path, part in module.named_modules()
@@ -182,7 +181,7 @@ def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
 
 
 def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
-    """The lists beside each other of which `path` is one and that differ in a number of their names (`layer1`)."""
+    """Return the lists with the name of `path` except for a number at its end (`layer1`)."""
     name = path.rpartition(".")[2]
     if name.isdecimal():  # a child of a list
         return [path]
@@ -207,7 +206,7 @@ def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
 
 
 def _most_alike(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:
-    """The largest number of children of one class, among those with weights."""
+    """Return the largest number of children of one class, among those with weights."""
     classes = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     return max(classes.values(), default=0)
 
@@ -220,7 +219,7 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
 
 
 class _Pieces(NamedTuple):
-    """What is known of a module's pieces, by block, or by names of outer weights used before or behind the blocks."""
+    """Properties of blocks, and the names of outer weights used before and after them."""
 
     sites: list[tuple[Site, ...]]
     is_residual: list[bool]
@@ -230,18 +229,18 @@ class _Pieces(NamedTuple):
 
 
 def _traced(parts: BlockRunner, example: Any) -> _Pieces:
-    """Run a batch through a module's pieces and note what they are."""
-    # Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
+    """Run a batch through a module layer by layer and record sites and weights."""
+    # If the module is on meta, stem and head run with stand-ins for weights, and blocks on meta.
     module = parts.module
     state, side = parts.start(fitted(module, example))
-    # Fresh tensors for the outer weights, so that each can be told from weights it is tied to.
+    # New tensors for the outer weights, so that tied weights are different objects.
     outer = parts.stand_ins(next(tensor.device for tensor in (*state.values(), *side.values())))
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
         with Watch() as before:
             features = parts.stem(outer, state, side)
-        weights = own_weights(module)  # buffers among them may be real where parameters have shapes only
+        weights = own_weights(module)  # buffers may be real where parameters are on meta
         device = features["hidden"].device
         bare = torch.device("meta") if parts.is_hollow else device
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
@@ -261,7 +260,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
         with Watch() as behind, ExitStack() as hooks:
-            if parts.final:  # whose head looks back at nothing before the last block
+            if parts.final:  # such a head reads nothing before the last block
                 last = parts.blocks[-1].register_forward_hook(lambda *_: behind.seen.clear())
                 hooks.callback(last.remove)
             parts.head(outer, features, side)
@@ -271,7 +270,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
 
 
 def _read_by(module: nn.Module) -> Modality:
-    """Texts where a library of language models says so; of a decoder's tokens the last alone has read all others."""
+    """Return the modality of a module: texts if its main input is token ids, pooled at a decoder's last token."""
     if getattr(module, "main_input_name", None) != "input_ids":
         return TENSOR
     is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
@@ -279,19 +278,19 @@ def _read_by(module: nn.Module) -> Modality:
 
 
 def among(weights: dict[str, Tensor], watch: Watch) -> frozenset[str]:
-    """The names of weights that an operation was given."""
+    """Return the names of weights that an operation read."""
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
 
 def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Sites without those that run on something else too: positions, or streams before and behind (AltUp's router)."""
+    """Return the sites that run once, and so on tokens alone, not on positions or other streams (AltUp's router)."""
     readers: dict[str, str] = {}
     sites_run_once = [site for site in sites if site.runs == 1]
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in sites_run_once)
 
 
 class Watch(TorchFunctionMode):
-    """Remembers all that operations are given, by `id`; ask only for what is alive throughout."""
+    """Records the `id` of everything that operations read; valid for objects that live throughout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,9 +304,9 @@ class Watch(TorchFunctionMode):
 
 
 def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None = None) -> None:
-    """Refuse a model that answers one batch in two ways, in eval mode, bit for bit.
+    """Raise if two passes of a model over one batch in eval mode are not bit-identical.
 
-    `chain` is the module taken apart, where less than the whole of it is run: the image tower of a whole CLIP.
+    With `chain`, only the layers of the chain run, such as the image tower of a whole CLIP.
     """
     first, second = (
         result(run(module, raw_inputs(batch)))

@@ -1,6 +1,6 @@
-"""Image models of timm, taken apart as their own modules run: by name, or a folder as timm saves to the Hub.
+"""The loader for image models of timm, by name, from a folder as timm saves it, or from the Hub.
 
-The classifier is taken out: what it would have read is the final feature.
+The classifier is removed; its input is the final feature.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"
 
 @loaders.register("timm")
 def load_timm(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a model of timm; its source is a model name, a folder or a Hub id."""
+    """Return the architecture of a model of timm; its source is a model name, a folder or a Hub id."""
     import timm
     from timm.data import create_transform, resolve_data_config
 
@@ -51,7 +51,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
         name, stated, options = _stated(source, offline=request.access.offline)
     build = partial(timm.create_model, name, pretrained=False, **options)
     skeleton = weightless(lambda: _with_buffers(build()), source)
-    # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
+    # Older folders have the pixel settings next to the architecture; `img_size` is the size of inputs.
     pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
     if "input_size" not in pixels and (size := options.get("img_size")):
         pixels["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
@@ -82,7 +82,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
 
 
 def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """timm's name for the model of a folder or on the Hub, its config.json, and options that timm builds it with."""
+    """Return timm's name for the model of a folder or Hub id, its config.json, and options to build it with."""
     import timm
 
     hint = "Give a model name of timm (timm.list_models()), or a folder as timm saves them."
@@ -101,8 +101,10 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
 
 
 def _with_buffers(skeleton: nn.Module) -> nn.Module:
-    """The same, where timm computed buffers on the device of weights that have shapes only: one module's at a time."""
-    for module in reversed(list(skeleton.modules())):  # inner ones first: what is made of theirs stands
+    """Compute the buffers that timm left on meta, one module at a time."""
+    for module in reversed(
+        list(skeleton.modules())
+    ):  # inner ones first, as outer buffers are computed from them
         fill = getattr(module, "_init_buffers", None)
         if fill is None or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
@@ -115,7 +117,7 @@ def _with_buffers(skeleton: nn.Module) -> nn.Module:
 
 
 def _without_classifier(skeleton: Any, name: str) -> str:
-    """Path of the classifier, which is taken out; "" where there is none."""
+    """Remove the classifier and return its path, or ""."""
     classifier = skeleton.get_classifier()
     if isinstance(classifier, tuple | list):
         raise IncompatibleModelsError(

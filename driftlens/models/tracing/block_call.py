@@ -141,13 +141,13 @@ class Inputs:
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
     def batch(self) -> Any:
-        """The batch as the model takes it: a dict, a tensor or a tuple."""
+        """Return the batch as the model takes it: a dict, a tensor or a tuple."""
         values = tuple(self.values.values())
         return dict(self.values) if self.by_keyword else values[0] if "input" in self.values else values
 
 
 def raw_inputs(inputs: Any) -> Inputs:
-    """A batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Name the inputs of a batch: a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(inputs, Tensor):
         return Inputs({"input": inputs}, by_keyword=False)
     if isinstance(inputs, Mapping):
@@ -156,7 +156,7 @@ def raw_inputs(inputs: Any) -> Inputs:
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Where a block's features stand among its arguments, and they: the first tensor, positional ones first."""
+    """Return the position or keyword of a block's features, the first tensor among its arguments, and the features."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -165,7 +165,7 @@ def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def features_of(path: str, output: Any) -> Tensor:
-    """The features a block returned: its output, or the first entry of a tuple or list."""
+    """Return the features among a block's output: the tensor, or the first entry of a tuple or list."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, Tensor):
         return first
@@ -176,7 +176,7 @@ def features_of(path: str, output: Any) -> Tensor:
 
 
 def result(output: Any) -> Tensor:
-    """The features in what a model returns: the tensor, or the first one in a tuple or dict."""
+    """Return the features among a model's output: the tensor, or the first one in a tuple or dict."""
     entries = output.values() if isinstance(output, Mapping) else output
     for entry in entries if isinstance(entries, Iterable) and not isinstance(entries, Tensor) else [entries]:
         if isinstance(entry, Tensor):
@@ -249,7 +249,7 @@ def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> 
 
 
 def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
-    """Where tokens count, [n, t] of booleans; None where all of them do."""
+    """Return the mask [n, t], true where a token counts; None where all do."""
     if chosen is False:
         return None
     if isinstance(chosen, str) or chosen is None:
@@ -260,7 +260,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
     if mask is None and chosen is None:
         return None
     own, is_mask, is_whole = on_host(mask), False, False
-    if isinstance(own, Tensor) and own.dim() == 2:  # both at once, as the host may wait for them
+    if isinstance(own, Tensor) and own.dim() == 2:  # both in one synchronization
         is_mask, is_whole = torch.stack([((own == 0) | (own == 1)).all(), (own != 0).all()]).tolist()
     if not is_mask:
         described = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -280,7 +280,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Features with zeros in the rows of padding."""
+    """Return features with zeros in the rows of padding."""
     if mask is None or hidden.dim() == 2:
         return hidden
     if hidden.shape[:2] != mask.shape:
@@ -293,9 +293,9 @@ def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
-    """What to tell the user of a batch without mask whose samples end or start like padded ones; None if they don't.
+    """Return a warning for a batch without mask whose samples start or end like padded ones, or None.
 
-    Where the model pads with no known token, runs of three equal tokens are taken for padding.
+    If the token for padding is not known, three equal tokens count as padding.
     """
     for name, tokens in inputs.values.items():
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():

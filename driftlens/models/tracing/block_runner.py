@@ -1,4 +1,8 @@
-"""A live module run in pieces: up to its first block, one block, and from its last block on."""
+"""`BlockRunner`, the one way through a model: each of its blocks as a function of parameters and features.
+
+One ordinary forward pass records how the model calls its blocks (`hooks.observe`). After that, the stem, each block and
+the head run alone, with the weights of any model of this structure, through `torch.func.functional_call`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ from driftlens.utils.errors import IncompatibleModelsError
 
 
 class _Positions(nn.Module):
-    """Returns what `method` of an encoder computes of relative positions for all its blocks, perhaps of features."""
+    """Returns the argument that `method` of an encoder computes from relative positions for all its blocks."""
 
     def __init__(self, encoder: nn.Module, method: str, reads: Callable[[Tensor], tuple[Any, ...]]) -> None:
         super().__init__()
@@ -60,17 +64,17 @@ class _Positions(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An argument of blocks that depends on weights alone, which blocks therefore count among theirs.
+    """An argument of blocks that is computed from weights alone, which therefore count as the blocks' own.
 
-    `positions` computes it of the weights `names`, by their names in the whole model, and of the features' shape; where
-    there are none, blocks compute it themselves as they are given nothing.
+    `positions` computes it from the weights `names` (name in the whole model -> name in `positions`) and the features'
+    shape. Without `positions` the argument is None, and blocks compute it themselves.
     """
 
     positions: nn.Module | None
     names: Mapping[str, str]
 
     def value(self, parameters: Parameters, hidden: Tensor) -> Tensor | None:
-        """What one model gives its blocks, of parameters that hold these weights under the whole model's names."""
+        """Compute the argument of one model from parameters by their names in the whole model."""
         if self.positions is None:
             return None
         weights = {name: parameters[key] for key, name in self.names.items()}
@@ -78,9 +82,9 @@ class Computed:
         return value
 
 
-def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
-    """By names or places, the arguments of a model's blocks that are known to be computed of weights outside them."""
-    # DeBERTa's, by keyword, MPNet's and T5's, by place.
+def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
+    """Return the arguments of a model's blocks that are computed from weights outside them, by name or position."""
+    # By keyword in DeBERTa, by position in MPNet and T5.
     rules: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
         ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
         ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
@@ -109,12 +113,16 @@ def computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Compute
 
 
 class BlockRunner:
-    """The pieces of one module, as functions of parameters and features; the module stays as it is.
+    """The stem, blocks and head of one module as functions of parameters and features; the module does not change.
 
-    `blocks` is path -> block, in forward order; `final` is the path of the module, behind all blocks, that the final
-    feature leaves, or reaches where that makes the scores of a language model, "" what the model returns; `reads_last`
-    whether it is given what leaves the last block, and not what the model makes of that. `beside` is raw input -> the
-    stream that it is, of features of other tokens that blocks read.
+    Args:
+        module: the module, with weights or on meta.
+        blocks: path -> block, in forward order.
+        mask: see `block_call.Mask`.
+        final: path of the module after all blocks whose output is the final feature, or whose input is if it computes
+            the scores of a language model; "" for the output of the model.
+        beside: raw input -> name of the stream of features of other tokens that it is, which blocks read.
+        reads_last: True if `final` is given the output of the last block without further steps.
     """
 
     def __init__(
@@ -134,7 +142,7 @@ class BlockRunner:
         self.beside = beside
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
-        self.computed = computed_arguments(module, self.blocks[0])
+        self.computed = _computed_arguments(module, self.blocks[0])
         self.carries = any(carried.is_given(block) for block in self.blocks)
         self.streams = carried.num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
@@ -150,14 +158,14 @@ class BlockRunner:
         self._forms: dict[str, Any] = {}
 
     def outer_weights(self) -> dict[str, Tensor]:
-        """Names and values of the weights outside the blocks."""
+        """Return the weights outside the blocks by name."""
         inside = tuple(f"{path}." for path in self.paths)
         return {
             name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
         }
 
     def _slots(self, position: int) -> dict[str, Slot]:
-        """Names of a block's weights -> where they lie; those of a block that is one site are called after it."""
+        """Return the slot of each of a block's weights; names of a block that is itself a site begin with `self`."""
         block, path = self.blocks[position], self.paths[position]
         prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
         mixture = self.mixtures[position]
@@ -170,14 +178,14 @@ class BlockRunner:
         } | experts
 
     def parameters(self, position: int) -> dict[str, Slot]:
-        """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
+        """Return the slots of a block's own weights, and of outer ones from which its arguments are computed."""
         slots, keys = self.slots[position], {key for value in self.computed.values() for key in value.names}
         return slots | {key: Slot(key) for key in sorted(keys) if Slot(key) not in slots.values()}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
+        """Return the state at boundary 0 (the floating-point inputs) and the side inputs of all layers.
 
-        Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
+        Record the calls of blocks on one forward pass, with the module's own weights or with shapes only.
         """
         named = raw_inputs(inputs)
         calls = self._calls
@@ -192,7 +200,7 @@ class BlockRunner:
         return state, SideInputs.of(self.paths, calls, named, padding_mask(named, self.mask))
 
     def _with_streams(self, calls: list[BlockCall], inputs: Inputs) -> list[BlockCall]:
-        """Put the raw inputs' own tensors where a forward pass saw copies of the streams beside the features."""
+        """Replace copies of the streams among arguments by the raw inputs' own tensors."""
         if not self.beside:
             return calls
         if self._beside_at is None:
@@ -214,17 +222,17 @@ class BlockRunner:
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the module has shapes only."""
+        """True if the weights of the module are on meta."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
 
     def experts(self, position: int) -> tuple[Site, ...]:
-        """The sites of a block's experts, where it is a mixture."""
+        """Return the sites of a block's experts."""
         mixture = self.mixtures[position]
         return () if mixture is None else mixture.sites()
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """While this is open, mixtures that have shapes only return as much: who goes where depends on numbers."""
+        """Let mixtures on meta return their input's shape, as routes depend on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
         forwards = [
             (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
@@ -236,7 +244,7 @@ class BlockRunner:
     def stand_ins(
         self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
+        """Return the weights outside the blocks, those on meta expanded from one number."""
         return {
             name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
             if weight.is_meta
@@ -245,7 +253,7 @@ class BlockRunner:
         }
 
     def _hollow(self, inputs: Inputs) -> list[BlockCall]:
-        """How the blocks are called on a batch; kept where features make features and nothing else is given."""
+        """Record the calls of blocks on meta; reuse them for all batches where blocks are given features alone."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
         first, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
@@ -274,38 +282,43 @@ class BlockRunner:
         return first
 
     def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
-        """By block the arguments that stay as they are where features are float64, such as rotary tables of ERNIE."""
+        """Return by block the arguments that stay float32 where features are float64, such as ERNIE's rotary tables."""
         try:
             calls = self._shell_calls(inputs, self.stand_ins(device, dtype=torch.float64))
-        except Exception:  # whatever somebody's forward makes of float64, in which it isn't computed then
+        except Exception:  # a forward function that fails in float64, which is then not used
             return self._fixed
         tensors = [block_call.tensors if block_call.dtype == torch.float64 else {} for block_call in calls]
         return [frozenset(name for name, x in each.items() if x.dtype == torch.float32) for each in tensors]
 
     def _shell_calls(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
-        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+        with self._hollowed():
             return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).calls
 
+    @contextmanager
+    def _hollowed(self) -> Iterator[None]:
+        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            yield
+
     def whole(self, inputs: Any) -> Any:
-        """What the module returns for a batch; hollow where it has shapes only."""
+        """Return what the module returns for a batch, of zeros where it is on meta."""
         named = raw_inputs(inputs)
         if not self.is_hollow:
             return run(self.module, named)
         device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
-        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+        with self._hollowed():
             return run(self.module, named, self.stand_ins(device))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Features that reach the first block."""
+        """Return the state before the first block."""
         args, kwargs = side.raw_inputs().arguments(state)
         return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
 
     def _reaching(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
-        """What waits before a block while `whole` runs the model."""
+        """Return the state before a block while `whole` runs the model."""
         block, mask = self.blocks[position], side.mask("hidden")
         if not self.carries:
             return {"hidden": self._features(position, run_until(block, whole), mask)}
-        # What the blocks are given beside features, too, of a pass through all in which none of them computes.
+        # The blocks' other inputs come from a pass in which each block returns its features unchanged.
         calls = [side.call(index) for index in range(position, len(self.blocks))]
         passing = [
             (block, lambda hidden, *_, block_call=block_call, **__: block_call.output(hidden))
@@ -327,7 +340,7 @@ class BlockRunner:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Features that leave one block."""
+        """Return the state after one block."""
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
@@ -356,26 +369,19 @@ class BlockRunner:
         return {**beside, "hidden": self._features(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """What the module returns when the given features leave its last block.
+        """Return what the module returns when the given features leave its last block.
 
-        The stem runs too, with this model's weights, for models whose head looks back at it; not where `final` is all
-        there is of a head.
+        The stem runs too, for models whose head reads its output, unless `final` is the whole head.
         """
         if self.final and self.reads_last:
-            prefix = f"{self.final}."
-            weights = {
-                name.removeprefix(prefix): value
-                for name, value in parameters.items()
-                if name.startswith(prefix)
-            }
-            module = self.module.get_submodule(self.final)
-            return {
-                "hidden": self._output(call(module, weights, (state["hidden"],), {}), side.mask("hidden"))
-            }
+            own, prefix = parameters.items(), f"{self.final}."
+            weights = {name.removeprefix(prefix): x for name, x in own if name.startswith(prefix)}
+            output = call(self.module.get_submodule(self.final), weights, (state["hidden"],), {})
+            return {"hidden": self._output(output, side.mask("hidden"))}
         args, kwargs = side.raw_inputs().arguments({})
         calls = [side.call(position) for position in range(len(self.blocks))]
         hidden = unflattened(self._native(state["hidden"], side).clone(), calls[-1].left)
-        if self.final:  # before which no weight but these moves what is behind the blocks
+        if self.final:  # other weights do not affect what follows the blocks
             zero, outer = hidden.new_zeros(()), self.outer_weights()
             parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
                 parameters
@@ -387,7 +393,7 @@ class BlockRunner:
         return {"hidden": self._output(output, side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
+        """Return the states at boundaries 1..L of one ordinary forward pass of `module`."""
         named = raw_inputs(inputs)
         mask = padding_mask(named, self.mask)
         past = module.get_submodule(self.final) if self.final else None
@@ -401,11 +407,10 @@ class BlockRunner:
         return [*states, {"hidden": self._output(recording.output, mask)}]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
-        """Refuse models whose blocks are given anything but features that differs, bit by bit, from model to model.
+        """Raise if the blocks of models are given other tensors than features that are not bit-identical.
 
-        What blocks are given beside their features is recorded from one model and handed to all, which is right for
-        masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
-        position bias, an embedding of a condition.
+        Arguments are recorded from one model and passed to all. This is right for masks, positions and rotary tables,
+        and wrong for tensors computed from weights: an encoder's output, a position bias, an embedding of a condition.
         """
         first, first_given = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
@@ -421,7 +426,7 @@ class BlockRunner:
                     )
 
     def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
-        """The tensors that a model hands to its blocks beside their features, by block and argument."""
+        """Return the tensors that a model passes to its blocks next to features, by block and argument."""
         calls = self._observed(module, inputs).calls
         return {
             (path, argument): tensor
@@ -431,13 +436,13 @@ class BlockRunner:
         }
 
     def _native(self, hidden: Tensor, side: SideInputs) -> Tensor:
-        """Features as blocks are given them; streams at padding are cut off, where their derivatives are infinite."""
+        """Return features as blocks read them; streams are zeroed at padding, where their derivatives are infinite."""
         if self.streams == 1:
             return hidden
         return carried.apart(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
     def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        """Return features as the state stores them: [n, h, w, c] as tokens, with zeros in the rows of padding."""
         if hidden.dim() > 3 and self.streams > 1:
             hidden = carried.beside_each_other(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
@@ -445,7 +450,7 @@ class BlockRunner:
         return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
 
     def _output(self, output: Any, mask: Tensor | None) -> Tensor:
-        """The features a model returns, without padding where they are features of the same tokens."""
+        """Return the features that a model returns, zeroed at padding where they are of the same tokens."""
         features = result(output)
         is_masked = mask is not None and features.shape[:2] == mask.shape
         return self._features(len(self.blocks), features, mask if is_masked else None)
@@ -459,7 +464,7 @@ class BlockRunner:
         past: nn.Module | None = None,
         outer: Parameters | None = None,
     ) -> Recording:
-        """Observe an ordinary forward pass of `module`, up to what leaves `past`; see `observe`."""
+        """Record an ordinary forward pass of `module`, up to the output of `past`; see `observe`."""
         is_final = bool(self.final) and past is module.get_submodule(self.final)
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
         blocks = {path: module.get_submodule(path) for path in self.paths}
@@ -469,14 +474,14 @@ class BlockRunner:
         if next_readers is not None:
             shapes = [recording.calls[0].entered, *(block_call.left for block_call in recording.calls)]
             for boundary, (shape, reader) in enumerate(zip(shapes, next_readers, strict=True)):
-                # What nothing reads any more lies as it lay a block before.
+                # Features that no module reads have the layout of the block before.
                 otherwise = self.channels_last[max(boundary - 1, 0)]
                 self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
             self._has_seen_readers = True
         return self._bare(recording)
 
     def _bare(self, recording: Recording) -> Recording:
-        """The same, without what waits in the state."""
+        """Remove arguments that are in the state from recorded calls."""
         if self.carries:
             pairs = zip(recording.calls, self.blocks, strict=False)
             recording.calls = [carried.bare(block_call, block) for block_call, block in pairs]
@@ -484,7 +489,7 @@ class BlockRunner:
 
 
 def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> bool:
-    """Whether a sample's features of this shape have their channels behind space, by what reads such features next."""
+    """Return True if features of this shape have their channels last, according to the module that reads them next."""
     if reader is None:
         return otherwise
     last = reader.channels_last
@@ -500,27 +505,27 @@ def forward_pass(
     *,
     is_past: bool = True,
 ) -> Callable[[], Any]:
-    """What runs a module, up to what leaves `past`, or reaches it; `outer` stands for weights of its own."""
+    """Return a function that runs a module up to the output of `past`, or to its input; `outer` replaces weights."""
     whole = partial(run, module, inputs, outer)
     return whole if past is None else partial(run_until, past, whole, past=is_past)
 
 
 def same_values(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors are alike in shape and bit by bit, not-a-number included."""
+    """Return True if two tensors have the same shape and are bit-identical, NaN included."""
     if first is None or second is None or first.shape != second.shape:
         return False
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def is_view(one: Any, other: Tensor) -> bool:
-    """Whether one tensor is the other, or a view of it."""
+    """Return True if one tensor shares the storage of the other."""
     return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
-    """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
+    """Return what `module` returns in eval mode, without gradients, for inputs cast by `fitted`.
 
-    With `weights` in the place of its own, all of one dtype, inputs are cast to that.
+    With `weights`, all of one dtype, in the place of its own, inputs are cast to that dtype.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:
@@ -535,7 +540,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def fitted(module: nn.Module, inputs: Any) -> Any:
-    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
+    """Move raw inputs to the device of a module's first weight that is not on meta, and cast floats to its dtype."""
     # While weights are streamed, those of blocks come last.
     weight = next((weight for weight in _float_weights(module) if not weight.is_meta), None)
     if weight is None:
@@ -550,7 +555,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
 
 
 def _float_weights(module: nn.Module) -> Iterator[Tensor]:
-    """Floating-point parameters and saved buffers, one by one: whoever wants the first needs no names of all."""
+    """Yield floating-point parameters and saved buffers, without the cost of names."""
     for part in module.modules():
         passing = part._non_persistent_buffers_set
         buffers = [value for name, value in part._buffers.items() if name not in passing]
@@ -560,7 +565,7 @@ def _float_weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Floating-point parameters and saved buffers by their names in `state_dict()`; tied ones under each name."""
+    """Return floating-point parameters and saved buffers by name in `state_dict()`, tied ones under each name."""
     saved = module.state_dict()
     return {
         name: value
@@ -574,7 +579,7 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of every weight that lies in several places of a module, the names it has there."""
+    """Return all names of each weight that a module has under several names."""
     names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():

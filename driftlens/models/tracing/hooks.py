@@ -1,4 +1,4 @@
-"""Running a module as it is, while watching or bypassing its blocks; afterwards nothing has changed."""
+"""Run a module while its blocks are recorded, replaced or skipped; the module is restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from driftlens.models.tracing.block_inputs import SHARED
 from driftlens.utils.errors import SpecError
 
 _PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
-"""What configurations of transformers are set to while a module runs."""
+"""Settings of transformers' configurations while a module runs."""
 _NUMBERS = itertools.count(1)
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode for `module` and all inside it, each put back to what it was.
+    """Set `module` and its parts to eval mode, and restore the mode of each.
 
-    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives. So are
-    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing; its
-    fused experts of a mixture, which know neither float64 nor derivatives; and what a module keeps of its weights from
-    pass to pass (timm's LeViT its biases), as the next pass may have others.
+    Also switch off what depends on earlier passes or has no derivatives: the fused kernel of `nn.MultiheadAttention`
+    (no forward mode), key-value caches and fused experts of transformers (no float64, no derivatives), and tensors
+    computed from weights that modules cache (biases of timm's LeViT).
     """
     parts = _parts(module)
     changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
@@ -51,12 +50,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """While this is open, experts of a mixture run one by one, in whatever dtype: fused ones know no float64."""
+    """Run experts of a mixture one by one: fused ones support no float64."""
     return _changed(_of_configs(_parts(module), {"_experts_implementation": "eager"}))
 
 
 def _parts(module: nn.Module) -> dict[nn.Module, None]:
-    """A module and all inside it, in no order: its own `modules()` takes several times as long, in every call."""
+    """Return a module and its parts in any order, several times as fast as `modules()`."""
     parts, waiting = dict[nn.Module, None](), [module]
     while waiting:
         if (part := waiting.pop()) not in parts:
@@ -66,7 +65,7 @@ def _parts(module: nn.Module) -> dict[nn.Module, None]:
 
 
 def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
-    """What there is to change in the configurations of modules."""
+    """Return the changes that give the configurations of modules the values in `plain`."""
     configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
     return [
         (config, name, value)
@@ -78,7 +77,7 @@ def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tu
 
 @contextlib.contextmanager
 def _changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes with other values, each put back to what it was."""
+    """Set attributes, and restore each afterwards."""
     before = [getattr(owner, name) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -90,44 +89,44 @@ def _changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def settle(module: nn.Module, device: torch.device) -> None:
-    """Put all that a module holds on a device; weights that have shapes only stay."""
+    """Move the weights and buffers of a module to a device, except those on meta."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """While this is open, all buffers of a module are on a device."""
-    owners = [
-        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+    """Move all buffers of a module to a device, and restore them afterwards."""
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
     ]
-    before = [owner._buffers[name] for owner, name in owners]
     try:
-        for owner, name in owners:
-            buffer = owner._buffers[name]
-            assert buffer is not None
+        for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(device)
         yield
     finally:
-        for (owner, name), buffer in zip(owners, before, strict=True):
+        for owner, name, buffer in buffers:
             owner._buffers[name] = buffer
 
 
 def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `module` returns in eval mode with `parameters` in the place of its own."""
+    """Return what `module` returns in eval mode with `parameters` in the place of its own."""
     with evaluating(module):
-        # What is tied is a property of the weights given, not of the module that lends its structure.
+        # The weights of a model may be tied where those of the module are not, and the other way round.
         return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
 
 
 class _Reached(BaseException):
-    """Ends a forward pass at a module. Not an `Exception`: no handler in the model may catch it."""
+    """Raised to end a forward pass at a module. Not an `Exception`, so that no handler in the model catches it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """The features that reach `module`, or with `past` those that leave it, while `run` runs, which ends there."""
+    """Run `run` up to `module`; return the features that reach it, or with `past` those that leave it."""
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _Reached(
@@ -148,7 +147,7 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
 
 @contextlib.contextmanager
 def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """While this is open, modules run these functions in the place of their own forward."""
+    """Replace the forward functions of modules, and restore them afterwards."""
     with contextlib.ExitStack() as restored:
         for module, forward in forwards:
             before = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
@@ -159,11 +158,11 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 
 
 def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """While this is open, blocks that have shapes only take real features, and return zeros in the place of theirs.
+    """Let blocks on meta take real features and return zeros.
 
-    These have the shape of the block's features and are dressed as its own: what the blocks behind are given beside
-    features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
-    shape is remembered in `forms`; they are not asked again.
+    Zeros have the shape of the block's features, in the structure that the block returns. So later blocks get the same
+    arguments, except those computed from weights. `forms` caches the structures of blocks that keep their features'
+    shape.
     """
     shared: dict[str, Any] = {}
     return replaced_forwards(
@@ -178,16 +177,16 @@ def _shell(
     if path in forms:
         return forms[path](features.new_zeros(features.shape))
 
-    def bare(value: Any) -> Any:
+    def to_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
 
     try:
         with buffers_on(block, torch.device("meta")):
-            keywords = mapped(kwargs, bare)
-            if SHARED in keywords:  # to which a block adds what those behind it read
+            keywords = mapped(kwargs, to_meta)
+            if SHARED in keywords:  # keys and values to which a block adds its own, for later blocks
                 keywords[SHARED] = shared
-            output = type(block).forward(block, *mapped(args, bare), **keywords)
-    except NotImplementedError:  # it reads numbers, such as the lengths of what is packed
+            output = type(block).forward(block, *mapped(args, to_meta), **keywords)
+    except NotImplementedError:  # the block reads numbers, such as the lengths of packed sequences
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)
     rest = None if isinstance(output, Tensor) else list(output[1:])
@@ -199,7 +198,7 @@ def _shell(
 
 
 class _Unheard(nn.Module):
-    """Runs the forward of its module's class, of which no hook hears."""
+    """Runs the forward function of a module's class, without the module's hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -210,13 +209,13 @@ class _Unheard(nn.Module):
 
 
 def zeros_like_weights(module: nn.Module, like: Tensor) -> dict[str, Tensor]:
-    """Zeros for weights that have shapes only, of another tensor's dtype and device; they take no memory."""
+    """Return zeros for weights on meta, expanded from one number of the dtype and device of `like`."""
     weights = module.named_parameters()
     return {name: like.new_zeros(()).expand(weight.shape) for name, weight in weights if weight.is_meta}
 
 
 def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
-    """Tensors of the rest depend on weights; they are another number each time, so that their readers are found."""
+    """Return features in a block's structure; other tensors of it depend on weights, and get a new number each time."""
 
     def other(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -229,7 +228,7 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
 def bypassed(
     blocks: Sequence[nn.Module], calls: Sequence[BlockCall], hidden: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
+    """Let each block return `hidden`, in its own structure."""
     outputs = [block_call.output(hidden) for block_call in calls]
     return replaced_forwards(
         (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
@@ -238,7 +237,7 @@ def bypassed(
 
 @dataclass
 class Recording:
-    """What flowed through blocks in one ordinary forward pass; `features`, if kept, into the first, out of each."""
+    """The calls of blocks in one forward pass; `features`, if kept, are those into the first and out of each block."""
 
     calls: list[BlockCall] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
@@ -248,9 +247,9 @@ class Recording:
 def observe(
     blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool, is_added_to: bool = False
 ) -> Recording:
-    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards.
+    """Record the calls of `blocks` while `run` runs without gradients.
 
-    Where features are added to between blocks, what was kept of a block is what the next one is given.
+    With `is_added_to`, the model may add to features between blocks; those that the next block is given are kept.
     """
     recording, paths = Recording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
@@ -280,7 +279,7 @@ def observe(
         path = paths[position]
         hidden = features_of(path, output)
         if keep:
-            # A copy, because the next block may write into its input.
+            # A copy, as the next block may write into its input.
             recording.features.append(hidden.clone())
         returned = hidden, _version(hidden)
         place, reached = find_features(path, args, kwargs)
@@ -313,5 +312,5 @@ def _unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """A number that grows when the tensor is written to; inference tensors don't count."""
+    """Return a number that grows when the tensor is written to; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,9 +1,8 @@
-"""Experts of a mixture that lie in fused tensors: each of their matrices as a site of its own, and who goes where.
+"""Experts of a mixture in fused tensors: each of their matrices as a site, and the routes of tokens.
 
-A mixture is found by what it is: a module with matrices of all its experts in tensors [experts, ., .], which either is
-told which experts every token goes to and how much each counts, or is handed the tokens of every expert. Nothing of its
-forward pass is replaced: what it reads of its tensors is watched while it runs, and where tokens go is what the router
-takes of the largest scores.
+A mixture is a module with matrices of all its experts in tensors [experts, ., .]. It is given the experts of each token
+and their gates, or the tokens of every expert. Its forward function is not replaced: a `TorchFunctionMode` watches what
+it reads from its tensors, and routes are read off the router's `topk`.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Mixture:
     """Experts of one block in one module.
 
     Attributes:
-        path: the module's, in the block.
-        module: lends its structure.
-        size: how many experts there are.
+        path: path of the module in the block.
+        module: the module, for its structure.
+        size: number of experts.
         matrices: names of its tensors [experts, ., .].
-        is_routed: whether the module is told who goes where; otherwise it is handed the tokens of every expert.
+        is_routed: True if the module is given routes, False if it is given the tokens of every expert.
     """
 
     path: str
@@ -50,11 +49,11 @@ class Mixture:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its matrices are stored as [in, out]."""
+        """True if its matrices are stored as [in, out]."""
         return bool(getattr(self.module, "is_transposed", not self.is_routed))
 
     def slots(self, key: Callable[[str], str]) -> dict[str, Slot]:
-        """Name of every expert's parameter in the block -> where it lies; `key` names a block's parameter elsewhere."""
+        """Return the slot of every expert's parameter by its name in the block; `key` maps names to checkpoint keys."""
         return {
             f"{self.site(expert, matrix)}.{leaf}": Slot(
                 key(f"{self.path}.{fused}"),
@@ -69,11 +68,11 @@ class Mixture:
         }
 
     def site(self, expert: int, matrix: str) -> str:
-        """The name of an expert's matrix as a site."""
+        """Return the name of an expert's matrix as a site."""
         return f"{self.path}.{expert}.{matrix}"
 
     def sites(self) -> tuple[Site, ...]:
-        """Every expert's matrices, in the order in which they run; each reads what its own expert is sent."""
+        """Return every expert's matrices, in forward order; each reads the tokens of its expert."""
         return tuple(
             Site(name, "linear", name, token_weights=GATED, expert=expert)
             for expert in range(self.size)
@@ -83,7 +82,7 @@ class Mixture:
 
 
 def mixture_of(block: nn.Module) -> Mixture | None:
-    """The mixture of a block, where it has one; of several none is followed."""
+    """Return the mixture of a block; None without one, or with several."""
     several = [
         mixture for path, module in block.named_modules() if (mixture := _mixture(path, module)) is not None
     ]
@@ -91,7 +90,7 @@ def mixture_of(block: nn.Module) -> Mixture | None:
 
 
 def _mixture(path: str, module: nn.Module) -> Mixture | None:
-    """The module as a mixture, unless it is none."""
+    """Return the module as a mixture, or None."""
     stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     sizes = {len(weight) for weight in stacks.values()}
     if not path or len(stacks) < 2 or len(sizes) != 1 or isinstance(module, _ConvNd):
@@ -107,7 +106,7 @@ def _mixture(path: str, module: nn.Module) -> Mixture | None:
 
 
 def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
-    """Parameters as the fused tensor: a view where they lie one behind the other in one memory."""
+    """Return parameters as the fused tensor, as a view if they are contiguous in one storage."""
     first = parts[0]
     if any(
         part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
@@ -130,10 +129,7 @@ def mixing(
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """While this is open, the block runs with `weights` by their names in it, and `tap` hears of experts' matrices.
-
-    Who goes where is written to `routes`, or read from there where it is given.
-    """
+    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones."""
     if mixture is None:
         yield
         return
@@ -148,7 +144,7 @@ def mixing(
 
 
 class _Watch(TorchFunctionMode):
-    """Follows one mixture through one pass: who goes where, what it reads of its tensors and multiplies."""
+    """Follows one mixture through one pass: its routes, what it reads from its tensors, and their products."""
 
     def __init__(
         self,
@@ -169,14 +165,13 @@ class _Watch(TorchFunctionMode):
         self.is_inside = False
         self.features: Tensor | None = None
         self.anew: Tensor | None = None
-        self.read: dict[int, tuple[str, Tensor]] = {}  # keeps what was read, so that no other takes its id
+        self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the mixture runs: who goes where, and how much each counts.
+        """Record routes and gates, or replace them by given ones.
 
-        A router that doesn't look for the largest scores is overruled here: experts come in the order in which they are
-        given, as rows are told apart by it, with the gates that it made of them, and where tokens are to go elsewhere
-        with those that are given.
+        This also serves routers without `topk`. Experts keep the given order, which identifies rows. Tokens with the
+        same experts keep the router's own gates, others get the given ones.
         """
         self.is_inside = True
         if self.mixture.is_routed:
@@ -195,7 +190,7 @@ class _Watch(TorchFunctionMode):
         return tuple(part[self.anew] for part in (self.features, *sent)), {}
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Behind a mixture that is told who goes where: its rows are kept, or completed by those of a pass beside."""
+        """Keep the rows of a routed mixture, or complete them by those of the other pass."""
         assert self.features is not None
         if self.anew is not None:
             assert self.routes.beside is not None and self.routes.beside.rows is not None
@@ -209,12 +204,12 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros_like and self.is_inside:
-            # What is added up in it may carry derivatives, also for many vectors at once.
+            # Sums in it may carry derivatives, also under `vmap`.
             return args[0] * 0
         if func in _TOP and args[0].shape[-1] == self.mixture.size:
             return self._top(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:
-            # A number that lies on a device is waited for once, as it is without us.
+            # The index of an expert is read from the device once, as without this mode.
             expert = int(args[-1]) if isinstance(args[-1], Tensor) and not args[-1].dim() else args[-1]
             part = func(*args[:-1], expert, **kwargs)
             if part.dim() == 2:
@@ -228,7 +223,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _top(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The largest scores, or those of the experts that are given."""
+        """Return the largest scores, or those of the given experts."""
         chosen = self.routes.chosen if self.routes.is_given else None
         if chosen is None or (kwargs.get("k") or args[1]) != chosen.shape[-1]:
             top = func(*args, **kwargs)
@@ -239,7 +234,7 @@ class _Watch(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen.reshape(*scores.shape[:-1], -1)), chosen))
 
     def _heard(self, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """What a matrix makes of its rows, or what whoever listens wants in its place."""
+        """Return the product of a matrix, or what the tap puts in its place."""
         if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
         bias = self.biases.get(site, 0.0)
@@ -247,10 +242,10 @@ class _Watch(TorchFunctionMode):
         changed = hear(heard)
         if changed is None and not y.requires_grad:
             return y
-        return (heard if changed is None else changed) - bias  # of what is heard come the gradients
+        return (heard if changed is None else changed) - bias  # the gradient flows back to `heard`
 
     def _heard_by_expert(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
-        """The same of all experts, each of which is handed every token, with zeros where it isn't meant."""
+        """Call the tap for all experts, each of which is given every token, with zeros in other experts' rows."""
         outputs = torch.bmm(rows, weights)
         for expert, size in enumerate(self.routes.sizes(self.mixture.size)):
             tokens = self.routes.of(expert, size)[0]

@@ -19,15 +19,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from driftlens.models.chain import Site, SiteKind, Slot, State, Tap
 
 BLOCK_ITSELF = "self"
-"""Name of the site that is the whole block."""
+"""The name of the site that is the whole block."""
 
 
 def site_kind(module: nn.Module) -> SiteKind | None:
-    """What kind of site a module is, or None.
+    """Return the kind of site that a module is, or None.
 
-    Linear modules, those of GPT-2 included; convolutions, each a linear map of the patches that it reads; layer norms
-    over one axis, and modules called like an RMS norm, as T5 and its kin call theirs too, that have a weight vector and
-    no bias.
+    Sites are linear modules, GPT-2's included; convolutions, as linear maps of patches; layer norms over one axis; and
+    modules named like an RMS norm, with a weight vector and no bias.
     """
     if isinstance(module, nn.Linear) or _is_transposed(module) or _is_convolution(module):
         return "linear"
@@ -43,13 +42,13 @@ def site_kind(module: nn.Module) -> SiteKind | None:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear module of GPT-2, whose weight is [in, out]."""
+    """Return True for the linear module of GPT-2, whose weight is [in, out]."""
     weight = getattr(module, "weight", None)
     return type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    """Whether it computes torch's own convolution with its own weight, every output from all channels."""
+    """Return True for a module that computes torch's own convolution, every output from all channels."""
     return (
         isinstance(module, nn.Conv2d)
         and (type(module).forward, type(module)._conv_forward) == (nn.Conv2d.forward, nn.Conv2d._conv_forward)
@@ -59,7 +58,7 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def _reads_channels(module: nn.Module) -> bool:
-    """Whether it is a norm over the channels of [n, c, h, w]; found by trying it out, whatever its name."""
+    """Return True for a norm over the channels of [n, c, h, w], found by a trial call."""
     if site_kind(module) in (None, "linear") or type(module).forward in (
         nn.LayerNorm.forward,
         nn.RMSNorm.forward,
@@ -68,13 +67,13 @@ def _reads_channels(module: nn.Module) -> bool:
     weight: Any = module.weight
     try:
         module.forward(weight.new_zeros(1, len(weight), 1, 2 + (len(weight) == 2)))
-    except Exception:  # whatever a forward makes of features of another width
+    except Exception:  # a forward function that expects another width
         return False
     return True
 
 
 class Reader(NamedTuple):
-    """What reads features that lie in space: where it takes their channels to be, and their shape per sample."""
+    """The layout that a module expects of features [n, c, h, w] or [n, h, w, c], and their shape per sample."""
 
     channels_last: bool
     shape: torch.Size
@@ -82,10 +81,9 @@ class Reader(NamedTuple):
 
 @contextlib.contextmanager
 def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[Reader | None]]:
-    """While this is open, `module` runs once; then the list says what read next at each boundary of its blocks.
+    """Watch one run of `module`; then the list holds the next reader after each boundary of its blocks, or None.
 
-    A module between two boundaries that reads nothing in space (a pooling) leaves it to a later one; None is said
-    where there is none.
+    Modules that read no features in space (a pooling) are skipped.
     """
     upcoming_readers: list[Reader | None] = []
     passed: list[Reader | None] = []  # None for a boundary
@@ -112,14 +110,14 @@ def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[R
 
 
 def _reads_channels_last(module: nn.Module) -> bool | None:
-    """Whether a module takes features in space to have their channels last; None where it doesn't say."""
+    """Return True if a module expects channels last, False if first, None if it does not matter."""
     if isinstance(module, _ConvNd | _NormBase | nn.GroupNorm):
         return False
     return None if site_kind(module) is None else not _reads_channels(module)
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Where a block's parameter lies, which sites want as a matrix [out, in]; `key` is its name in the whole module."""
+    """Return the slot of a block's parameter, a matrix [out, in] for sites; `key` is its name in the whole module."""
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_convolution(module):
@@ -134,24 +132,31 @@ def traced_sites(
     state: State,
     streams: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[tuple[Site, ...], State]:
-    """Sites in the order of their first call while `run` runs the block on `state`, and what `run` returned.
+    """Return the sites in the order of their first call while `run` runs the block on `state`, and its output.
 
-    Sites that are handed the same tensor, not overwritten in between, share the `input` name of the first of them.
-    The output projection of `nn.MultiheadAttention` is used but never called, so it is no site; nor is what reads some
-    tokens and not others, as the experts of a mixture do: rows [m, k] that are neither one per sample nor one per place
-    of the block's features. The children of a list are experts if one of them is, or is never reached, because an
-    expert can read as many rows as there are samples by chance.
+    Sites that read the same tensor, not overwritten in between, share the `input` name of the first of them.
+    No site are the output projection of `nn.MultiheadAttention`, which is never called, and modules that read some
+    tokens only, such as experts: rows [m, k] that are neither one per sample nor one per place of the block's features.
+    All children of a list are experts if one of them is or never runs, as an expert can read that many rows by chance.
     """
-    # Keeps the tensors, so that none is taken for a later one at the same address.
+    # The tensors are kept, so that no later one gets the same address.
     calls: defaultdict[str, list[_Reading]] = defaultdict(list)
-    # Linear modules by descent alone, as routers that return more than their product.
+    # Subclasses of linear modules that return more than the product, such as routers.
     not_linear: set[str] = set()
     candidates: dict[str, tuple[SiteKind, nn.Module]] = {}
+
+    def note(name: str, _module: nn.Module, _args: object, output: object) -> None:
+        if not isinstance(output, Tensor):
+            not_linear.add(name)
+
+    def append(name: str, geometry: Hashable, x: Tensor) -> None:
+        calls[name].append((x, None if x.is_inference() else x._version, geometry))
+
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
             candidates[name] = kind, module
-            hooks.callback(_on_input(module, partial(_append, calls, name, _geometry(module))))
-            hooks.callback(module.register_forward_hook(partial(_note, not_linear, name)).remove)
+            hooks.callback(_on_input(module, partial(append, name, _geometry(module))))
+            hooks.callback(module.register_forward_hook(partial(note, name)).remove)
         output = run()
     whole = [_num_places(features["hidden"]) for features in (state, output)]
     reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
@@ -171,7 +176,7 @@ def traced_sites(
             name,
             kind,
             _first_reader(calls, name),
-            eps=_eps(module),
+            eps=getattr(module, "eps", getattr(module, "variance_epsilon", None)),  # by library
             runs=len(inputs),
             stream=next((stream for stream, x in streams.items() if inputs[0][0] is x), ""),
         )
@@ -183,31 +188,27 @@ def traced_sites(
     return tuple(sites), output
 
 
-def _note(not_linear: set[str], name: str, _module: nn.Module, _args: object, output: object) -> None:
-    if not isinstance(output, Tensor):
-        not_linear.add(name)
-
-
 def _num_places(features: Tensor) -> int:
-    """How many vectors features hold: [n, d], [n, t, d] or [n, c, h, w]."""
+    """Return the number of vectors in features [n, d], [n, t, d] or [n, c, h, w]."""
     return features.numel() // features.shape[1 if features.dim() > 3 else -1]
 
 
 def _unnumbered(path: str) -> str:
-    """Of all children of a list the same."""
+    """Return a path with `*` in the place of numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
 def no_sites(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
-    """Parameters of a block that belong to no site -> the module they belong to, and what that is, `kind: why`."""
+    """Return the parameters of a block that belong to no site -> their module, and its `kind: why`."""
     names, without_site = {site.name for site in sites}, {}
     for parameter in parameters:
         owner, _, leaf = parameter.rpartition(".")
         if owner not in names:
-            if _inside_attention(block, owner):
-                owner = owner.rpartition(".")[0]
+            parent = owner.rpartition(".")[0]
+            if owner != BLOCK_ITSELF and isinstance(block.get_submodule(parent), nn.MultiheadAttention):
+                owner = parent
             module = block.get_submodule("" if owner == BLOCK_ITSELF else owner)
             without_site[parameter] = owner, _in_words(module, owner, leaf)
     return without_site
@@ -231,14 +232,7 @@ def _in_words(module: nn.Module, path: str, parameter: str) -> str:
 
 
 _Reading = tuple[Tensor, int | None, Hashable]
-"""An input, how often it had been overwritten when it was seen, and how rows are made of it.
-
-Inference mode doesn't count, which is None.
-"""
-
-
-def _append(calls: defaultdict[str, list[_Reading]], name: str, geometry: Hashable, value: Tensor) -> None:
-    calls[name].append((value, None if value.is_inference() else value._version, geometry))
+"""An input, its version (None in inference mode), and the geometry of its rows."""
 
 
 def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
@@ -249,7 +243,7 @@ def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
 
 
 def _geometry(module: nn.Module) -> Hashable:
-    """What tells apart the rows that two sites make of one tensor."""
+    """Return what distinguishes the rows that two sites make of one tensor."""
     if isinstance(module, nn.Conv2d):
         return module.kernel_size, module.stride, module.padding, module.dilation
     return _reads_channels(module)
@@ -257,7 +251,7 @@ def _geometry(module: nn.Module) -> Hashable:
 
 @contextlib.contextmanager
 def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
-    """While this is open, `tap` hears of each site as `Tap` says."""
+    """Call `tap` for each site; see `chain.Tap`."""
     with contextlib.ExitStack() as hooks:
         if tap is not None:
             for site in sites:
@@ -269,29 +263,18 @@ def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterat
 def _candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple[str, SiteKind, nn.Module]]:
     for path, module in block.named_modules():
         name, kind = path or BLOCK_ITSELF, site_kind(module)
-        # A module whose weight is computed (weight norm and the like) has no such parameter and can't be
-        # solved for.
+        # A module whose weight is computed (weight norm) has no such parameter and can't be solved for.
         if kind is not None and f"{name}.weight" in parameters and not _is_routed(name):
             yield name, kind, module
 
 
 def _is_routed(path: str) -> bool:
-    """Whether a module lies among the experts of a mixture, which not every token reaches."""
+    """Return True if a module is among the experts of a mixture, which not every token reaches."""
     return "experts" in path.split(".")
 
 
-def _eps(module: nn.Module) -> float | None:
-    """The constant of a norm; libraries keep it under two names."""
-    return getattr(module, "eps", getattr(module, "variance_epsilon", None))
-
-
-def _inside_attention(block: nn.Module, name: str) -> bool:
-    parent = name.rpartition(".")[0]
-    return name != BLOCK_ITSELF and isinstance(block.get_submodule(parent), nn.MultiheadAttention)
-
-
 def _on_input(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable[[], None]:
-    """Have `listen` hear of each input of `module`; call what is returned to end that."""
+    """Call `listen` with each input of `module`; return a function that ends this."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listen(args[0] if args else next(iter(kwargs.values())))
@@ -304,9 +287,9 @@ def _tap(
     tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
-    """Hand `tap` copies of each input and output of `module`, one row per place, until `hooks` is closed."""
-    # Copies, as blocks may overwrite either later. A linear module's output is that of its own weight and bias,
-    # whatever a subclass, a parametrisation or a hook makes of it.
+    """Call `tap` with copies of each input and output of `module`, one row per place, until `hooks` is closed."""
+    # Copies, as blocks may overwrite either later. A linear module's output is computed from its weight and bias,
+    # without what a subclass, a parametrization or a hook adds.
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
     is_image = isinstance(module, nn.Conv2d) or _reads_channels(module)
     if is_image:
@@ -324,7 +307,7 @@ def _tap(
         x, hear = heard.pop()
         if hear is None:
             return None
-        if output.requires_grad:  # then what is heard is what the gradient comes back to
+        if output.requires_grad:  # the gradient flows back to this tensor
             rows = _places(output) if is_image else output
         elif computes:
             weights = dict(module.named_parameters(recurse=False))
@@ -342,11 +325,11 @@ def _tap(
 
 
 def _places(x: Tensor) -> Tensor:
-    """A copy of [n, c, h, w] as [n, h * w, c]."""
+    """Copy [n, c, h, w] as [n, h * w, c]."""
     return x.flatten(-2).mT.clone(memory_format=torch.contiguous_format)
 
 
 def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """What a convolution reads, [n, places, in * h * w]: as many times as large as `x` as the kernel has places."""
+    """Return the patches that a convolution reads, [n, places, in * h * w]."""
     padded = F.pad(x, module._reversed_padding_repeated_twice)
     return F.unfold(padded, module.kernel_size, module.dilation, stride=module.stride).mT.contiguous()

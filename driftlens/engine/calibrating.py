@@ -268,17 +268,9 @@ class CalibrationWalk(ABC):
                     crossing.take(batch, model, through, named=IN_WORDS[model])
         self.passage.check()
 
-    def expert(self, layer: Layer, task: str, *, stays: bool = False) -> Parameters:
-        """The parameters of a task's expert. The next one is expected: the next task's, or the next layer's first.
-
-        If the walk `stays` at the layer, the first task's of the same layer follows the last one's.
-        """
-        parameters, tasks = self.pool.parameters(expert_of(task), layer), [*self.parts]
-        layers_on, place = divmod(tasks.index(task) + 1, len(tasks))
-        layers_on = 0 if stays else layers_on
-        if layer.index + layers_on <= self.last:
-            self.pool.expect([expert_of(tasks[place])], layer.index + layers_on)
-        return parameters
+    def expert(self, layer: Layer, task: str) -> Parameters:
+        """Return the parameters of a task's expert."""
+        return self.pool.parameters(expert_of(task), layer)
 
     def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """Take the features through the calibrated layer; the mean drift behind it, by task."""

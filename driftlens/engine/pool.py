@@ -10,10 +10,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,47 +23,9 @@ from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInpu
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import features_of, known_on_host
 from driftlens.models.tracing.hooks import buffers_on, plain_experts
-from driftlens.utils.devices import current_stream, device_of, has_streams, moved, stream_of, use_stream
+from driftlens.utils.devices import device_of, moved
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 from driftlens.utils.variants import task_of
-
-
-class ReadAhead:
-    """Reads what will be asked for soon, on a thread and a stream of its own, while the GPU computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = stream_of(device)
-        self._thread = ThreadPoolExecutor(1, "read-ahead", initializer=use_stream, initargs=(self._stream,))
-        self._coming: dict[Hashable, Future[dict[str, Tensor]]] = {}
-
-    def expect(self, key: Hashable, read: Callable[[], dict[str, Tensor]]) -> None:
-        """Begin to read, unless that has begun; what `read` raises is raised by `take`, unless it had no room."""
-        if key not in self._coming:
-            self._coming[key] = self._thread.submit(read)
-
-    def take(self, key: Hashable) -> dict[str, Tensor] | None:
-        """What was read for the key, ready for work that is given to the GPU from now on; None where nothing was."""
-        coming = self._coming.pop(key, None)
-        if coming is None:
-            return None
-        # There may be room now, beside less than then. Not raised here: its frames would hold what they read.
-        if isinstance(coming.exception(), torch.OutOfMemoryError):
-            return None
-        read, current = coming.result(), current_stream(self._device)
-        current.wait_stream(self._stream)
-        for tensor in read.values():
-            tensor.record_stream(
-                current
-            )  # else its memory could be handed out while that work still reads it
-        return read
-
-    def forget(self) -> None:
-        """Let go of all that nobody asked for, and wait until none of it is there."""
-        for coming in self._coming.values():
-            coming.cancel()
-        wait(self._coming.values())
-        self._coming.clear()
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
@@ -200,7 +160,6 @@ class ModelPool:
         self._experts: dict[str, str] = {}
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
-        self._ahead = ReadAhead(device) if has_streams(device) else None
         self._wide_device = device_of(torch.float64, device)
         for name, source in models.items():
             self.add(name, source)
@@ -238,15 +197,9 @@ class ModelPool:
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
         """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
         require_same_parameters(self._skeleton, self.chain, source)
-        self.begin_anew()  # what was read may be of the one whose place this takes
         self._models[model] = Variant(source, dict(attachments or {}))
         if (task := task_of(model)) is not None:
             self._experts[task] = model
-
-    def begin_anew(self) -> None:
-        """Let go of what was expected and is not asked for: work that asks from the first layer on begins."""
-        if self._ahead is not None:
-            self._ahead.forget()
 
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
@@ -254,28 +207,12 @@ class ModelPool:
         wide.device = self._wide_device
         wide.dtype = torch.float64
         wide._modules = {}  # they compute in their own dtype
-        wide._ahead = None
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The parameters of a layer of one model, or some of them, by the layer's own names, on `device` in `dtype`."""
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
-        if self._ahead is not None and (ahead := self._ahead.take((model, layer.index))) is not None:
-            return ahead
-        return self._read(model, layer)
-
-    def expect(self, models: Iterable[str], boundary: int) -> None:
-        """Say that the layer before this boundary is asked for next of some models; none is behind the last one.
-
-        A GPU's copy is read meanwhile. To a CPU nothing comes sooner for that: it computes on what the file holds.
-        """
-        if self._ahead is not None and boundary <= len(self.chain.layers):
-            layer = self.chain.layers[boundary - 1]
-            for model in models:
-                self._ahead.expect((model, layer.index), partial(self._read, model, layer))
-
-    def _read(self, model: str, layer: Layer) -> dict[str, Tensor]:
         read = self._table if layer.role == "stem" else self._parameter
         of_stacks = {
             name: value for slots in _stacks(layer).values() for name, value in self._stack(model, slots)

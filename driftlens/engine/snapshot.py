@@ -531,7 +531,7 @@ class SnapshotWalk(CalibrationWalk):
         self, layer: Layer, merged: Parameters, task: str, *, is_final: bool, moves: bool
     ) -> Parameters:
         """Sum up one task; return the parameters of its expert."""
-        expert = self.expert(layer, task, stays=not is_final)
+        expert = self.expert(layer, task)
         inputs, outputs = self.sums.expert_inputs, self.sums.expert_outputs
         crossing = self.passage.crossing(layer, task, waits=True)
         for batch in crossing:

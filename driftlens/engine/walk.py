@@ -523,7 +523,6 @@ def walk(
 
     for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
-        pool.expect(models, layer.index + 1)
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             entered = {model: batch.get(model) for model in models}
@@ -587,7 +586,6 @@ def layer_states(
 
     for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)
-        pool.expect([model], layer.index + 1)
         crossing = passage.crossing(layer, task)
         for batch in crossing:
             crossing.take(batch, model, layer_map)

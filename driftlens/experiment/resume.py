@@ -252,11 +252,6 @@ def run_phase(
         return
     device = (accelerator() or HOST) if study is None else study.pool.device
 
-    def _work() -> None:
-        if study is not None:
-            study.pool.begin_anew()  # what an earlier try has prefetched would take memory
-        work()
-
     def _report(goes_on_with: str) -> None:
         writer.notice(f"{device} has too little memory for {name}: it goes on with {goes_on_with}")
 
@@ -268,11 +263,11 @@ def run_phase(
         reset_peak_memory(device)
         # Several processes would have to begin again together: there, too little memory ends the job.
         if study is None or study.team.size > 1:
-            _work()
+            work()
         else:
             size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
             with halving_batches(size, _report, sums=sums) as done:
-                done(_work)
+                done(work)
         if (peak := peak_memory(device)) is not None:
             usage["peak_gpu_bytes"] = peak
 

@@ -219,21 +219,6 @@ def has_streams(device: torch.device) -> bool:
     return True
 
 
-def stream_of(device: torch.device) -> Any:
-    """Return a second stream of the device."""
-    return torch.Stream(device=device)
-
-
-def current_stream(device: torch.device) -> Any:
-    """Return the stream of this thread."""
-    return torch.accelerator.current_stream(device)
-
-
-def use_stream(stream: Any) -> None:
-    """Make a queue this thread's own."""
-    torch.accelerator.set_stream(stream)
-
-
 def use_device(number: int) -> torch.device | None:
     """Make one of the accelerators, by a number that may be larger than there are, this process's own."""
     kind = accelerator()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections import UserDict
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -12,26 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.calibration.calibrator import Calibrator
-from driftlens.calibration.featcal import FeatCal
-from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.tensor_sources import TensorsSource, module_source
 from driftlens.engine.pool import (
     ModelPool,
-    ReadAhead,
     input_bytes,
     on_device,
     replaced,
     streamed_weights,
 )
 from driftlens.engine.walk import forward, waiting_bytes, walk
-from driftlens.models.chain import Layer
 from driftlens.models.tracing.mixtures import assembled
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
-from tests.calibration.helpers import layers_of, subject, updates_of
 from tests.refusing import refusing
 from tests.zoo import mixtures
 from tests.zoo.cases import CASES, Family, family, perturbed
@@ -258,111 +250,11 @@ def test_plain_forward_equals_the_module(models: Family) -> None:
             torch.testing.assert_close(found, models.modules["merged"](batch.inputs), rtol=1e-10, atol=1e-12)
 
 
-class Stream:
-    """In the place of a stream: knows for which others it has waited."""
-
-    def __init__(self, **_: Any) -> None:
-        self.waited: list[object] = []
-
-    def wait_stream(self, other: object) -> None:
-        self.waited.append(other)
-
-
-@pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The stream on which everything is computed."""
-    one = Stream()
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda _: None)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: one)
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
-    recorded.clear()
-    return one
-
-
-recorded: list[tuple[Tensor, object]] = []
-
-
-class Counted(ReadAhead):
-    """Knows what was asked for, and whether it was on its way."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.asked: list[tuple[Any, bool]] = []
-
-    def take(self, key: Any) -> dict[str, Tensor] | None:
-        found = super().take(key)
-        self.asked.append((key, found is not None))
-        return found
-
-
-def drifts(models: Family) -> list[Tensor]:
-    views = walk(models.pool, "a", ["merged"], models.batches)
-    return [view.merged_out[view.layer.stream] - view.expert_out[view.layer.stream] for view in views]
-
-
-def test_a_walk_reads_the_next_layer_while_one_is_computed(current: Stream) -> None:
-    plain, ahead = (family(CASES["open_clip_vit"]) for _ in range(2))
-    reader = ahead.pool._ahead = Counted()
-    for found, expected in zip(drifts(ahead), drifts(plain), strict=True):
-        assert torch.equal(found, expected)
-    assert [was_coming for (_, layer), was_coming in reader.asked] == [
-        layer > 1 for (_, layer), _ in reader.asked
-    ]
-    assert {key for key, _ in reader.asked} == {
-        (model, layer.index) for model in ("merged", "expert:a") for layer in ahead.chain.layers
-    }
-    assert not reader._coming  # and nothing is read that nobody asks for
-    assert current.waited == [reader._stream] * sum(coming for _, coming in reader.asked)
-    assert recorded and all(stream is current for _, stream in recorded)
-
-
-@pytest.mark.parametrize(
-    "calibrator", [FeatCal(), ResidualCal(weights="uniform")], ids=["featcal", "residual"]
-)
-def test_a_calibration_reads_the_next_expert_while_one_is_computed(
-    current: Stream, calibrator: Calibrator
-) -> None:
-    plain, ahead = subject("open_clip_vit"), subject("open_clip_vit")
-    reader = ahead.pool._ahead = Counted()
-    found, expected = (updates_of(layers_of(models, calibrator)) for models in (ahead, plain))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    first_reads: dict[Any, bool] = {}
-    for key, was_coming in reader.asked:
-        first_reads.setdefault(key, was_coming)
-    experts = [key for key in first_reads if key[0].startswith("expert:")]
-    assert [first_reads[key] for key in experts] == [False] + [True] * (len(experts) - 1)
-    assert not reader._coming
-
-
-def test_weights_that_had_no_room_ahead_are_read_when_they_are_asked_for(
-    current: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, ahead = (family(CASES["open_clip_vit"]) for _ in range(2))
-    read, here, missed = ModelPool._read, threading.current_thread(), list[int]()
-
-    def without_room(pool: ModelPool, model: str, layer: Layer) -> dict[str, Tensor]:
-        if threading.current_thread() is not here:
-            missed.append(layer.index)
-            raise torch.OutOfMemoryError("out of memory")
-        return read(pool, model, layer)
-
-    monkeypatch.setattr(ModelPool, "_read", without_room)
-    ahead.pool._ahead = Counted()
-    for found, expected in zip(drifts(ahead), drifts(plain), strict=True):
-        assert torch.equal(found, expected)
-    assert sorted(set(missed)) == [layer.index for layer in ahead.chain.layers[1:]]
-
-
-def test_a_model_in_the_place_of_another_is_not_the_one_read_ahead(current: Stream) -> None:
+def test_a_model_takes_the_place_of_another() -> None:
     models = family(CASES["open_clip_vit"])
-    models.pool._ahead = Counted()
     layer = models.chain.layers[1]
-    models.pool.expect(["merged"], layer.index)
-    before = models.pool._read("merged", layer)
+    before = models.pool.parameters("merged", layer)
     other = perturbed(models.modules["merged"], seed=9)
     models.pool.add("merged", module_source(other, "other"))
-    found, wanted = models.pool.parameters("merged", layer), models.pool._read("merged", layer)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert not any(torch.equal(before[name], wanted[name]) for name in wanted)
+    found = models.pool.parameters("merged", layer)
+    assert not any(torch.equal(before[name], found[name]) for name in found)

@@ -6,6 +6,7 @@ A check is first run on the product as it is, where it must pass, and then on th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -250,7 +251,7 @@ def stale_features(original: Any) -> Any:
 def expert_path_replaced(original: Any) -> Any:
     def mixed(self, *given):  # type: ignore[no-untyped-def]
         drift = original(self, *given)
-        for batch in self.passage.all_waiting:
+        for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.put("expert", batch.get("merged"))
         return drift
 

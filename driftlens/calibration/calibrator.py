@@ -20,7 +20,7 @@ from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.snapshot import Layerwise
 from driftlens.engine.solver_types import CalibratedLayer
-from driftlens.engine.walk import OnStep, Passage, WaitingBatch
+from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import moved
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
@@ -154,18 +154,17 @@ def _final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures
     """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
     pool = ground.pool
     with ground.store() as store:
-        passage = Passage(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step)
+        stream = FeatureStream(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step)
         for layer in pool.chain.layers:
             expert, merged = (pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED))
-            crossing = passage.crossing(layer, task)
-            for batch in crossing:
-                crossing.take(batch, EXPERT, expert, named="the expert model")
-                crossing.take(batch, MERGED, merged, named="the merged model")
-        passage.check()
-        return _gathered(passage.waiting[task], pool.chain.layers[-1], task)
+            for batch in stream.batches(layer, task):
+                stream.take(layer, batch, EXPERT, expert, named="the expert model")
+                stream.take(layer, batch, MERGED, merged, named="the merged model")
+        stream.check()
+        return _gathered(stream.cached[task], pool.chain.layers[-1], task)
 
 
-def _gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> FinalFeatures:
+def _gathered(waiting: Sequence[CachedBatch], layer: Layer, task: str) -> FinalFeatures:
     """Return the features of all batches; shorter texts are padded to the longest."""
     states = [(batch.get(MERGED)[layer.stream], batch.get(EXPERT)[layer.stream]) for batch in waiting]
     masks = [batch.side.mask(layer.stream) for batch in waiting]

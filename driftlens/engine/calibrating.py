@@ -31,8 +31,7 @@ from driftlens.engine.solver_types import (
     SiteUpdate,
     StepProblem,
 )
-from driftlens.engine.walk import FeatureStore, Parts, Passage, WaitingBatch
-from driftlens.linalg.gram import GramPool
+from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
 from driftlens.models.chain import Layer, Parameters, Pool, Site, State
 from driftlens.utils.devices import exact_products, summing, wide
 from driftlens.utils.distributed import ALONE, Team
@@ -42,8 +41,6 @@ from driftlens.utils.rounding import Change
 from driftlens.utils.variants import expert_of
 
 EXPERT, MERGED = "expert", "merged"
-IN_WORDS = {EXPERT: "the expert", MERGED: "the merged model"}
-"""What messages call the model whose features they are about."""
 
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """A layer's new parameters by its own names, and a report per site."""
@@ -65,7 +62,7 @@ class ExpertFeatures:
     def rows_and_output(
         self,
         task: str,
-        batch: WaitingBatch,
+        batch: CachedBatch,
         layer: Layer,
         expert: Parameters,
         state: State,
@@ -212,7 +209,7 @@ class CalibrationWalk(ABC):
     """
 
     def __init__(self, ground: Ground, calibrator: ClosedForm) -> None:
-        self.ground, self.calibrator, self.grams = ground, calibrator, GramPool()
+        self.ground, self.calibrator = ground, calibrator
         self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
         self.owners = self.team.owners(self.tasks)
         self.parts = {task: self.ground.parts[task] for task in self.team.mine(self.tasks)}
@@ -223,7 +220,7 @@ class CalibrationWalk(ABC):
         }
         self.last = max(self.sites, default=0)
         self.steps = LayerSteps(self.last)
-        self.passage = Passage(
+        self.stream = FeatureStream(
             self.pool,
             self.parts,
             (EXPERT, MERGED),
@@ -234,7 +231,7 @@ class CalibrationWalk(ABC):
 
     def walked(self) -> Iterator[CalibratedLayer]:
         """Calibrated layers; the walk ends behind the last one with chosen sites."""
-        with self.passage.store:
+        with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
                     self.pass_through(layer, self.ground.done.get(layer.index, {}))
@@ -260,13 +257,11 @@ class CalibrationWalk(ABC):
         merged = self.pool.parameters("merged", layer)
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
-            maps = {EXPERT: LayerMap(layer, self.expert(layer, task))}
-            maps[MERGED] = LayerMap(layer, merged)
-            crossing = self.passage.crossing(layer, task)
-            for batch in crossing:
-                for model, through in maps.items():
-                    crossing.take(batch, model, through, named=IN_WORDS[model])
-        self.passage.check()
+            expert = LayerMap(layer, self.expert(layer, task))
+            for batch in self.stream.batches(layer, task):
+                self.stream.take(layer, batch, EXPERT, expert, named="the expert")
+                self.stream.take(layer, batch, MERGED, LayerMap(layer, merged), named="the merged model")
+        self.stream.check()
 
     def expert(self, layer: Layer, task: str) -> Parameters:
         """Return the parameters of a task's expert."""
@@ -291,14 +286,13 @@ class CalibrationWalk(ABC):
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
         pooling = self.ground.pooling or self.pool.chain.modality.pool
         for task in self.parts:
-            crossing = self.passage.crossing(layer, task)
-            for batch in crossing:
-                left = crossing.take(batch, MERGED, through, named="the calibrated model")
+            for batch in self.stream.batches(layer, task):
+                left = self.stream.take(layer, batch, MERGED, through, named="the calibrated model")
                 calibrated, expert = (
                     layer.vectors(at, batch.side, pooling) for at in (left, batch.get(EXPERT))
                 )
                 drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
-        self.passage.check()
+        self.stream.check()
         sizes = {task: torch.cat(of) for task, of in drift.items() if of}
         read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
         return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}

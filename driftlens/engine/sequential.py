@@ -9,6 +9,7 @@ there is no such sum and the term drops out.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ from driftlens.engine.token_weights import (
     row_counts,
     weighed,
 )
-from driftlens.engine.walk import WaitingBatch
+from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, JointSums
 from driftlens.linalg.joint_ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
@@ -173,10 +174,10 @@ class StepWalk(CalibrationWalk):
         self.weighted: dict[str, dict[Key, Weighted]] = {}
         self.energies: dict[str, dict[Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
-        self.digests: dict[WaitingBatch, tuple[str, ...]] = {}
-        self.originals: dict[WaitingBatch, tuple[str, ...]] = {}
-        self.chosen: dict[WaitingBatch, Routes] = {}
-        self.passage.on_read = self._know
+        self.digests: dict[CachedBatch, tuple[str, ...]] = {}
+        self.originals: dict[CachedBatch, tuple[str, ...]] = {}
+        self.chosen: dict[CachedBatch, Routes] = {}
+        self.stream.on_read = self._know
 
     @torch.no_grad()
     @exact_products()
@@ -194,7 +195,7 @@ class StepWalk(CalibrationWalk):
             student, solved = merged, {}  # what they were makes room
             student = replaced(layer, merged, updates)
             reports += of_step
-        for batch in self.passage.all_waiting:
+        for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.drop(_WANTED)
         drift = {} if is_last else self.advance(layer, merged, updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
@@ -229,7 +230,6 @@ class StepWalk(CalibrationWalk):
             updates, reports = self.solved(layer, problems)
             solved[0].update(updates)
             solved[1].extend(reports)
-            self.grams.take_back()
         return solved
 
     def _begin(self, first: Layer) -> None:
@@ -245,7 +245,7 @@ class StepWalk(CalibrationWalk):
             self._weigh(first)
             self._know_weights()
 
-    def _know(self, batch: Batch, waiting: WaitingBatch) -> None:
+    def _know(self, batch: Batch, waiting: CachedBatch) -> None:
         self.digests[waiting] = batch.digests
         self.originals[waiting] = batch.copied or self.digests[waiting]
 
@@ -261,7 +261,7 @@ class StepWalk(CalibrationWalk):
     def _folds_of(self, task: str, first: Layer) -> dict[str, int]:
         """Read a task's samples; return the fold of every original by digest, equal samples in one."""
         step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
-        batches = self.passage.batches(first, task, tell=partial(self.tell, step, task))
+        batches = self.stream.batches(first, task, tell=partial(self.tell, step, task))
         different = sorted({digest for batch in batches for digest in self.originals[batch]})
         self.calibrator.require_samples(len(different), task)
         return {digest: place % num_folds for place, digest in enumerate(different)}
@@ -275,7 +275,7 @@ class StepWalk(CalibrationWalk):
                 self.tell(int(num_steps * (number + 1 - layer / last) / num_tasks) - num_steps, task)
 
             gradients = ExpertGradients(
-                self.passage,
+                self.stream,
                 self.ground.pooling or self.pool.chain.modality.pool,
                 self.groups,
                 moments=self.calibrator.mu > 0,
@@ -285,7 +285,7 @@ class StepWalk(CalibrationWalk):
             self.seen[task] = gradients.weigh(
                 task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
             )
-        self.passage.check()
+        self.stream.check()
         require_finite(self.seen)
 
     @property
@@ -319,11 +319,10 @@ class StepWalk(CalibrationWalk):
         for task in self.parts:
             expert = self.expert(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
-            crossing = self.passage.crossing(layer, task, waits=True)
             sees = False
-            for batch in crossing:
+            for batch in self.stream.batches(layer, task):
                 if not layer.sees(batch.side):
-                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named="the expert")
+                    self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
                     continue
                 sees = True
                 if streams is None:
@@ -342,13 +341,13 @@ class StepWalk(CalibrationWalk):
                     stops=not needs_output,
                 )
                 if needs_output:
-                    crossing.take(batch, EXPERT, hear, named="the expert")
+                    self.stream.take(layer, batch, EXPERT, hear, named="the expert")
                 else:
                     hear(batch.get(EXPERT), batch.side)
             first = first or (task if sees else "")
             if self.calibrator.weights == "uniform" and sees:
                 self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
-        self.passage.check()
+        self.stream.check()
         # The host knows who goes where by one copy of a layer, whatever the batches.
         if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
             parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
@@ -360,7 +359,7 @@ class StepWalk(CalibrationWalk):
         layer: Layer,
         task: str,
         expert: Parameters,
-        batch: WaitingBatch,
+        batch: CachedBatch,
         streams: Mapping[str, str],
         counts: Sequence[list[Tensor]],
         state: State,
@@ -404,10 +403,10 @@ class StepWalk(CalibrationWalk):
         outputs, inputs = merged_map.shape
         # Products of float32 rows are no better than float32, and few of them are summed up.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
-        lend = partial(self.grams.lend, inputs, dtype, self.pool.device)
+        gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
-        sums = _Sums([JointSums(lend(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
-        memory = [lend() for _ in range(2 + num_folds)]
+        sums = _Sums([JointSums(gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
+        memory = [gram() for _ in range(2 + num_folds)]
         for task, owner in self.owners.items():
             summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, memory)
             of_task = self.team.at(owner, summed)
@@ -446,7 +445,7 @@ class StepWalk(CalibrationWalk):
         task_sums: list[JointSums] = []
         if self.calibrator.mu:
             metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
-            task_sums = [JointSums(self.grams.lend(inputs, product.dtype, self.pool.device), outputs)]
+            task_sums = [JointSums(GramSum(inputs, product.dtype, self.pool.device), outputs)]
             sums.tasks[task] = metric, task_sums[0]
         pending: list[_Rows] = [[] for _ in folds]
         rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
@@ -479,7 +478,7 @@ class StepWalk(CalibrationWalk):
         """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
         some: list[tuple[Tensor, ...]] = []
         fold_of, num_batches = self.folds[task], len(weighted.rows)
-        batches = zip(self.passage.batches(layer, task), weighted.rows, strict=True)
+        batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
             of_samples = [fold_of[digest] for digest in self.originals[batch]]
             x, wanted, tokens = self._rows(layer, student, group, streams, batch)
@@ -498,7 +497,7 @@ class StepWalk(CalibrationWalk):
                 some = []
 
     def _rows(
-        self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
+        self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: CachedBatch
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
         """Return a batch's inputs x~ [T, k] and wanted outputs y1 [T, o], and an expert's tokens."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)
@@ -523,7 +522,7 @@ class StepWalk(CalibrationWalk):
 
     def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
-        first, name = self.passage.waiting[task][0], moment_of(key)
+        first, name = self.stream.cached[task][0], moment_of(key)
         moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
         first.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)

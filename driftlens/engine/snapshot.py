@@ -10,7 +10,7 @@ each summed up from the same snapshot and solved before the next.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from driftlens.engine.calibrating import (
     CalibrationWalk,
     ClosedForm,
     Ground,
-    Solved,
 )
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, stacked
@@ -38,10 +37,10 @@ from driftlens.engine.solver_types import (
     SiteUpdate,
     Wanted,
 )
-from driftlens.engine.walk import WaitingBatch
-from driftlens.linalg.gram import GramPool, GramSum, OutputCross, OutputSums, add_scaled, single, solve_bytes
+from driftlens.engine.walk import CachedBatch
+from driftlens.linalg.gram import GramSum, OutputCross, OutputSums, add_scaled, single, solve_bytes
 from driftlens.linalg.ridge import Moments, NormMoments
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+from driftlens.models.chain import Layer, Parameters, Site
 from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing
 
 
@@ -79,111 +78,6 @@ class Layerwise(ClosedForm):
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: a system can't be solved as asked.
         """
-
-
-class LayerSums:
-    """Moments of the sites of one layer that have these names.
-
-    Linear sites that read the same tensor with the same token weights share a Gram matrix. The calibrator says what it
-    wants of each site, and folds the tasks; `objectives` asks for what these need, too. Problems live in the Gram sums
-    that `grams` lends until they are taken back. Sites of another stream (keys and values of cross-attention) read the
-    same rows in every layer: `kept` holds what one of them has summed up, for those behind it.
-    """
-
-    def __init__(
-        self,
-        chain: LayerChain,
-        layer: Layer,
-        names: Collection[str],
-        calibrator: Layerwise,
-        *,
-        objectives: bool = True,
-        grams: GramPool | None = None,
-        kept: dict[Hashable, InputSums] | None = None,
-    ) -> None:
-        self._chain = chain
-        self._layer = layer
-        dtype: torch.dtype = getattr(torch, calibrator.solve_dtype)
-        memory = grams or GramPool()
-        grouped: dict[tuple[str, Wanted], list[Site]] = {}
-        self._norms: list[NormSums] = []
-        for site in layer.sites:
-            if site.name not in names:
-                continue
-            wanted = calibrator.wants(site, in_last_block=layer is chain.blocks[-1])
-            require_rule(chain, wanted.token_weights)
-            if site.kind == "linear":
-                grouped.setdefault((site.input, wanted), []).append(site)
-            else:
-                self._norms.append(NormSums(site, rule=wanted.token_weights, dtype=dtype))
-        self._groups = [
-            LinearSums(
-                sites,
-                wanted=wanted,
-                task_weight=calibrator.task_weight,
-                dtype=dtype,
-                objectives=objectives,
-                grams=memory,
-                kept=kept if sites[0].stream and sites[0].stream != layer.stream else None,
-            )
-            for (_, wanted), sites in grouped.items()
-        ]
-
-    @property
-    def expert_inputs(self) -> frozenset[str]:
-        """Sites whose input is wanted from the expert; of those that read the same rows, one."""
-        return frozenset(group.sites[0].name for group in self._groups)
-
-    @property
-    def expert_outputs(self) -> frozenset[str]:
-        """Sites whose output is wanted from the expert."""
-        return frozenset(site.name for group in self._groups for site in group.sites)
-
-    @property
-    def merged_inputs(self) -> frozenset[str]:
-        """Sites whose input is wanted from the merged model."""
-        return self.expert_inputs | {norm.site.name for norm in self._norms}
-
-    def add(
-        self,
-        merged_rows: SiteRows,
-        expert_rows: SiteRows,
-        state: State,
-        side: SideInputs,
-        expert: Parameters,
-        num_batches: int,
-        task: str,
-    ) -> None:
-        """Add one batch of the task at hand, which has about `num_batches`.
-
-        `merged_rows` are what the merged model feeds its sites, `expert_rows` what the expert feeds its own and what
-        they make of it; `state` are the merged model's features before the layer, for the token weights.
-        """
-
-        def weights_of(site: Site, rule: str) -> Tensor | None:
-            x = merged_rows.inputs[site.name]
-            return row_weights(self._chain, self._layer, site, x, state, side, rule)
-
-        for group in self._groups:
-            rows = _flat(merged_rows.inputs[group.sites[0].name])
-            wanted_rows = _flat(expert_rows.inputs[group.sites[0].name])
-            outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
-            weights = weights_of(group.sites[0], group.wanted.token_weights)
-            group.add(
-                rows, wanted_rows, outputs, weights, expert, max(1, len(rows)) * max(1, num_batches), task
-            )
-        for norm in self._norms:
-            rows = _flat(merged_rows.inputs[norm.site.name])
-            norm.add(rows, weights_of(norm.site, norm.rule))
-
-    @property
-    def parts(self) -> list[LinearSums | NormSums]:
-        """What is solved for one by one, all from the same snapshot of the layer's features."""
-        return [*self._groups, *self._norms]
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 class InputSums(NamedTuple):
@@ -227,11 +121,10 @@ class TaskSums:
 
 @dataclass(eq=False)
 class LinearSums:
-    """Sums over rows of one group of sites: one Gram matrix, and the outputs wanted from every site, stacked.
+    """Sums over rows of sites that read the same rows: one Gram matrix, and the wanted outputs of all sites, stacked.
 
-    All sites read the same rows, and the same is wanted of them. Sums are in `dtype`, products in that of the rows.
-    Those over tasks are of each task's mean, times what `task_weight` makes of the Frobenius norm of its Gram matrix.
-    `kept` holds sums of inputs that sites of other layers read, too, by task; None for a layer's own.
+    Sums are in `dtype`, products in that of the rows. Those over tasks are of each task's mean, times what
+    `task_weight` makes of the Frobenius norm of its Gram matrix.
     """
 
     sites: Sequence[Site]
@@ -239,60 +132,48 @@ class LinearSums:
     task_weight: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     objectives: bool
-    grams: GramPool
-    kept: dict[Hashable, InputSums] | None = None
     _inputs: InputSums = field(init=False)
-    _has_inputs: bool = field(default=False, init=False)
     _cross: OutputCross | None = field(default=None, init=False)
     _gram: GramSum | None = field(default=None, init=False)  # its memory serves task after task
     _total: GramSum | None = field(default=None, init=False)
     _energy: Tensor | None = field(default=None, init=False)
     _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
 
-    def add(
-        self,
-        rows: Tensor,
-        expert_rows: Tensor,
-        expert_outputs: Sequence[Tensor],
-        weights: Tensor | None,
-        expert: Parameters,
-        num_rows: int,
-        task: str,
-    ) -> None:
-        """Add one batch of the task at hand, which has about `num_rows` in all.
+    @property
+    def rule(self) -> str:
+        """The rule by which tokens count."""
+        return self.wanted.token_weights
 
-        `rows` are what the merged model feeds the sites, [T, k], `expert_rows` what the expert feeds them,
-        `expert_outputs` what each site of the expert makes of that, [T, o]; each row counts as `weights` say, [T], None
-        counts each 1.
+    def add(
+        self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
+    ) -> None:
+        """Add one batch of a task.
+
+        Args:
+            rows: what the merged model feeds the sites, [T, k].
+            seen: what the expert feeds its own sites, and what they make of it.
+            weights: how much each row counts, [T]; None counts each 1.
+            expert: the expert's parameters of the layer.
+            num_batches: about how many batches the task has.
         """
         if self._cross is None:
             self._cross = OutputCross(
                 stacked(expert, self.sites),
                 _stacked_bias(expert, self.sites),
                 alpha=self.wanted.expert_share,
-                num_rows=num_rows,
+                num_rows=max(1, len(rows)) * max(1, num_batches),
                 dtype=self.dtype,
                 energies=self.objectives,
             )
-            key = task, self.sites[0].stream, self.wanted
-            self._has_inputs = self.kept is not None and key in self.kept
-            self._inputs = self.kept[key] if self.kept and self._has_inputs else self._empty(rows)
-            if self.kept is not None:
-                self.kept[key] = self._inputs
+            k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
+            self._gram = self._gram or GramSum(k, self.dtype, device)
+            self._gram.clear()
+            zeros = torch.zeros(k, dtype=self.dtype, device=device)
+            self._inputs = InputSums(self._gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
+        expert_rows = seen.inputs[self.sites[0].name].flatten(0, -2)
+        expert_outputs = [seen.outputs[site.name].flatten(0, -2) for site in self.sites]
         self._cross.add(rows, expert_rows, expert_outputs, weights)
-        if not self._has_inputs:
-            self._inputs.add(rows, weights)
-
-    def _empty(self, rows: Tensor) -> InputSums:
-        """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
-        k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
-        if self.kept is not None:
-            gram = GramSum(k, self.dtype, device)
-        else:
-            gram = self._gram = self._gram or self.grams.lend(k, self.dtype, device)
-            gram.clear()
-        zeros = torch.zeros(k, dtype=self.dtype, device=device)
-        return InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
+        self._inputs.add(rows, weights)
 
     @summing()
     def end_task(self, expert: Parameters) -> TaskSums | None:
@@ -327,7 +208,7 @@ class LinearSums:
 
     def _begun(self, num_outputs: int, like: Tensor) -> GramSum:
         if self._total is None:
-            self._total = self.grams.lend(len(like), like.dtype, like.device)
+            self._total = GramSum(len(like), like.dtype, like.device)
             self._output_cross = like.new_zeros(num_outputs, len(like))
             self._rows, self._targets = torch.zeros_like(like), like.new_zeros(num_outputs)
             self._weight, self._count = like.new_zeros(()), like.new_zeros(())
@@ -436,19 +317,12 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
 
 
 class SnapshotWalk(CalibrationWalk):
-    """Solves all sites of a layer from one snapshot of its features.
-
-    Attributes:
-        sums: moments of the layer at hand.
-        kept: by number of earlier layers of other streams, sums of features that later layers read, too.
-    """
+    """Solves all sites of a layer from one snapshot of its features."""
 
     calibrator: Layerwise
 
     def __init__(self, ground: Ground, calibrator: Layerwise) -> None:
         super().__init__(ground, calibrator)
-        self.sums: LayerSums
-        self.kept: dict[int, dict[Hashable, InputSums]] = {}
         # Before features are cached there, half of what is free; processes sum up the same sites at the same time.
         self.room = min(self.team.gather(room_for_sums(self.pool.device, self.ground.feature_budget)))
 
@@ -461,26 +335,32 @@ class SnapshotWalk(CalibrationWalk):
         reports: list[SiteReport] = []
         runs = self._runs(layer, merged, names)
         for number, run in enumerate(runs, start=1):
-            self._begin(layer, run)
+            linear, norms = self._empty_sums(layer, run)
             is_final = number == len(runs)
-            self._sum_up(layer, merged, is_final=is_final, moves=is_final and not is_last)
-            of_run, reports_of_run = self._solve(layer, merged)
+            self._sum_up(layer, merged, linear, norms, is_final=is_final, moves=is_final and not is_last)
+            problems = (part.problem(merged, self._base(layer, part.sites)) for part in (*linear, *norms))
+            of_run, reports_of_run = self.solved(layer, problems)
             updates |= of_run
             reports += reports_of_run
-            self.grams.take_back()
-        del self.sums  # its memory serves the features
-        drift = {} if is_last else self._advance(layer, merged, updates)
+            del linear, norms, problems  # their memory serves the features
+        drift: dict[str, float] = {}
+        if not is_last:
+            is_deployed = self.calibrator.inputs == "deployed"
+            drift = self.advance(layer, merged, updates if is_deployed else {})
+            drift = drift if is_deployed else {}
         return CalibratedLayer(layer.index, updates, reports, drift)
 
+    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+        """See above; what is done changes no features that come from elsewhere."""
+        super().pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
+
     def _runs(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
-        """Names of sites in the order in which they are solved, those together that are summed up in one pass."""
+        """Return sites in the order in which they are solved, those together that are summed up in one pass."""
         sites = sorted((site for site in layer.sites if site.name in names), key=lambda x: x.kind != "linear")
-        sizes = (
-            0 if site.expert is None else solve_bytes(*merged[f"{site.name}.weight"].shape) for site in sites
-        )
         runs: list[list[str]] = [[]]
         total = 0
-        for site, size in zip(sites, sizes, strict=True):
+        for site in sites:
+            size = 0 if site.expert is None else solve_bytes(*merged[f"{site.name}.weight"].shape)
             if size and total and total + size > self.room:
                 runs.append([])
                 total = 0
@@ -488,89 +368,90 @@ class SnapshotWalk(CalibrationWalk):
             total += size
         return runs
 
-    def _begin(self, layer: Layer, names: Collection[str]) -> None:
-        """Empty sums of some sites."""
-        chain = self.pool.chain
-        # Features of other streams stay as they are until one of their own layers runs.
-        others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
-        self.sums = LayerSums(
-            chain,
-            layer,
-            names,
-            self.calibrator,
-            objectives=self.ground.objectives,
-            grams=self.grams,
-            kept=self.kept.setdefault(others, {}),
-        )
+    def _empty_sums(self, layer: Layer, names: Collection[str]) -> tuple[list[LinearSums], list[NormSums]]:
+        """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
+        dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
+        groups: dict[tuple[str, Wanted], list[Site]] = {}
+        norms: list[NormSums] = []
+        for site in layer.sites:
+            if site.name not in names:
+                continue
+            wanted = self.calibrator.wants(site, in_last_block=layer is self.pool.chain.blocks[-1])
+            require_rule(self.pool.chain, wanted.token_weights)
+            if site.kind == "linear":
+                groups.setdefault((site.input, wanted), []).append(site)
+            else:
+                norms.append(NormSums(site, wanted.token_weights, dtype))
+        weight, objectives = self.calibrator.task_weight, self.ground.objectives
+        linear = [
+            LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
+        ]
+        return linear, norms
 
-    def _advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
-        """As `advance`, but a calibration that is fed another model's features goes on through the merged model."""
-        if self.calibrator.inputs == "deployed":
-            return self.advance(layer, merged, updates)
-        self.advance(layer, merged, {})
-        return {}
-
-    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """See above; what is done changes no features that come from elsewhere."""
-        super().pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
-
-    def _sum_up(self, layer: Layer, merged: Parameters, *, is_final: bool, moves: bool) -> None:
+    def _sum_up(
+        self,
+        layer: Layer,
+        merged: Parameters,
+        linear: Sequence[LinearSums],
+        norms: Sequence[NormSums],
+        *,
+        is_final: bool,
+        moves: bool,
+    ) -> None:
         """Add what sites see to the sums, and if it `moves`, take the experts through the layer."""
-        parts: list[Any] = self.sums.parts
+        parts: list[Any] = [*linear, *norms]
         for task, owner in self.owners.items():
             expert: Parameters = {}
             if owner == self.team.rank:
-                expert = self._sum_up_task(layer, merged, task, is_final=is_final, moves=moves)
+                expert = self.expert(layer, task)
+                for batch in self.stream.batches(layer, task):
+                    if layer.sees(batch.side):
+                        self._add(layer, merged, expert, batch, linear, norms, moves=moves)
+                    elif is_final:
+                        self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
             for part in parts:
                 of_task = self.team.at(owner, partial(part.end_task, expert))
                 if of_task is not None:
                     part.fold_task(of_task)
-        self.passage.check()
-
-    def _sum_up_task(
-        self, layer: Layer, merged: Parameters, task: str, *, is_final: bool, moves: bool
-    ) -> Parameters:
-        """Sum up one task; return the parameters of its expert."""
-        expert = self.expert(layer, task)
-        inputs, outputs = self.sums.expert_inputs, self.sums.expert_outputs
-        crossing = self.passage.crossing(layer, task, waits=True)
-        for batch in crossing:
-            if not layer.sees(batch.side):
-                if is_final:
-                    crossing.take(batch, EXPERT, LayerMap(layer, expert), named="the expert")
-                continue
-            entered = batch.get(EXPERT)
-            seen, left = self.ground.expert_features.rows_and_output(
-                task, batch, layer, expert, entered, inputs, outputs, stops=not moves
-            )
-            if moves:
-                crossing.keep(batch, EXPERT, left, named="the expert")
-            self._add(layer, batch, merged, expert, entered, seen, task)
-        return expert
+        self.stream.check()
 
     def _add(
         self,
         layer: Layer,
-        batch: WaitingBatch,
         merged: Parameters,
         expert: Parameters,
-        expert_state: State,
-        seen: SiteRows,
-        task: str,
+        batch: CachedBatch,
+        linear: Sequence[LinearSums],
+        norms: Sequence[NormSums],
+        *,
+        moves: bool,
     ) -> None:
-        num_batches = len(self.passage.waiting.get(task, ()))
+        """Add one batch to the sums."""
+        # Linear sites of one group read the same rows; the first one's stand for all.
+        inputs = {part.sites[0].name for part in linear}
+        outputs = {site.name for part in linear for site in part.sites}
+        state = batch.get(EXPERT)
+        seen, left = self.ground.expert_features.rows_and_output(
+            batch.task, batch, layer, expert, state, inputs, outputs, stops=not moves
+        )
+        if moves:
+            self.stream.keep(layer, batch, EXPERT, left, named="the expert")
+        # Rows of an expert of a mixture are pairs where both models send tokens where the expert does.
         routes = seen.side.routes
         side = batch.side if routes is None else batch.side.along(routes.given())
-        state = expert_state if self.calibrator.inputs == "expert" else batch.get(MERGED)
-        # Rows of an expert of a mixture are pairs where both models send tokens where the expert does.
-        rows, _ = rows_and_output(layer, merged, state, side, self.sums.merged_inputs, stops=True)
-        self.sums.add(rows, seen, state, side, expert, num_batches, task)
-
-    def _solve(self, layer: Layer, merged: Parameters) -> Solved:
-        """New parameters and reports of the layer."""
-        # What a solved problem holds makes room for the next one.
-        problems = (part.problem(merged, self._base(layer, part.sites)) for part in self.sums.parts)
-        return self.solved(layer, problems)
+        if self.calibrator.inputs != "expert":
+            state = batch.get(MERGED)
+        taps = inputs | {norm.site.name for norm in norms}
+        rows_of = rows_and_output(layer, merged, state, side, taps, stops=True)[0].inputs
+        num_batches = len(self.stream.cached.get(batch.task, ()))
+        for part in (*linear, *norms):
+            site = part.sites[0]
+            weights = row_weights(self.pool.chain, layer, site, rows_of[site.name], state, side, part.rule)
+            rows = rows_of[site.name].flatten(0, -2)
+            if isinstance(part, NormSums):
+                part.add(rows, weights)
+            else:
+                part.add(rows, seen, weights, expert, num_batches)
 
     def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
         """The base's parameters of some sites, where there is a base."""

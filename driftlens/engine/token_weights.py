@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.sites import row_weights
-from driftlens.engine.walk import OnStep, Passage, WaitingBatch
+from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
 from driftlens.linalg.gram import GramSum, single
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
 from driftlens.utils.devices import near_float64, wide
@@ -150,7 +150,7 @@ class ExpertGradients:
     batch with the layer that the passes back are at and the task; the last layer, while features still go forward.
     """
 
-    passage: Passage
+    stream: FeatureStream
     pooling: Pool
     chosen: Mapping[int, Sequence[Group]]
     moments: bool
@@ -158,29 +158,29 @@ class ExpertGradients:
     num_passes: int = NUM_PASSES
 
     def weigh(
-        self, task: str, draws: Callable[[WaitingBatch], Callable[[int], Tensor]], start: str
+        self, task: str, draws: Callable[[CachedBatch], Callable[[int], Tensor]], start: str
     ) -> dict[Key, Weighable]:
         """What token weights are made of; the expert's features wait under the name `start` before the first layer.
 
         `draws` gives of a batch and the width of the final feature the random directions, [passes, n, width].
         """
-        layers = self.passage.pool.chain.layers[min(self.chosen) - 1 :]
+        layers = self.stream.pool.chain.layers[min(self.chosen) - 1 :]
         self._record(task, layers, start)
         weighable: dict[Key, Weighable] = {}
         for layer in reversed(layers):
-            parameters = self.passage.pool.parameters(expert_of(task), layer)
+            parameters = self.stream.pool.parameters(expert_of(task), layer)
             entered = start if layer is layers[0] else _recorded(layer.index - 1)
             groups = self._groups(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             moments: list[GramSum | None] = [None for _ in groups]
-            for batch in self.passage.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
+            for batch in self.stream.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
                     state = batch.get(entered)
-                    count = row_counts(self.passage.pool.chain, layer, group.sites[0], y, state, side)
+                    count = row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
                     if group.sites[0].expert is not None:  # of an expert's gates the gradients know
                         count = count.ne(0).to(count)
                     counts[at].append(count)
@@ -196,15 +196,15 @@ class ExpertGradients:
                 if summed is not None:
                     full = summed.full()
                     entry.traces.append(wide(full).trace())
-                    self.passage.waiting[task][0].put(moment_of((layer.index, at)), {"moment": full})
-        for batch in self.passage.waiting[task]:
+                    self.stream.cached[task][0].put(moment_of((layer.index, at)), {"moment": full})
+        for batch in self.stream.cached[task]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")
         return weighable
 
     def _groups(self, layer: Layer, task: str) -> Sequence[Group]:
         """The chosen groups of a layer that sees anything of a task."""
-        sees = all(layer.sees(batch.side) for batch in self.passage.waiting[task])
+        sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
         return self.chosen.get(layer.index, ()) if sees else ()
 
     def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
@@ -212,11 +212,10 @@ class ExpertGradients:
         on_step = partial(self.on_step, layers[-1].index, task)
         entered = start
         for layer in layers[:-1]:
-            expert = self.passage.pool.layer_map(expert_of(task), layer, task)
-            crossing = self.passage.crossing(layer, task, tell=on_step)
-            for batch in crossing:
+            expert = self.stream.pool.layer_map(expert_of(task), layer, task)
+            for batch in self.stream.batches(layer, task, tell=on_step):
                 left = expert(batch.get(entered), batch.side)
-                crossing.keep(batch, _recorded(layer.index), left, named="the expert")
+                self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
             entered = _recorded(layer.index)
 
     def _back(
@@ -224,7 +223,7 @@ class ExpertGradients:
         layer: Layer,
         groups: Sequence[Group],
         parameters: Parameters,
-        batch: WaitingBatch,
+        batch: CachedBatch,
         side: SideInputs,
         entered: str,
         draw: Callable[[int], Tensor],

@@ -1,10 +1,10 @@
 """The forward order: samples go through the layers of several models, one layer after the other.
 
-A `Passage` holds the features of several models at one boundary. `Passage.crossing` yields the batches of a task
-before a layer, and `Crossing.take` moves one model's features through it. `walk` compares variants with the expert;
-calibrations have loops of their own.
+A `FeatureStream` holds the features of several models at one boundary. `FeatureStream.batches` yields the batches of a
+task before a layer, and `FeatureStream.take` moves one model's features through it. `walk` compares variants with the
+expert; calibrations have loops of their own.
 
-Only the features of one boundary wait at any time, those beyond a budget on disk.
+Only the features of one boundary are cached at any time, those beyond a budget on disk.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ Parts = Mapping[str, Part]
 
 
 @dataclass
-class Passage:
-    """Some samples on their way through the layers, as features of several models.
+class FeatureStream:
+    """The features of several models at one boundary, batch by batch, on their way through the layers.
 
     Attributes:
-        models: names under which features wait, all beginning with the same inputs.
-        on_read: called with every batch that is read, and with what waits of it.
-        file_prefix: begins the names of files, unlike that of other passages in one store.
-        watches: what crossed layers since the last `check`, which synchronizes with the device.
+        models: names under which features are cached, all beginning with the same inputs.
+        on_read: called with every batch that is read, and with its features.
+        file_prefix: begins the names of files, unlike that of other streams in one store.
+        cached: task -> its batches, once they were read.
     """
 
     pool: ModelPool
@@ -80,66 +80,35 @@ class Passage:
     models: Sequence[str]
     store: FeatureStore = field(default_factory=lambda: FeatureStore())
     on_step: OnStep = lambda layer, task: None
-    on_read: Callable[[Batch, WaitingBatch], None] = lambda batch, waiting: None
+    on_read: Callable[[Batch, CachedBatch], None] = lambda batch, cached: None
     file_prefix: str = ""
-    watches: list[FiniteWatch] = field(default_factory=list, init=False)
-    waiting: dict[str, list[WaitingBatch]] = field(default_factory=dict, init=False)
-
-    @property
-    def all_waiting(self) -> Iterator[WaitingBatch]:
-        """What was read of all tasks."""
-        return (batch for batches in self.waiting.values() for batch in batches)
-
-    def crossing(
-        self,
-        layer: Layer,
-        task: str,
-        *,
-        waits: bool = False,
-        tell: Callable[[], None] | None = None,
-    ) -> Crossing:
-        """Return the batches of a task before a layer, to be taken through it; arguments as for `batches`."""
-        watch = FiniteWatch(layer, task, self.parts[task].ids)
-        self.watches.append(watch)
-        return Crossing(layer, watch, self.batches(layer, task, waits=waits, tell=tell))
-
-    def check(self) -> None:
-        """Refuse features that have crossed a layer since the last time and are NaN or infinite."""
-        require_finite(self.watches)
+    cached: dict[str, list[CachedBatch]] = field(default_factory=dict, init=False)
+    _sums: list[tuple[Layer, CachedBatch, str, Tensor]] = field(default_factory=list, init=False)
 
     def batches(
-        self,
-        layer: Layer,
-        task: str,
-        *,
-        waits: bool = True,
-        tell: Callable[[], None] | None = None,
-    ) -> Iterator[WaitingBatch]:
-        """Yield the batches of a task at the boundary before the layer; `tell` replaces `on_step` before each.
-
-        `waits` says whether they will be asked for again at this boundary; it matters for the raw inputs alone.
-        """
-        waiting = self.waiting.get(task)
-        for batch in self._read(task, waits=waits) if waiting is None else waiting:
+        self, layer: Layer, task: str, *, tell: Callable[[], None] | None = None
+    ) -> Iterator[CachedBatch]:
+        """Yield the batches of a task at the boundary before the layer; `tell` replaces `on_step` before each."""
+        for batch in self.cached[task] if task in self.cached else self._read(task):
             if tell is None:
                 self.on_step(layer.index, task)
             else:
                 tell()
             yield batch
 
-    def _read(self, task: str, *, waits: bool) -> Iterator[WaitingBatch]:
-        """Yield the batches of a task at boundary 0, and keep them for the next layers."""
-        batches: list[WaitingBatch] = []
+    def _read(self, task: str) -> Iterator[CachedBatch]:
+        """Yield the batches of a task at boundary 0, and cache them for the next layers."""
+        batches: list[CachedBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}"
         for number, batch in enumerate(self.parts[task].batches()):
             state, side = self.pool.begun(batch.inputs)
-            waiting = WaitingBatch(self.store, f"{name}-{number}", side, batch.start, batch.stop)
+            cached = CachedBatch(self.store, task, f"{name}-{number}", side, batch.start, batch.stop)
             for model in self.models:
-                (waiting.put if waits else waiting.lend)(model, state)
-            self.on_read(batch, waiting)
-            batches.append(waiting)
-            yield waiting
-        self.waiting[task] = batches
+                cached.put(model, state)
+            self.on_read(batch, cached)
+            batches.append(cached)
+            yield cached
+        self.cached[task] = batches
         if not batches:
             raise DataError(
                 f"task {task!r} has no samples",
@@ -147,89 +116,71 @@ class Passage:
                 task=task,
             )
 
-
-@dataclass
-class Crossing:
-    """The batches of one task before one layer, which models take through it one by one."""
-
-    layer: Layer
-    watch: FiniteWatch
-    batches: Iterator[WaitingBatch]
-
-    def __iter__(self) -> Iterator[WaitingBatch]:
-        return self.batches
-
     def take(
         self,
-        batch: WaitingBatch,
+        layer: Layer,
+        batch: CachedBatch,
         model: str,
         through: Callable[[State, SideInputs], State],
         *,
         named: str = "",
     ) -> State:
-        """Return what leaves the layer, after it has replaced what entered; messages call the model `named`."""
+        """Replace a model's features before the layer by those after it, and return these; see `keep`."""
         left = through(batch.get(model), batch.side)
-        self.keep(batch, model, left, named=named)
+        self.keep(layer, batch, model, left, named=named)
         return left
 
-    def keep(self, batch: WaitingBatch, model: str, left: State, *, named: str = "") -> None:
-        """Cache what leaves the layer in the place of what entered, to be checked with the others."""
-        self.watch.see(named or model, left[self.layer.stream], batch.start)
+    def keep(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
+        """Cache what leaves the layer in the place of what entered; messages call the model `named`."""
+        self.watch(layer, batch, named or model, left)
         batch.put(model, left)
 
-
-@dataclass
-class FiniteWatch:
-    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once."""
-
-    layer: Layer
-    task: str
-    ids: Sequence[str] = ()
-    _first: int = field(default=0, init=False)
-    totals: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
-
-    def see(self, model: str, stream: Tensor, start: int = 0) -> None:
-        """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
-        if model not in self.totals:
-            self._first = start
+    def watch(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
+        """Remember one number per sample of what left the layer, for the next `check`."""
+        features = left[layer.stream]
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
-        dtype = torch.float64 if has_float64(stream.device) else torch.float32
-        self.totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=dtype))
+        dtype = torch.float64 if has_float64(features.device) else torch.float32
+        self._sums.append((layer, batch, model, features.flatten(1).sum(dim=1, dtype=dtype)))
 
     def check(self) -> None:
-        """Refuse what is NaN or infinite, by a `NumericsError` with the layer, the task and the first sample."""
-        for model, totals in self.totals.items():
-            bad = (~torch.isfinite(torch.cat(totals))).nonzero()
+        """Refuse features that left a layer since the last check and are NaN or infinite; this reads the device once.
+
+        Raises:
+            NumericsError: names the layer, the task and the first sample.
+        """
+        sums, self._sums = self._sums, []
+        if not sums or bool(torch.isfinite(torch.cat([total for *_, total in sums])).all()):
+            return
+        for layer, batch, model, total in sums:
+            bad = (~torch.isfinite(total)).nonzero()
             if len(bad):
-                row = self._first + int(bad[0])
-                sample = self.ids[row] if row < len(self.ids) else str(row)
+                row, ids = batch.start + int(bad[0]), self.parts[batch.task].ids
+                sample = ids[row] if row < len(ids) else str(row)
                 raise NumericsError(
-                    f"features of {model} are NaN or infinite after layer {self.layer.index} "
-                    f"({self.layer.path}), task {self.task!r}, first in sample {sample!r}",
+                    f"features of {model} are NaN or infinite after layer {layer.index} "
+                    f"({layer.path}), task {batch.task!r}, first in sample {sample!r}",
                     hint="Look at that input and at the layer's weights; "
                     "in a half-precision dtype, try compute.dtype: float32.",
-                    layer=self.layer.index,
-                    task=self.task,
+                    layer=layer.index,
+                    task=batch.task,
                     sample=sample,
                 )
 
 
-def require_finite(watches: list[FiniteWatch]) -> None:
-    """Refuse features that were seen and are NaN or infinite, by one look at all; what was looked at is let go."""
-    totals = [total for watch in watches for totals in watch.totals.values() for total in totals]
-    if totals and not bool(torch.isfinite(torch.cat(totals)).all()):
-        for watch in watches:
-            watch.check()
-    watches.clear()
+@dataclass(frozen=True)
+class _CachedState:
+    """A state in memory or in a file, and the device that each tensor came from."""
+
+    state: State | Path
+    devices: Mapping[str, torch.device]
 
 
 @dataclass
 class FeatureStore:
-    """Counts the bytes of states that are in memory, and keeps the others in files of one folder.
+    """Caches states: in memory up to a budget, the others in files of one folder; without a folder, all in memory.
 
-    As a context it takes its files away again at the end, and the folder if it made it; without a folder, all stay. On
-    another device than the host no more waits than half of what was free there at first, the rest on the host: less
-    again wherever memory has been too little before.
+    As a context it removes its files at the end, and the folder if it made it. On an accelerator states take at most
+    half of the memory that was free at first; the others are cached on the host.
     """
 
     budget: int = 0
@@ -249,24 +200,39 @@ class FeatureStore:
             with contextlib.suppress(OSError):  # somebody else's files may lie there too
                 self.folder.rmdir()
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether that much more may stay in memory."""
-        return self.folder is None or self._held + nbytes <= self.budget
+    def cache(self, name: str, state: State) -> _CachedState:
+        """Cache a state; a file is called by `name`."""
+        devices = {key: value.device for key, value in state.items()}
+        sizes = Counter[torch.device]()
+        for value in state.values():
+            sizes[value.device] += value.nbytes
+        if self.folder is not None and self._held + sizes.total() > self.budget:
+            return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices)
+        full = {place for place, size in sizes.items() if place.type != "cpu" and size > self._left(place)}
+        kept = {key: value.cpu() if value.device in full else value for key, value in state.items()}
+        self._count(kept, 1)
+        return _CachedState(kept, devices)
 
-    def hold(self, state: State, sign: int = 1) -> None:
-        """Count the bytes of a state that stays in memory, or with the sign -1 is let go."""
+    def load(self, cached: _CachedState) -> State:
+        """Return a state, its tensors on the devices that they came from."""
+        from safetensors.torch import load_file
+
+        state = load_file(cached.state) if isinstance(cached.state, Path) else cached.state
+        return {name: moved(value, cached.devices[name]) for name, value in state.items()}
+
+    def free(self, cached: _CachedState) -> None:
+        """Drop a state."""
+        if isinstance(cached.state, Path):
+            cached.state.unlink(missing_ok=True)
+            self._files.discard(cached.state)
+        else:
+            self._count(cached.state, -1)
+
+    def _count(self, state: State, sign: int) -> None:
         for value in state.values():
             self._held += sign * value.nbytes
             if value.device.type != "cpu":
                 self._room[value.device] = self._left(value.device) - sign * value.nbytes
-
-    def placed(self, state: State) -> State:
-        """The state where it may wait: where it is, or on the host."""
-        sizes = Counter[torch.device]()
-        for value in state.values():
-            sizes[value.device] += value.nbytes
-        full = {at for at, size in sizes.items() if at.type != "cpu" and size > self._left(at)}
-        return {name: value.cpu() if value.device in full else value for name, value in state.items()}
 
     def _left(self, device: torch.device) -> float:
         if device not in self._room:
@@ -274,79 +240,46 @@ class FeatureStore:
             self._room[device] = math.inf if free is None else fitting_batch(free[0] // 2)
         return self._room[device]
 
-    def write(self, name: str, state: State) -> Path:
-        """Write a state to its file, in the place of what was there; the file."""
+    def _write(self, folder: Path, name: str, state: State) -> Path:
         from safetensors.torch import save_file
 
-        assert self.folder is not None
-        file = self.folder / f"{name}.safetensors"
-        if not self.folder.exists():
+        if not folder.exists():
             # Not its parents: a run that was removed meanwhile must not come back.
-            self.folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
             self._made_folder = True
-        # A new file, not new content: tensors that were read from the old one may still look into it.
-        file.unlink(missing_ok=True)
-        self._files.add(file)
-        save_file({key: value.contiguous().cpu() for key, value in state.items()}, file)
-        return file
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A state in memory or in a file, and where its tensors are to be when somebody asks."""
-
-    state: State | Path
-    devices: Mapping[str, torch.device]
+        self._files.add(folder / name)
+        save_file({key: value.contiguous().cpu() for key, value in state.items()}, folder / name)
+        return folder / name
 
 
 @dataclass(eq=False)
-class WaitingBatch:
-    """One batch of one task at one boundary: a state per model, wherever it lies.
+class CachedBatch:
+    """One batch of one task at one boundary: a state per model.
 
-    `side` is what every layer needs beside the state, the same for every model; files are called by `name`.
+    `side` is what every layer needs in addition, the same for every model; files are called by `name`.
     """
 
     store: FeatureStore
+    task: str
     name: str
     side: SideInputs
     start: int
     stop: int
-    _states: dict[str, _Waiting] = field(default_factory=dict, init=False)
-    _held: dict[str, State] = field(default_factory=dict, init=False)
-
-    def lend(self, model: str, state: State) -> None:
-        """Give the model a state that is used at once and never waits, so that no budget counts it."""
-        self._states[model] = _Waiting(state, {})
+    _states: dict[str, _CachedState] = field(default_factory=dict, init=False)
 
     def put(self, model: str, state: State) -> None:
-        """Let `state` take the place of the model's state at the boundary before."""
-        before = self._states.get(model)
-        self.store.hold(self._held.pop(model, {}), -1)
-        places = {name: value.device for name, value in state.items()}
-        if self.store.fits(sum(value.nbytes for value in state.values())):
-            waiting = self.store.placed(state)
-            self.store.hold(waiting)
-            self._held[model] = waiting
-            self._states[model] = _Waiting(waiting, places)
-            if before is not None and isinstance(before.state, Path):
-                before.state.unlink(missing_ok=True)
-        else:
-            self._states[model] = _Waiting(self.store.write(f"{self.name}-{model}", state), places)
+        """Cache a model's state in the place of the one at the boundary before."""
+        self.drop(model)
+        self._states[model] = self.store.cache(f"{self.name}-{model}", state)
 
     def drop(self, model: str) -> None:
-        """Let go of a state that nobody asks for again."""
-        self.put(model, {})
+        """Drop a model's state."""
+        if (before := self._states.pop(model, None)) is not None:
+            self.store.free(before)
 
     def get(self, model: str) -> State:
-        """The model's state at this boundary."""
-        waiting = self._states[model]
-        state = waiting.state
-        if isinstance(state, Path):
-            from safetensors.torch import load_file
-
-            state = load_file(state)
-        places = {name: waiting.devices.get(name, value.device) for name, value in state.items()}
-        return {name: moved(value, places[name]) for name, value in state.items()}
+        """Return the model's state at this boundary."""
+        return self.store.load(self._states[model])
 
 
 Reference = Literal["expert", "merged"]
@@ -519,21 +452,20 @@ def walk(
     """
     expert, is_forth = pool.expert(task), reference == "expert"
     models = [expert, *variants]
-    passage = Passage(pool, {task: Given(lambda: batches, ids)}, models)
+    stream = FeatureStream(pool, {task: Given(lambda: batches, ids)}, models)
 
     for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
-        crossing = passage.crossing(layer, task)
-        for batch in crossing:
+        for batch in stream.batches(layer, task):
             entered = {model: batch.get(model) for model in models}
             routes = (
                 {model: Routes(keeps_rows=model != expert) for model in models} if layer.num_experts else {}
             )
             through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
-            left = {expert: crossing.take(batch, expert, through[expert])}
+            left = {expert: stream.take(layer, batch, expert, through[expert])}
             for variant in variants:
                 if variant != expert:
-                    left[variant] = crossing.take(batch, variant, through[variant])
+                    left[variant] = stream.take(layer, batch, variant, through[variant])
                 crossed_map = maps[variant if is_forth else expert]
                 crossed_layer = partial(crossed_map, side=batch.side)
                 of_crossed = Routes() if routes else None
@@ -562,7 +494,7 @@ def walk(
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # before the next batch is taken: both would be alive
-        passage.check()
+        stream.check()
         maps.clear()  # before the next layer is read
 
 
@@ -582,16 +514,15 @@ def layer_states(
 
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
     """
-    passage = Passage(pool, {task: Given(lambda: batches)}, [model])
+    stream = FeatureStream(pool, {task: Given(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)
-        crossing = passage.crossing(layer, task)
-        for batch in crossing:
-            crossing.take(batch, model, layer_map)
+        for batch in stream.batches(layer, task):
+            stream.take(layer, batch, model, layer_map)
         if layer is pool.chain.layers[-1]:
-            passage.check()
-        yield layer, [(batch.start, batch.get(model), batch.side) for batch in passage.all_waiting]
+            stream.check()
+        yield layer, [(batch.start, batch.get(model), batch.side) for batch in stream.cached[task]]
 
 
 def forward(

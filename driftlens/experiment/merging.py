@@ -34,12 +34,12 @@ from driftlens.data.samples import SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
-from driftlens.engine.walk import Passage
+from driftlens.engine.walk import FeatureStream
 from driftlens.experiment import loading as opening
 from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.sanity_checks import companions
 from driftlens.experiment.study import Study
-from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
@@ -511,18 +511,17 @@ def site_moments(
 
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights; masked
     tokens and sites that run twice are left out. With `merged`, which returns a merged parameter, an expert's layer
-    reads the features of the merged layers before it. The next layer's matrices reuse the memory of a layer's.
+    reads the features of the merged layers before it.
     """
-    pool, memory = study.pool, GramPool()
+    pool = study.pool
     sets = {task: viewed(samples) for task, samples in study.calibration_sets.items()}
-    passage = Passage(pool, sets, [_WALKER])
+    stream = FeatureStream(pool, sets, [_WALKER])
     for layer in pool.chain.layers:
         sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
         readers = {(site.input, site.token_weights): site for site in sites}  # others have equal moments
         moments: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
-        memory.take_back()  # of the layer before, which is merged
         for task in sets:
-            means = _input_moments(passage, memory, layer, task, [*readers.values()], merged is not None)
+            means = _input_moments(stream, layer, task, [*readers.values()], merged is not None)
             for site in sites:
                 moments[site.name][task] = means[readers[site.input, site.token_weights].name]
         yield layer, moments
@@ -532,20 +531,19 @@ def site_moments(
                 for name, slot in layer.parameters.items()
             }
             for task in sets:
-                crossing = passage.crossing(layer, task)
-                for batch in crossing:
-                    crossing.take(batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
-            passage.check()
+                for batch in stream.batches(layer, task):
+                    stream.take(layer, batch, _WALKER, LayerMap(layer, parameters), named="the merged model")
+            stream.check()
 
 
 _WALKER = "walker"
 
 
 def _input_moments(
-    passage: Passage, memory: GramPool, layer: Layer, task: str, readers: Sequence[Site], waits: bool
+    stream: FeatureStream, layer: Layer, task: str, readers: Sequence[Site], waits: bool
 ) -> dict[str, Tensor]:
     """Return E[x x'] of the inputs of sites in a task's expert; with `waits` the features stay before the layer."""
-    pool, expert = passage.pool, expert_of(task)
+    pool, expert = stream.pool, expert_of(task)
     parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
     grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)
 
@@ -557,7 +555,7 @@ def _input_moments(
             # Float32 products would fill the null space of few tokens with rounding.
             x = wide(x.flatten(0, -2))
             if site.name not in grams:
-                grams[site.name] = memory.lend(x.shape[-1], torch.float64, x.device)
+                grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
             if weights is not None:
                 weights = weights.to(x.device)
                 x = x * weights.sqrt()[:, None]
@@ -565,12 +563,11 @@ def _input_moments(
             grams[site.name].add_rows(x)
         return output
 
-    crossing = passage.crossing(layer, task, waits=waits)
-    for batch in crossing:
+    for batch in stream.batches(layer, task):
         if waits:
             left = _through(batch.get(_WALKER), batch.side)
-            crossing.watch.see(expert, left[layer.stream], batch.start)
+            stream.watch(layer, batch, expert, left)
         else:
-            crossing.take(batch, _WALKER, _through, named=expert)
-    passage.check()
+            stream.take(layer, batch, _WALKER, _through, named=expert)
+    stream.check()
     return {name: gram.full().div_(sum(totals[name])).cpu() for name, gram in grams.items()}

@@ -137,32 +137,6 @@ class GramSum:
             _add(self._lower[tile], product, scale)
 
 
-class GramPool:
-    """Gram sums whose memory is used again: touching memory that is new to a process costs more than adding to it."""
-
-    def __init__(self) -> None:
-        self._spare: list[GramSum] = []
-        self._lent: list[GramSum] = []
-
-    def lend(self, k: int, dtype: torch.dtype, device: torch.device) -> GramSum:
-        """A sum at zero, until all are taken back."""
-        place = place_of_sums(dtype, device)
-        fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, place))
-        lent = next(fitting, None)
-        if lent is None:
-            lent = GramSum(k, dtype, device)
-        else:
-            self._spare.remove(lent)
-            lent.clear()
-        self._lent.append(lent)
-        return lent
-
-    def take_back(self) -> None:
-        """End every loan; what was computed in that memory must not be read any more."""
-        self._spare += self._lent
-        self._lent = []
-
-
 def _tiles(start: int, stop: int) -> Iterator[_Tile]:
     """Rows and columns of tiles that cover the lower triangle: squares on the diagonal, all else below it.
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import driftlens as dl
 from driftlens.cli import main
 from driftlens.cli.app import app
-from driftlens.engine.walk import Crossing
+from driftlens.engine.walk import FeatureStream
 from driftlens.utils.errors import RunError
 from tests.accelerator import LACKED, NAME, turn
 from tests.accelerator.subjects import same, tables
@@ -193,7 +193,7 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
 ) -> None:
     """It vanishes, and when the job goes on it is full."""
     command, *options = JOBS[job]
-    take = Crossing.take
+    take = FeatureStream.take
 
     def arguments(folder: Path, device: str) -> list[object]:
         if command == "analyze":
@@ -210,14 +210,18 @@ def test_a_job_whose_device_fails_in_the_middle_goes_on(
         calls = itertools.count()
 
         def failing(
-            self: Crossing, *given: Any, calls: Iterator[int] = calls, trouble: Any = trouble, **named: Any
+            self: FeatureStream,
+            *given: Any,
+            calls: Iterator[int] = calls,
+            trouble: Any = trouble,
+            **named: Any,
         ) -> Any:
             if next(calls) == 9:
                 turn(**trouble)
             return take(self, *given, **named)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Crossing, "take", failing)
+            patch.setattr(FeatureStream, "take", failing)
             code, said = told(capsys, *arguments(folders[NAME], NAME), *(more if number else []))
         error, hint = said.rstrip("\n").rsplit("\n", 1)
         assert code == RunError.exit_code and "\n" not in error.removeprefix("\n")

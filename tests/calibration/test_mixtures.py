@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
 from driftlens.engine.solver_types import CalibratedLayer
-from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
 from tests.reference import calibration as reference
 from tests.zoo.cases import Family, family
@@ -187,13 +188,13 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
 ) -> None:
     """Bit for bit, with as many sums held as one expert's matrix and the sites beside the mixture need."""
     models, calibrator, most = family(case("Mixtral"), n=N, batch_size=2), IN_RUNS[method], 0
-    lend = GramPool.lend
+    alive, begin = weakref.WeakSet[GramSum](), GramSum.__init__
 
-    def counted(self: GramPool, *given: Any, **named: Any) -> GramSum:
+    def counted(self: GramSum, *given: Any, **named: Any) -> None:
         nonlocal most
-        lent = lend(self, *given, **named)
-        most = max(most, len(self._lent))
-        return lent
+        begin(self, *given, **named)
+        alive.add(self)
+        most = max(most, len(alive))
 
     def walked(budget: int) -> tuple[list[CalibratedLayer], int]:
         nonlocal most
@@ -203,7 +204,7 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
         ground = Ground(models.pool, parts, sites, feature_budget=budget)
         return list(calibrator.calibrate(ground)), most
 
-    monkeypatch.setattr(GramPool, "lend", counted)
+    monkeypatch.setattr(GramSum, "__init__", counted)
     (whole, many), (parted, few) = walked(1 << 31), walked(1)
     # Of ten groups of sites eight are experts', which have two matrices each.
     assert few * 10 == many * 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.linalg.gram import GramPool, GramSum, JointSums, OutputCross, add_scaled
+from driftlens.linalg.gram import GramSum, JointSums, OutputCross, add_scaled
 from driftlens.linalg.ridge import NormMoments
 from tests.linalg.rows import moments_of
 
@@ -47,18 +47,6 @@ def test_sums_of_tasks_are_scaled_and_memory_is_used_again(generator: torch.Gene
         total.add(task, scale)
     want = 0.5 * first.mT @ first + 3 * second.mT @ second
     torch.testing.assert_close(total.full(), want, rtol=1e-12, atol=1e-12)
-
-
-def test_a_pool_lends_its_memory_again_once_it_is_taken_back(generator: torch.Generator) -> None:
-    pool, rows = GramPool(), random(generator, 5, 3)
-    first, second = (pool.lend(3, torch.float64, CPU) for _ in range(2))
-    assert first is not second
-    first.add_rows(rows)
-    pool.take_back()
-    wider, again = pool.lend(4, torch.float64, CPU), pool.lend(3, torch.float64, CPU)
-    assert wider not in (first, second) and again in (first, second)
-    again.add_rows(2 * rows)
-    torch.testing.assert_close(again.full(), 4 * rows.mT @ rows)
 
 
 def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Generator) -> None:

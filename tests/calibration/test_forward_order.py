@@ -16,7 +16,6 @@ from driftlens.engine.calibrating import Step
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import Given
-from driftlens.linalg.gram import GramSum
 from driftlens.utils.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from tests.calibration.helpers import (
     Subject,
@@ -28,7 +27,6 @@ from tests.calibration.helpers import (
     subject,
     updates_of,
 )
-from tests.quick import few
 
 Parameters = dict[tuple[int, str], Tensor]
 
@@ -89,26 +87,6 @@ def test_features_on_disk_give_the_same(name: str, tmp_path: Path) -> None:
     assert largest_difference(spilled, calibrated(models, FeatCal())) < 1e-13
     assert len(seen) == 4  # two tasks, expert and merged
     assert not (tmp_path / "spill").exists()
-
-
-@pytest.mark.parametrize("size", few([1, 4], [4]))
-def test_keys_and_values_of_all_blocks_share_one_gram_matrix_per_task(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What cross-attention reads is the same in every block; that weights are right, the reference says."""
-    products, summed = [], GramSum.add_rows
-
-    def counted(self: GramSum, rows: Tensor) -> None:
-        products.append(len(rows))
-        summed(self, rows)
-
-    monkeypatch.setattr(GramSum, "add_rows", counted)
-    models = subject("t5")
-    calibrated(models, FeatCal(), parts=models.samples(size))
-    linear = [(at, site) for at in models.pool.chain.blocks for site in at.sites if site.kind == "linear"]
-    own = {(at.index, site.input) for at, site in linear if site.stream in ("", at.stream)}
-    across = {(at.index, site.input) for at, site in linear} - own
-    assert len(across) > 1 and len(products) == 2 * (4 // size) * (len(own) + 1)
 
 
 def test_objectives_are_left_out_on_request_and_change_no_weight(models: Subject, plain: Parameters) -> None:

@@ -61,7 +61,6 @@ class ExpertFeatures:
 
     def rows_and_output(
         self,
-        task: str,
         batch: CachedBatch,
         layer: Layer,
         expert: Parameters,
@@ -74,7 +73,6 @@ class ExpertFeatures:
         """Return what `rows_and_output` returns of an expert's layer, from the cache where it was computed before.
 
         Args:
-            task: whose expert it is.
             batch: some of the task's samples; a cache is asked for the same batches every time.
             layer: the layer to run.
             expert: the expert's parameters of the layer.
@@ -83,7 +81,7 @@ class ExpertFeatures:
             outputs: sites whose outputs are wanted.
             stops: whether the layer is left after the last of these sites.
         """
-        key = task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
+        key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
             return self._passes[key]
         found = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)

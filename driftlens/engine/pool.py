@@ -48,7 +48,7 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def in_one_memory(
+def _in_one_memory(
     slots: Mapping[str, Slot], part: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters of one fused tensor, by name: each as `part` gives it, copied behind the one before."""
@@ -68,7 +68,7 @@ def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -
     whole = {**parameters, **updates}
     for slots in _stacks(layer).values():
         if not updates.keys().isdisjoint(slots):
-            for name, value in in_one_memory(slots, whole.__getitem__, whole[next(iter(slots))].dtype):
+            for name, value in _in_one_memory(slots, whole.__getitem__, whole[next(iter(slots))].dtype):
                 whole[name] = value
                 if name in updates:
                     updates[name] = value
@@ -230,7 +230,7 @@ class ModelPool:
             part.dtype == self.dtype for part in few.values()
         ):
             return ((name, read(model, slot)) for name, slot in slots.items())
-        return in_one_memory(
+        return _in_one_memory(
             slots, lambda name: few.pop(name) if name in few else read(model, slots[name]), self.dtype
         )
 
@@ -338,7 +338,7 @@ class ModelPool:
             if self.dtype == torch.float64:
                 stack.enter_context(plain_experts(module))
             if attachment is not None:
-                path = final_module(self.chain)
+                path = _final_module(self.chain)
                 hook = behind(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
@@ -523,7 +523,7 @@ def portable_tensors(chain: LayerChain, attachments: Attachments, prefix: str = 
 
     `prefix` is what the path begins with where the library's whole model holds the module.
     """
-    path = f"{prefix}{final_module(chain)}".rstrip(".") if attachments else ""
+    path = f"{prefix}{_final_module(chain)}".rstrip(".") if attachments else ""
     return {
         f"{path}/{name}/{task}": value.detach()
         for task, attachment in attachments.items()
@@ -531,7 +531,7 @@ def portable_tensors(chain: LayerChain, attachments: Attachments, prefix: str = 
     }
 
 
-def final_module(chain: LayerChain) -> str:
+def _final_module(chain: LayerChain) -> str:
     """Return the path of the library's module whose output is the final feature; raise where there is none."""
     last = chain.layers[-1]
     path = last.path if last.role == "block" else chain.final

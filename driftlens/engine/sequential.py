@@ -54,7 +54,7 @@ from driftlens.engine.token_weights import (
 from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, JointSums
 from driftlens.linalg.joint_ridge import BIAS_INPUT
-from driftlens.models.chain import Layer, Parameters, Routes, SideInputs, State
+from driftlens.models.chain import Layer, Parameters, Routes, State
 from driftlens.utils.devices import exact_products, moved
 from driftlens.utils.errors import DataError
 from driftlens.utils.variants import expert_of
@@ -127,7 +127,7 @@ class Stepwise(ClosedForm):
 
     def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
         """Layers are solved in several steps."""
-        return StepWalk(ground, self).walked()
+        return _StepWalk(ground, self).walked()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
         """The second moments of gradients, in float32."""
@@ -159,7 +159,7 @@ class Stepwise(ClosedForm):
         """New parameters of the problem's sites; errors as for `Layerwise`."""
 
 
-class StepWalk(CalibrationWalk):
+class _StepWalk(CalibrationWalk):
     """Solves the sites of a layer step by step.
 
     Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
@@ -329,21 +329,9 @@ class StepWalk(CalibrationWalk):
                     repairs = self.calibrator.residual > 0
                     state = batch.get(MERGED)
                     streams = added_to(layer, student, state, batch.side, names) if repairs else {}
-                hear = partial(
-                    self._hear,
-                    layer,
-                    task,
-                    expert,
-                    batch,
-                    streams,
-                    counts,
-                    names=names,
-                    stops=not needs_output,
-                )
+                left = self._run_expert(layer, expert, batch, streams, counts, names, stops=not needs_output)
                 if needs_output:
-                    self.stream.take(layer, batch, EXPERT, hear, named="the expert")
-                else:
-                    hear(batch.get(EXPERT), batch.side)
+                    self.stream.keep(layer, batch, EXPERT, left, named="the expert")
             first = first or (task if sees else "")
             if self.calibrator.weights == "uniform" and sees:
                 self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
@@ -354,24 +342,22 @@ class StepWalk(CalibrationWalk):
             self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
         return (first, streams or {}) if first else None
 
-    def _hear(
+    def _run_expert(
         self,
         layer: Layer,
-        task: str,
         expert: Parameters,
         batch: CachedBatch,
         streams: Mapping[str, str],
         counts: Sequence[list[Tensor]],
-        state: State,
-        side: SideInputs,
-        *,
         names: Sequence[str],
+        *,
         stops: bool,
     ) -> State:
-        """The expert's layer on a batch; what its sites give waits, and how much their rows count is added."""
+        """Run the expert's layer on a batch: cache what its sites give, add how much their rows count."""
+        state = batch.get(EXPERT)
         tapped = {*streams.values()} - {ENTERED}
         seen, left = self.ground.expert_features.rows_and_output(
-            task, batch, layer, expert, state, tapped, names, stops=stops
+            batch, layer, expert, state, tapped, names, stops=stops
         )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]

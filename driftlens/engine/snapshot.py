@@ -80,7 +80,7 @@ class Layerwise(ClosedForm):
         """
 
 
-class InputSums(NamedTuple):
+class _InputSums(NamedTuple):
     """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
 
     `num_rows` [] are those that count anything.
@@ -108,19 +108,19 @@ class InputSums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TaskSums:
+class _TaskSums:
     """Sums over the rows of one task: the unit that calibrators fold, and that processes send.
 
     `outputs` are of the wanted outputs with the inputs, `biases` the expert's, by site.
     """
 
-    inputs: InputSums
+    inputs: _InputSums
     outputs: OutputSums
     biases: Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
-class LinearSums:
+class _LinearSums:
     """Sums over rows of sites that read the same rows: one Gram matrix, and the wanted outputs of all sites, stacked.
 
     Sums are in `dtype`, products in that of the rows. Those over tasks are of each task's mean, times what
@@ -132,7 +132,7 @@ class LinearSums:
     task_weight: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     objectives: bool
-    _inputs: InputSums = field(init=False)
+    _inputs: _InputSums = field(init=False)
     _cross: OutputCross | None = field(default=None, init=False)
     _gram: GramSum | None = field(default=None, init=False)  # its memory serves task after task
     _total: GramSum | None = field(default=None, init=False)
@@ -169,24 +169,24 @@ class LinearSums:
             self._gram = self._gram or GramSum(k, self.dtype, device)
             self._gram.clear()
             zeros = torch.zeros(k, dtype=self.dtype, device=device)
-            self._inputs = InputSums(self._gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
+            self._inputs = _InputSums(self._gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
         expert_rows = seen.inputs[self.sites[0].name].flatten(0, -2)
         expert_outputs = [seen.outputs[site.name].flatten(0, -2) for site in self.sites]
         self._cross.add(rows, expert_rows, expert_outputs, weights)
         self._inputs.add(rows, weights)
 
     @summing()
-    def end_task(self, expert: Parameters) -> TaskSums | None:
+    def end_task(self, expert: Parameters) -> _TaskSums | None:
         """Return the sums of the task at hand, and begin with the next; None if the layer saw nothing of it."""
         cross, self._cross = self._cross, None
         if cross is None:
             return None
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
         known = {name: bias for name, bias in biases.items() if bias is not None}
-        return TaskSums(self._inputs, cross.sums(self._inputs.gram), known)
+        return _TaskSums(self._inputs, cross.sums(self._inputs.gram), known)
 
     @summing()
-    def fold_task(self, task: TaskSums) -> None:
+    def fold_task(self, task: _TaskSums) -> None:
         """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
         inputs, sums = task.inputs, task.outputs
         total = self._begun(len(sums.target), inputs.rows)
@@ -242,7 +242,7 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 
 
 @dataclass(eq=False)
-class NormSums:
+class _NormSums:
     """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
 
     Tokens count by `rule`, tasks all alike.
@@ -368,11 +368,11 @@ class SnapshotWalk(CalibrationWalk):
             total += size
         return runs
 
-    def _empty_sums(self, layer: Layer, names: Collection[str]) -> tuple[list[LinearSums], list[NormSums]]:
+    def _empty_sums(self, layer: Layer, names: Collection[str]) -> tuple[list[_LinearSums], list[_NormSums]]:
         """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         groups: dict[tuple[str, Wanted], list[Site]] = {}
-        norms: list[NormSums] = []
+        norms: list[_NormSums] = []
         for site in layer.sites:
             if site.name not in names:
                 continue
@@ -381,10 +381,10 @@ class SnapshotWalk(CalibrationWalk):
             if site.kind == "linear":
                 groups.setdefault((site.input, wanted), []).append(site)
             else:
-                norms.append(NormSums(site, wanted.token_weights, dtype))
+                norms.append(_NormSums(site, wanted.token_weights, dtype))
         weight, objectives = self.calibrator.task_weight, self.ground.objectives
         linear = [
-            LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
+            _LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
         ]
         return linear, norms
 
@@ -392,8 +392,8 @@ class SnapshotWalk(CalibrationWalk):
         self,
         layer: Layer,
         merged: Parameters,
-        linear: Sequence[LinearSums],
-        norms: Sequence[NormSums],
+        linear: Sequence[_LinearSums],
+        norms: Sequence[_NormSums],
         *,
         is_final: bool,
         moves: bool,
@@ -421,8 +421,8 @@ class SnapshotWalk(CalibrationWalk):
         merged: Parameters,
         expert: Parameters,
         batch: CachedBatch,
-        linear: Sequence[LinearSums],
-        norms: Sequence[NormSums],
+        linear: Sequence[_LinearSums],
+        norms: Sequence[_NormSums],
         *,
         moves: bool,
     ) -> None:
@@ -432,7 +432,7 @@ class SnapshotWalk(CalibrationWalk):
         outputs = {site.name for part in linear for site in part.sites}
         state = batch.get(EXPERT)
         seen, left = self.ground.expert_features.rows_and_output(
-            batch.task, batch, layer, expert, state, inputs, outputs, stops=not moves
+            batch, layer, expert, state, inputs, outputs, stops=not moves
         )
         if moves:
             self.stream.keep(layer, batch, EXPERT, left, named="the expert")
@@ -448,7 +448,7 @@ class SnapshotWalk(CalibrationWalk):
             site = part.sites[0]
             weights = row_weights(self.pool.chain, layer, site, rows_of[site.name], state, side, part.rule)
             rows = rows_of[site.name].flatten(0, -2)
-            if isinstance(part, NormSums):
+            if isinstance(part, _NormSums):
                 part.add(rows, weights)
             else:
                 part.add(rows, seen, weights, expert, num_batches)

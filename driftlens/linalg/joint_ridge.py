@@ -108,7 +108,7 @@ def _span(gram: Tensor, width: int) -> Tensor:
     return basis
 
 
-class JointSolution(NamedTuple):
+class _JointSolution(NamedTuple):
     """D, [o, k], and the larger stationarity error of its parts; None where a metric leaves it to iteration."""
 
     change: Tensor
@@ -121,7 +121,7 @@ def solve_joint(
     *,
     tasks: Sequence[tuple[Tensor, JointMoments]] = (),
     is_two_sided: bool = False,
-) -> JointSolution:
+) -> _JointSolution:
     """D of the whole, with the ridges and the share given; `moments` are of all folds.
 
     `tasks` has the output metric S_i of every task and its moments, which add up to those of all folds: then it is
@@ -149,14 +149,14 @@ def solve_joint(
             error = max(error, stationarity_error(solution, image + ridge * direction, target @ direction))
         penalty += share * ridge * solution
     if not tasks:
-        return JointSolution(change, error)
+        return _JointSolution(change, error)
     ridge = ridges.upstream if ridges.share else ridges.local
     left = -penalty
     for metric, sums in tasks:
         wanted = (sums.local + ridges.share * sums.upstream).to(left)
         left += metric.to(left) @ (wanted - change @ sums.gram.to(left))
     outputs = _mean_metric(tasks, like=change) if is_two_sided else None
-    return JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
+    return _JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
 
 
 def _mean_metric(tasks: Sequence[tuple[Tensor, JointMoments]], like: Tensor) -> Factor:

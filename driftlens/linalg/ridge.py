@@ -82,7 +82,7 @@ def solve_bias(
 
 
 @dataclass(frozen=True)
-class RidgeSolution:
+class _RidgeSolution:
     """The weight [o, k] that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
 
     `factor` is of the matrix that was inverted, weight_sum * E[x x'] + lam * I. The objective is by output, [o]:
@@ -103,7 +103,7 @@ class RidgeSolution:
 
 def solve_ridge(
     moments: Moments, anchor: Tensor | None, *, lam: float, factor: Factor | None = None
-) -> RidgeSolution:
+) -> _RidgeSolution:
     """Return the weight closest to the outputs experts would give, pulled towards `anchor`, and its objective.
 
     Minimises over W, with all tasks already summed into the moments,
@@ -130,12 +130,12 @@ def solve_ridge(
         factor = ridge_factor(moments.gram, 0.0 if anchor is None else lam, scale=moments.weight_sum)
     weight = factor.solve_rows(cross.clone() if anchor is None else torch.add(cross, anchor, alpha=lam))
     if moments.target_energy is None:
-        return RidgeSolution(weight, factor, None)
+        return _RidgeSolution(weight, factor, None)
     # At the solution W G = R, so that W's quadratic form needs no product with G.
     objective = moments.weight_sum * moments.target_energy - torch.linalg.vecdot(cross, weight)
     if anchor is not None:
         objective = objective + lam * torch.linalg.vecdot(anchor, anchor - weight)
-    return RidgeSolution(weight, factor, objective)
+    return _RidgeSolution(weight, factor, objective)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ PARALLEL = 0.9995
 """Beyond this cosine a straight line is taken, as is usual: the angle's sine would be too small to divide by."""
 
 
-def vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
+def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
     """The task vectors of one tensor."""
     start = base[name]
     return [expert[name] - start for expert in experts.values()]
@@ -37,7 +37,7 @@ def stepped(
     """base + scaling * step: of a matrix what `of_matrices` makes of its task vectors, of all else their mean."""
     merged = {}
     for name, start in base.items():
-        vectors = vectors_of(base, experts, name)
+        vectors = _vectors_of(base, experts, name)
         if of_matrices is not None and name == MATRIX and start.dim() == 2:
             step = of_matrices(vectors)
         else:
@@ -108,7 +108,7 @@ def model_stock(
     angles to all others.
     """
     return {
-        name: start + _stock_step(vectors_of(base, experts, name), filter_wise)
+        name: start + _stock_step(_vectors_of(base, experts, name), filter_wise)
         for name, start in base.items()
     }
 

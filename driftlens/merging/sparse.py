@@ -31,18 +31,18 @@ LOW_BITS = 15
 """Of a float32's 31 bits of magnitude, those that the first count of `_limits` leaves to the second."""
 
 
-def keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
+def _keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
     """Independent draws, true with probability `keep`; they depend on nothing but what is given."""
     key = hashlib.sha256(repr((seed, task, name)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
 
 
-def dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
+def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
     """A task vector with entries dropped at random, and the rest divided by the share that stays."""
     if not drop_rate:
         return vector
-    keep = keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
+    keep = _keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
     return torch.where(keep, vector / (1 - drop_rate), 0)
 
 
@@ -57,7 +57,7 @@ def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
     return total if merge_func == "sum" else total / (same != 0).sum(dim=0).clamp(min=1)
 
 
-def elected(
+def _elected(
     base: StateDict,
     experts: Mapping[str, StateDict],
     scaling: float,
@@ -163,8 +163,8 @@ def ties(
     since: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum scaling=0.5`, which drops
     entries as `dare` does before it trims. A tensor that a file holds twice counts once in a global trim.
     """
-    drop = partial(dropped_at_random, seed=seed, drop_rate=drop_rate)
-    return elected(base, experts, scaling, density, merge_func, trim_scope, drop)
+    drop = partial(_dropped_at_random, seed=seed, drop_rate=drop_rate)
+    return _elected(base, experts, scaling, density, merge_func, trim_scope, drop)
 
 
 @merge_methods.method(
@@ -190,6 +190,6 @@ def dare(
     for name, start in base.items():
         step = 0 * start
         for task, expert in experts.items():
-            step = step + dropped_at_random(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
+            step = step + _dropped_at_random(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
         merged[name] = start + scaling * step
     return merged

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
@@ -166,28 +167,23 @@ def _final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures
 
 def _gathered(waiting: Sequence[CachedBatch], layer: Layer, task: str) -> FinalFeatures:
     """Return the features of all batches; shorter texts are padded to the longest."""
-    states = [(batch.get(MERGED)[layer.stream], batch.get(EXPERT)[layer.stream]) for batch in waiting]
+    merged, expert = ([batch.get(model)[layer.stream] for batch in waiting] for model in (MERGED, EXPERT))
+    if merged[0].dim() != 3:
+        return FinalFeatures(layer, task, torch.cat(merged), torch.cat(expert))
     masks = [batch.side.mask(layer.stream) for batch in waiting]
-    mask = None
-    if states[0][0].dim() == 3:
-        longest = max(merged.shape[1] for merged, _ in states)
-        is_padded = any(merged.shape[1] < longest for merged, _ in states)
-        if is_padded or any(side_mask is not None for side_mask in masks):
-            tokens = (
-                merged.new_ones(merged.shape[:2]) if side_mask is None else side_mask
-                for (merged, _), side_mask in zip(states, masks, strict=True)
-            )
-            mask = torch.cat([_padded(counts, longest) for counts in tokens]).bool()
-        states = [(_padded(merged, longest), _padded(expert, longest)) for merged, expert in states]
-    merged, expert = (torch.cat(parts) for parts in zip(*states, strict=True))
-    return FinalFeatures(layer, task, merged, expert, mask)
+    longest, mask = max(part.shape[1] for part in merged), None
+    if any(part.shape[1] < longest for part in merged) or any(counts is not None for counts in masks):
+        counts = [
+            part.new_ones(part.shape[:2]) if known is None else known
+            for part, known in zip(merged, masks, strict=True)
+        ]
+        mask = _joined(counts, longest).bool()
+    return FinalFeatures(layer, task, _joined(merged, longest), _joined(expert, longest), mask)
 
 
-def _padded(tokens: Tensor, length: int) -> Tensor:
-    """[n, t, ...] with zeros behind, up to a length."""
-    return torch.cat(
-        [tokens, tokens.new_zeros(len(tokens), length - tokens.shape[1], *tokens.shape[2:])], dim=1
-    )
+def _joined(parts: Sequence[Tensor], length: int) -> Tensor:
+    """Concatenate batches [n, t, ...], padded with zeros to a length."""
+    return torch.cat([F.pad(x, [0, 0] * (x.dim() - 2) + [0, length - x.shape[1]]) for x in parts])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -48,6 +49,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
     """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates."""
     import driftlens as dl
     from driftlens.config.requests import CalibrationRequest
+    from driftlens.pipelines import automatic
     from driftlens.pipelines.calibrate import calibrate
     from driftlens.utils.access import Context
 
@@ -85,7 +87,8 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
                 continue
             clock = _Clock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
-            made = calibrate(made.path, request, Context(on_progress=clock), choose=_fixed(entry))
+            with mock.patch.object(automatic, "choose_settings", _fixed(entry)):
+                made = calibrate(made.path, request, Context(on_progress=clock))
             variants[entry["name"]] = f"calibrated:c{number}"
             measure(entry["name"], variants[entry["name"]])
             seconds[entry["name"]] = [clock.seconds]
@@ -113,7 +116,7 @@ def _fixed(entry: Mapping[str, Any]) -> Any:
         found["kept"] = "merged"
     elif "views=" in name:
         found["views"] = Views(copies=int(name.split("views=")[1])).model_dump()
-    return lambda *_: (made, found)
+    return lambda *_, **__: (made, found)
 
 
 def table(suite: str, found: Sequence[Draw]) -> str:

@@ -17,7 +17,7 @@ from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
 from driftlens.experiment.resume import reopened
 from driftlens.experiment.study import Study
-from driftlens.pipelines.calibration_variants import with_parameters
+from driftlens.pipelines.calibration_plan import with_parameters
 from driftlens.pipelines.evaluation import accuracies, final_drift, final_features
 from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import expert_of

@@ -346,11 +346,6 @@ def why(
 @flagged
 def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
-    choose = None
-    if request.auto:
-        from driftlens.pipelines.automatic import choice_of
-
-        choose = choice_of(request)
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
@@ -360,13 +355,7 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
         note(first_numbers_text(measured, name))
 
     with job.context() as context:
-        finished = run_calibration(
-            run,
-            request,
-            context,
-            choose=choose,
-            on_measured=None if is_watched else _show_first,
-        )
+        finished = run_calibration(run, request, context, on_measured=None if is_watched else _show_first)
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import put_beside
 

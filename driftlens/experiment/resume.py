@@ -7,7 +7,6 @@ that one that was stopped resumes there.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
@@ -25,7 +23,6 @@ from driftlens.data.samples import halving_batches
 from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
-from driftlens.models.saving import save_state_dict
 from driftlens.runs import layout
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run_state import is_live
@@ -287,42 +284,16 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-class Kept:
-    """Tensors by name, each name a file that is whole or absent."""
-
-    def __init__(self, folder: pathlib.Path, require_there: Callable[[], None] = lambda: None) -> None:
-        """Read and write nothing yet; `require_there` is called before every write."""
-        self._folder, self._require_there = folder, require_there
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of a name; nothing where there are none, or their file is damaged."""
-        file = self._file(name)
-        if not file.is_file():
-            return {}
-        try:
-            source = open_checkpoint(file)
-            return {key: source.read(key).clone() for key in source.headers}
-        except CheckpointError:  # it is made once more, and takes that file's place
-            return {}
-
-    def write(self, name: str, tensors: Mapping[str, Tensor], seconds: float) -> None:
-        """Store tensors, with the time that all work took until then, over all sittings."""
-        self._require_there()
-        self._folder.mkdir(exist_ok=True)
-        contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        save_state_dict(self._file(name), contiguous, {"seconds": repr(seconds)})
-
-    @property
-    def seconds(self) -> float:
-        """The time that the cached work took, over all sittings."""
-        seconds = [0.0]
-        for file in self._folder.glob("*.safetensors"):
-            with suppress(SafetensorError), safe_open(file, framework="pt") as opened:  # as in `read`
-                seconds.append(float(opened.metadata()["seconds"]))
-        return max(seconds)
-
-    def _file(self, name: str) -> pathlib.Path:
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+def seconds_in(folder: pathlib.Path) -> float:
+    """Return the work time, over all sittings, that the headers of a folder's files of tensors record."""
+    seconds = [0.0]
+    for file in folder.glob("*.safetensors"):
+        with (
+            suppress(SafetensorError),
+            safe_open(file, framework="pt") as opened,
+        ):  # a damaged file is written anew
+            seconds.append(float(opened.metadata()["seconds"]))
+    return max(seconds)
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -290,11 +290,10 @@ def calibrated(
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> Run:
     """Return the run with the calibration that is asked for."""
-    from driftlens.pipelines.automatic import choice_of
     from driftlens.pipelines.calibrate import calibrate as run_calibration
 
-    folder, choose = _folder(run), choice_of(request)
-    run_calibration(folder, request, context, choose=choose, on_measured=on_measured)
+    folder = _folder(run)
+    run_calibration(folder, request, context, on_measured=on_measured)
     return _with_modules(Run.at(folder), run)
 
 

@@ -1,4 +1,7 @@
-"""From a finished run to a calibrated checkpoint in it: solved layer by layer, saved, measured like any variant."""
+"""Calibrate the merged model of a finished run: plan, solve layer by layer, save, and measure like any variant.
+
+Entry point: `calibrate`. What is solved is kept in a scratch folder of the run until the variant is complete.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,36 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 
-from driftlens.calibration.calibrator import require_task_id
+from driftlens.calibration.automatic import folds_of
+from driftlens.calibration.calibrator import Calibrator, calibrators, require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
+from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import Ground, Step
-from driftlens.engine.pool import attachment_tensors
+from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
 from driftlens.engine.solver_types import CalibratedLayer, SiteReport
 from driftlens.engine.walk import require_closed
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
 from driftlens.experiment.resume import (
-    Kept,
     deterministic_algorithms,
     lead,
     resumable,
     run_phase,
+    seconds_in,
     writing,
 )
 from driftlens.experiment.study import Study
@@ -42,33 +49,33 @@ from driftlens.models.saving import save_state_dict
 from driftlens.pipelines.analyze import Phases
 from driftlens.pipelines.calibration_plan import (
     CalibrationPlan,
-    Choice,
-    diagnosed_too,
-    plan_calibration,
-    trained_on,
-    untouched_but_moved,
-)
-from driftlens.pipelines.calibration_variants import (
     Export,
     Solution,
-    kept_change,
-    lost_of,
+    plan_calibration,
+    preset_of,
     save_variants,
-    unreached,
+    with_saved,
 )
+from driftlens.pipelines.evaluation import final_features
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.run_state import COMMAND, how_to_explain, how_to_resume, how_to_save, require_analyzed
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.access import Context
+from driftlens.utils.devices import wide
 from driftlens.utils.distributed import ALONE
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, from_json, write_json_atomic
+from driftlens.utils.intervals import standard_error, student
 from driftlens.utils.progress import Reporter
+from driftlens.utils.registry import resolve
+from driftlens.utils.variants import expert_of, task_of
 
-PHASE = "calibrate"
-"""What progress events of the solving walk are called."""
+_PHASE = "calibrate"
+"""The phase of the progress events of the solving walk."""
+_SURE = 200
+"""Diagnosis samples of a task, at most, on which the certainty of its expert is measured."""
 
 
 def calibrate(
@@ -76,53 +83,63 @@ def calibrate(
     request: CalibrationRequest,
     context: Context = Context(),
     *,
-    choose: Choice | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
     """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
 
-    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are
-    measured, and nothing of it before; where its drift comes from is added after that. `on_measured` is called
-    with the run as soon as drift and accuracy are there.
+    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are measured,
+    and nothing of it before. Where its drift comes from is added after that.
+
+    Args:
+        path: the run directory.
+        request: what to calibrate with.
+        context: where and how to run.
+        on_measured: called with the run as soon as drift and accuracy are there.
+
+    Returns:
+        The run, opened anew.
     """
-    folder, is_chosen = pathlib.Path(path), choose is not None
-    target, begins = request.save_weights, request.replace or request.resume
-    if target is not None and not begins and request.name in read_manifest(folder).calibrations:
-        context.access.team.once(lambda: _save_kept(folder, target, request, context, is_chosen=is_chosen))
+    folder, team = pathlib.Path(path), context.access.team
+    begins = request.replace or request.resume
+    if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
+        team.once(lambda: _export_finished(folder, request, context))
         return open_run(folder)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
-    plan, study = opened.plan, opened.study
-    require_terms(request, opened, is_chosen=is_chosen)
-    export = opened.export(request)
+    plan, study, scratch = opened.plan, opened.study, opened.scratch
+    _require_free_name(request, opened, opened.manifest)
+    if request.resume:
+        identity = plan.identity(opened.manifest, study) | {"automatic": request.auto}
+        scratch.require_same(identity, asked=plan.asked if request.auto else {})
+    export = _export_of(request, opened)
     if export is not None:
-        study.team.once(export.require_place)
-    if choose is not None:
-        plan.require_choosable()
-    study.team.once(lambda: reopening.require_same_samples(opened.manifest, study))
-    study.team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
+        team.once(export.require_place)
+    if request.auto:
+        _require_held_out_samples(plan)
+    team.once(lambda: reopening.require_same_samples(opened.manifest, study))
+    team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = functools.partial(RunWriter.resume, folder)
-    with writing(study.team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
-        # Somebody may have been faster while the models were being opened.
-        require_free_name(request, opened, writer.manifest, is_chosen=is_chosen)
-        work = _Work(writer, opened, context.reporter(writer.progress), export)
+    with writing(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
+        # Another process may have been faster while the models were being opened.
+        _require_free_name(request, opened, writer.manifest)
+        reporter = context.reporter(writer.progress)
+        phases = Phases(writer, study, reporter, f"{_phase(plan)}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with resumable(
-                lambda: work.scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
-            ):
-                work.first_numbers(choose, resume=request.resume)
-            if on_measured is not None and study.team.is_main:
+            with resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)):
+                _solve_and_measure(request, opened, writer, phases, reporter)
+            if on_measured is not None and team.is_main:
                 on_measured(open_run(folder))
         is_live = context.live is not None
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
-        with resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
-            work.complete(attribution=request.attribution)
+        weights = folder / layout.calibration_weights(plan.name)
+        with resumable(lambda: weights.is_file() and more):
+            _complete(request, opened, writer, phases, export)
     return open_run(folder)
 
 
 @dataclass(frozen=True)
 class OpenCalibration:
-    """A run reopened, and what a calibration will do to it; `words` are the options that ask for it once more."""
+    """A reopened run with a calibration's plan; `words` are the command-line options that ask for it again."""
 
     folder: pathlib.Path
     manifest: Manifest
@@ -131,52 +148,21 @@ class OpenCalibration:
     plan: CalibrationPlan
     words: Sequence[str] = ()
 
-    def export(self, request: CalibrationRequest) -> Export | None:
-        """Where else the model is saved."""
-        if request.save_weights is None:
-            return None
-        # What has the name is no sitting of what is to replace it.
-        is_new = not request.resume or (request.replace and self.plan.name in self.manifest.calibrations)
-        return Export(
-            self.folder, self.plan.name, self.plan.method, self.models, request.save_weights, is_new
-        )
+    @property
+    def scratch(self) -> _Scratch:
+        """The folder of what is solved before the calibration is finished."""
+        return _Scratch(self.folder, self.plan.name)
 
-
-def _save_kept(
-    folder: pathlib.Path,
-    target: pathlib.Path,
-    request: CalibrationRequest,
-    context: Context,
-    *,
-    is_chosen: bool,
-) -> None:
-    """Save what a finished calibration made from what the run keeps, if it is what is asked for.
-
-    A request of the name alone opens no samples, and no models other than the one that gives the form.
-    """
-    manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
-    if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
-        opened = open_calibration(folder, request, dataclasses.replace(context, access=access))
-        require_free_name(request.changed(resume=True), opened, manifest, is_chosen=is_chosen)
-        models = opened.models
-    elif context.live is not None:
-        _, models = context.live(None)
-    else:
-        reopening.require_spec(folder, manifest)
-        models = open_models(load_spec(folder / layout.SPEC), access)
-    info = manifest.calibrations[request.name]
-    export = Export(folder, request.name, info.method, all_in(models, info.out_dtype), target)
-    export.require_kept(manifest)
-    export.require_place()
-    export.save(info)
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that the solution depends on, as plain values."""
+        return self.plan.identity(self.manifest, self.study)
 
 
 def open_calibration(
-    folder: pathlib.Path,
-    request: CalibrationRequest,
-    context: Context = Context(),
+    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """The run's models and samples with a request's plan; nothing is written."""
+    """Open the run's models and samples with a request's plan; nothing is written."""
     require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:
@@ -189,7 +175,7 @@ def open_calibration(
     models = all_in(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
     spec = load_spec(folder / layout.SPEC) if context.live is None else None
-    plan = plan_calibration(request, run, spec, study)
+    plan = plan_calibration(request, None if spec is None else spec.calibration, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)
     options = request.changed(resume=False, replace=False).words()
@@ -197,37 +183,61 @@ def open_calibration(
     return OpenCalibration(folder, run.manifest, study, models, plan, words)
 
 
-def require_terms(request: CalibrationRequest, opened: OpenCalibration, *, is_chosen: bool) -> None:
-    """Refuse a name that is taken, or to go on with something else than what was begun."""
+def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context: Context) -> None:
+    """Save the model of a finished calibration, if it is the one that is asked for.
+
+    A request with nothing but the name opens no samples, and no models other than the one that gives the form.
+    """
+    manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
+    if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
+        opened = open_calibration(folder, request, dataclasses.replace(context, access=access))
+        _require_free_name(request.changed(resume=True), opened, manifest)
+        models = opened.models
+    elif context.live is not None:
+        _, models = context.live(None)
+    else:
+        reopening.require_spec(folder, manifest)
+        models = open_models(load_spec(folder / layout.SPEC), access)
+    assert request.save_weights is not None
+    info = manifest.calibrations[request.name]
+    models = all_in(models, info.out_dtype)
+    export = Export(folder, request.name, info.method, models, request.save_weights)
+    export.require_kept(manifest)
+    export.require_place()
+    export.save(info)
+
+
+def _export_of(request: CalibrationRequest, opened: OpenCalibration) -> Export | None:
+    """Return where else the model is saved."""
+    if request.save_weights is None:
+        return None
     plan = opened.plan
-    require_free_name(request, opened, opened.manifest, is_chosen=is_chosen)
-    if request.resume:
-        identity = plan.identity(opened.manifest, opened.study) | {"automatic": is_chosen}
-        scratch = CalibrationScratch(opened.folder, plan.name)
-        scratch.require_begun(identity, asked=plan.asked if is_chosen else {})
+    # The calibration that has the name is not an earlier part of the one that replaces it.
+    is_new = not request.resume or (request.replace and plan.name in opened.manifest.calibrations)
+    return Export(opened.folder, plan.name, plan.method, opened.models, request.save_weights, is_new)
 
 
-def require_free_name(
-    request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest, *, is_chosen: bool
-) -> None:
+def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest) -> None:
     """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same."""
-    plan, finished = opened.plan, manifest.calibrations.get(opened.plan.name)
+    name, finished = opened.plan.name, manifest.calibrations.get(opened.plan.name)
     if finished is None or request.replace:
         return
-    hint = f"Choose another --name, or replace it with --replace; {how_to_save(opened.folder, plan.name, manifest)}."
+    hint = (
+        f"Choose another --name, or replace it with --replace; {how_to_save(opened.folder, name, manifest)}."
+    )
     if not request.resume:
-        raise SpecError(f"the run has a calibration {plan.name!r} already", hint=hint)
-    if text := _difference(plan, finished, is_chosen=is_chosen):
-        raise SpecError(f"the calibration {plan.name!r} is finished, with other settings: {text}", hint=hint)
+        raise SpecError(f"the run has a calibration {name!r} already", hint=hint)
+    if text := _difference(opened.plan, finished, is_chosen=request.auto):
+        raise SpecError(f"the calibration {name!r} is finished, with other settings: {text}", hint=hint)
 
 
 def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
-    """Say in what a finished calibration is not what the plan would make; chosen hyperparameters are its own."""
+    """Return in what a finished calibration differs from what the plan would make; a choice has its own settings."""
     names = ["samples", "out_dtype", "sites", "sample_digests"]
     names += [] if is_chosen else ["method", "settings", "layers", "views"]
     before, now = (
         {name: getattr(info, name) for name in names} | {"shrink": info.shrink.get("asked")}
-        for info in (finished, plan.info(0.0, ()))
+        for info in (finished, plan.info)
     )
     before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
     now |= {"auto": is_chosen, "layers": now.get("layers", [])}
@@ -236,314 +246,187 @@ def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: 
     return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
-class _Work:
-    """One calibration of a run that is open for writing."""
-
-    def __init__(
-        self, writer: RunWriter, opened: OpenCalibration, reporter: Reporter, export: Export | None = None
-    ) -> None:
-        self.writer, self.opened, self.reporter, self.plan = writer, opened, reporter, opened.plan
-        self.export = export
-        self.study, self.team = opened.study, opened.study.team
-        self.scratch = CalibrationScratch(writer.folder, opened.plan.name)
-        self.phases = Phases(writer, self.study, reporter, f"{self.plan.phase}:")
-
-    def first_numbers(self, choose: Choice | None, *, resume: bool = False) -> None:
-        """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
-        replaces = self.opened.plan.name in self.writer.manifest.calibrations
-
-        def clear() -> None:
-            if not (resume and self.scratch.is_there):
-                self.scratch.remove()  # first: with it, a removal that is stopped could be taken for one to go on with
-                if not replaces:
-                    self.writer.remove_calibration(self.plan.name)  # what one that was stopped has left
-
-        lead(self.team, self.writer, clear)
-        if choose is not None:
-            self._choose(choose)
-        identity, plan = self.plan.identity(self.opened.manifest, self.study), self.plan
-        begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
-        self.team.once(lambda: self.scratch.go_on(begun))
-        if replaces:
-            self._make_room()
-        notices = self.team.once(lambda: _notices(plan, self.study, self.opened.manifest))
-        self.writer.begin_variants(plan.variants)
-        run_phase(self.writer, plan.phase, lambda: self._save(identity, notices), self.study, sums=True)
-        change = self.team.once(lambda: kept_change(self.writer.folder, plan.name))
-        notices = [
-            *notices,
-            *lost_of(change),
-            *self.team.once(lambda: unreached(Solution(self.scratch.solved()))),
-        ]
-        reopening.add_calibration(
-            self.study, self.opened.models, self.writer.folder, plan.name, plan.method, plan.control
-        )
-        self.phases.measure(plan.variants)
-        maps = self.study.pool.variant(plan.variant).attachments
-        attached = attachment_tensors(maps, len(self.study.pool.chain.layers))
-        numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
-        info = plan.info(self.team.once(lambda: self.scratch.seconds), notices, numbers, change)
-        run_notices = [f"{plan.variant}: {text}" for text in notices]
-        self.writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=run_notices)
-
-    def _choose(self, choose: Choice) -> None:
-        """Go on with the plan that has what is chosen; what is tried on the way is kept, and so is the choice."""
-        plan, writer, scratch = self.plan, self.writer, self.scratch
-        phase, begins = f"{plan.phase}:choose", {"selection": {}, COMMAND: list(self.opened.words)}
-        start = plan.identity(self.opened.manifest, self.study) | {"automatic": True} | begins
-        self.team.once(lambda: scratch.go_on(start, asked=plan.asked))
-        begun = self.team.once(lambda: scratch.begun)
-
-        def tried() -> None:
-            reporter = _Candidates(self.reporter, writer, plan.name)
-            self.plan = plan.chosen(choose, self.study, reporter, begun, scratch.tried)
-
-        run_phase(writer, phase, tried, self.study, again=True, sums=True)
-        if not begun["selection"]:
-            identity = self.plan.identity(self.opened.manifest, self.study)
-            settled = start | identity | {"selection": dict(self.plan.selection)}
-            self.team.once(lambda: scratch.settle(settled))
-
-    def _make_room(self) -> None:
-        """Only when all layers are solved does the calibration that has the name make room."""
-        plan = self.plan
-
-        def work() -> None:
-            solve(self.writer, self.study, plan, self.scratch, self.reporter)
-
-        try:
-            run_phase(self.writer, f"{plan.phase}:solve", work, self.study, again=True, sums=True)
-        except DriftLensError as error:
-            if self.team.is_main and not isinstance(error, Cancelled | RunError):
-                self.scratch.remove()  # what has the name stays, and going on would fail once more
-            raise
-
-        def remove() -> None:
-            with self.scratch.hidden():
-                self.writer.remove_calibration(self.plan.name)
-
-        lead(self.team, self.writer, remove)
-
-    def _save(self, identity: Mapping[str, Any], notices: Sequence[str]) -> None:
-        plan, writer = self.plan, self.writer
-        solution = solve(writer, self.study, plan, self.scratch, self.reporter)
-
-        def save() -> None:
-            info = plan.info(self.scratch.seconds, notices)
-            save_variants(writer, self.opened.models, self.study, plan, solution, info, identity)
-
-        lead(self.team, writer, save)
-
-    def complete(self, *, attribution: bool) -> None:
-        """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
-        plan, writer, study, folder = self.plan, self.writer, self.study, self.writer.folder
-        self.team.once(self.scratch.remove)
-        info = writer.manifest.calibrations[plan.name]
-        control = info.control
-        variants = [control, plan.variant] if control else [plan.variant]
-        if plan.variant not in study.pool:
-            reopening.add_calibration(study, self.opened.models, folder, plan.name, plan.method, control)
-        self.phases.complete(variants)
-
-        def describe() -> None:
-            from driftlens.experiment.model_card import model_card
-
-            with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
-                file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
-
-        lead(self.team, writer, describe)
-        if (export := self.export) is not None:
-            self.team.once(lambda: export.save(info))
-        if attribution:
-            self.phases.explain(variants)
+def _require_held_out_samples(plan: CalibrationPlan) -> None:
+    """Refuse a choice for a trained calibrator, or with too few samples to hold some out."""
+    if not plan.calibrator.takes_sites:
+        raise SpecError(f"{plan.method} has no closed form to choose", hint="Leave out --auto.")
+    for task, samples in plan.samples.items():
+        folds_of(len(samples), task)
 
 
-def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
-    """What a reader should know of a calibration, whatever comes of it."""
-    # Those of files are drawn apart.
-    notices = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    notices += trained_on(plan.samples, study) if plan.automatic else []
-    if plan.sites:
-        pool = study.pool
-        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
-        partial = [f"only a part is calibrated: {text}"] if share < 1 else []
-        return [*notices, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
-    if plan.boundaries:
-        return [
-            *notices,
-            "weights are those of the merged model; what is attached wants to know the task of an input",
-        ]
-    return [*notices, f"this is {plan.unchanged}"]
+def _phase(plan: CalibrationPlan) -> str:
+    """Return the name that the run's phases of a calibration begin with."""
+    return f"calibrate:{plan.name}"
 
 
-def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
-    """What the anchor is where it is not the merged model, by the method that merged it."""
-    if not plan.control:
-        return []
-    reach, merge = plan.calibrator.anchor_reach, manifest.merge or {}
-    text = f"the anchor is base + {reach:g} (merged - base)"
-    scaling = merge.get("parameters", {}).get("scaling")
-    name = str(merge.get("method"))
-    laws = merge_methods[name].laws if name in merge_methods else frozenset()
-    if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
-        text += f": {merge['title']} with scaling {reach * scaling:g} in place of {scaling:g}"
-    elif merge:
-        text += f": {reach:g} times the step that {merge['title']} makes from the base"
-    return [f"{text}; {plan.control} measures it alone"]
+def _solve_and_measure(
+    request: CalibrationRequest,
+    opened: OpenCalibration,
+    writer: RunWriter,
+    phases: Phases,
+    reporter: Reporter,
+) -> None:
+    """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
+    study, scratch, name = opened.study, opened.scratch, opened.plan.name
+    team, replaces = study.team, name in writer.manifest.calibrations
+
+    def clear() -> None:
+        if not (request.resume and scratch.is_there):
+            scratch.remove()  # first: next to it, a removal that is stopped could be taken for one to resume
+            if not replaces:
+                writer.remove_calibration(name)  # the rest of one that was stopped
+
+    lead(team, writer, clear)
+    if request.auto:
+        opened = _with_choice(request, opened, writer, reporter)
+    plan, identity = opened.plan, opened.identity
+    begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
+    team.once(lambda: scratch.begin(begun))
+
+    def solved() -> Solution:
+        return _solve(writer, study, plan, scratch, reporter)
+
+    if replaces:
+        _make_room(opened, writer, solved)
+
+    def save() -> None:
+        solution = solved()
+
+        def write() -> None:
+            notices = _notices(plan, study, opened.manifest)
+            info = dataclasses.replace(
+                plan.info, seconds=scratch.seconds or solution.seconds, notices=notices
+            )
+            save_variants(writer, opened.models, study, plan, solution, info, identity)
+
+        lead(team, writer, write)
+
+    writer.begin_variants(plan.variants)
+    run_phase(writer, _phase(plan), save, study, sums=True)
+    reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
+    phases.measure(plan.variants)
+    attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
+    info = dataclasses.replace(
+        team.once(lambda: with_saved(plan.info, writer.folder, name)),
+        attached=sum(tensor.numel() for tensor in attached.values() if tensor.dim()),
+    )
+    notices = [f"{plan.variant}: {text}" for text in info.notices]
+    writer.finish_variants(plan.variants, calibrations={name: info}, notices=notices)
 
 
-class _Candidates(Reporter):
-    """Keeps what is measured of every candidate among the run's events, for whoever watches."""
+def _with_choice(
+    request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
+) -> OpenCalibration:
+    """Return the calibration with what is chosen; what is tried on the way is kept, and so is the choice."""
+    from driftlens.pipelines.automatic import choose_settings
+    from driftlens.pipelines.model_selection import ResultStore
+
+    plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
+    start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
+    team.once(lambda: scratch.begin(start, asked=plan.asked))
+    begun = team.once(lambda: scratch.begun)
+    earlier, chosen = begun["selection"], opened
+
+    def choose() -> None:
+        nonlocal chosen
+        if earlier.get("asked") == plan.asked:
+            kind, selection = calibrators[begun["method"]], earlier
+            calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
+        else:
+            calibrator, record = choose_settings(
+                study.blinded(plan.samples),
+                plan.calibrator,
+                plan.sites,
+                _CandidateEvents(reporter, writer, plan.name),
+                ResultStore(scratch.tried, team, scratch.require_there),
+                others=request.method is None,
+                share=request.shrink,
+            )
+            selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.asked}
+        chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
+
+    run_phase(writer, f"{_phase(plan)}:choose", choose, study, again=True, sums=True)
+    if not earlier:
+        settled = start | chosen.identity | {"selection": dict(chosen.plan.selection)}
+        team.once(lambda: scratch.settle(settled))
+    return chosen
+
+
+class _CandidateEvents(Reporter):
+    """Records what is measured of every candidate among the run's events, for those who watch the run."""
 
     def __init__(self, reporter: Reporter, writer: RunWriter, name: str) -> None:
         self._reporter, self._writer, self._calibration = reporter, writer, name
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """As of a `Reporter`."""
+        """Report a step, see `Reporter.step`."""
         if "score" in metrics:
             self._writer.event(layout.CANDIDATE, of=self._calibration, name=label, **metrics)
         self._reporter.step(phase, done, total, label, **metrics)
 
 
-class CalibrationScratch:
-    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees.
+def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
+    """Remove the calibration that has the name, but only once all layers of the new one are solved."""
+    plan, study, scratch = opened.plan, opened.study, opened.scratch
+    try:
+        run_phase(writer, f"{_phase(plan)}:solve", solved, study, again=True, sums=True)
+    except DriftLensError as error:
+        if study.team.is_main and not isinstance(error, Cancelled | RunError):
+            scratch.remove()  # the old one stays, and resuming would fail once more
+        raise
 
-    It holds what the calibration began with, from its beginning to its end, and the layers that are solved.
-    """
+    def remove() -> None:
+        with scratch.hidden():
+            writer.remove_calibration(plan.name)
 
-    untold = 0.0
-    """Seconds that work took of which nothing is kept."""
-
-    def __init__(self, run: pathlib.Path, name: str) -> None:
-        """Nothing is read or written yet."""
-        self._settings = run / layout.begun_calibration(name)
-        self._folder = self._settings.parent
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the calibration was begun and is not finished."""
-        return self._settings.is_file()
-
-    @property
-    def begun(self) -> dict[str, Any]:
-        """What it began with; nothing where nothing was begun."""
-        if not self.is_there:
-            return {}
-        try:
-            return dict(from_json(self._settings.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(
-                f"{self._settings} can't be read: {error}", hint="Start afresh without --resume."
-            ) from error
-
-    def require_there(self) -> None:
-        """Refuse to write where the calibration is not any more, which would bring a folder back."""
-        if not self.is_there:
-            raise RunError(
-                f"{self._folder} was removed while it was being written to",
-                hint="Nothing more was written there. Start again with a run that is in its place.",
-            )
-
-    def remove(self) -> None:
-        """Throw everything away."""
-        remove_tree(self._folder)
-
-    def go_on(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Begin, unless that was done before, with the same settings; `asked` is what a choice begins with."""
-        if self.is_there:
-            self.require_begun(settings, asked=asked)
-        else:
-            self.remove()
-            write_json_atomic(self._settings, settings)
-
-    def require_begun(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Refuse what `go_on` would, if anything was begun."""
-        if not self.is_there:
-            return
-        then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
-        if asked and (chosen := then.get("selection")):
-            then, now, skip = then | chosen["asked"], {**now, **asked}, {*skip, "sites", "views"}
-        sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
-        if text := reopening.difference(*sides):
-            raise SpecError(
-                f"the interrupted calibration had {text}",
-                hint="Resume with the same settings, models and samples, or start afresh without --resume.",
-            )
-
-    def solved(self) -> dict[int, CalibratedLayer]:
-        """The layers that are kept, by index; their values stay on disk until they are asked for."""
-        return {int(path.stem): _read(path) for path in self._files()}
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """A block that, stopped in the middle, leaves nothing to go on with."""
-        settings = self.begun
-        self._settings.unlink()
-        yield
-        write_json_atomic(self._settings, settings)
-
-    @property
-    def spill(self) -> pathlib.Path:
-        """A folder for features that don't fit into memory."""
-        return self._folder / "features"
-
-    @property
-    def tried(self) -> Kept:
-        """What became of the candidates that a choice has tried; nothing any more once it is `settled`."""
-        return Kept(self._folder / "tried", self.require_there)
-
-    def settle(self, settings: Mapping[str, Any]) -> None:
-        """Go on with what was chosen: `settings` take the place of those that the choice began with."""
-        self.require_there()
-        write_json_atomic(self._settings, settings)
-        remove_tree(self._folder / "tried")
-
-    @property
-    def seconds(self) -> float:
-        """What was solved so far took, over all sittings."""
-        return Kept(self._folder).seconds or self.untold
-
-    def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
-        """Store one layer's solution, whole or not at all; returns what was stored."""
-        self.require_there()
-        reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
-        file = self._folder / f"{layer.layer:03d}.safetensors"
-        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
-        return _read(file)
-
-    def _files(self) -> list[pathlib.Path]:
-        return sorted(self._folder.glob("*.safetensors"))
+    lead(study.team, writer, remove)
 
 
-def _read(path: pathlib.Path) -> CalibratedLayer:
-    source = open_checkpoint(path)
-    with safe_open(path, framework="pt") as file:
-        stored = from_json(file.metadata()["reports"])
-    reports = tuple(SiteReport(**report) for report in stored)
-    return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)
+def _complete(
+    request: CalibrationRequest,
+    opened: OpenCalibration,
+    writer: RunWriter,
+    phases: Phases,
+    export: Export | None,
+) -> None:
+    """Add what follows the first numbers, as far as it is missing: other measurements, model card, export."""
+    plan, study, folder = opened.plan, opened.study, writer.folder
+    study.team.once(opened.scratch.remove)
+    info = writer.manifest.calibrations[plan.name]
+    variants = [info.control, plan.variant] if info.control else [plan.variant]
+    if plan.variant not in study.pool:
+        reopening.add_calibration(study, opened.models, folder, plan.name, info.method, info.control)
+    phases.complete(variants)
+
+    def describe() -> None:
+        from driftlens.experiment.model_card import model_card
+
+        with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
+            file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
+
+    lead(study.team, writer, describe)
+    if export is not None:
+        study.team.once(lambda: export.save(info))
+    if request.attribution:
+        phases.explain(variants)
 
 
 @torch.no_grad()
-def solve(
-    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter
+def _solve(
+    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: _Scratch, reporter: Reporter
 ) -> Solution:
-    """What a plan solves for or trains, in forward order; it is kept at once, and not done again when resumed."""
-    solution, started = Solution(scratch.solved()), time.monotonic() - scratch.seconds
-
-    def elapsed() -> float:
-        return time.monotonic() - started
-
-    metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
-
+    """Return what a plan solves for or trains, in forward order; layers are kept at once, and resumed from."""
+    solution, started = Solution(scratch.layers()), time.monotonic() - scratch.seconds
+    metrics: dict[str, float] = {}  # of the last finished layer: enough to plot a curve while it runs
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
     def step(progress: Step) -> None:
         nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
-        # A layer may take minutes: the tasks that it goes through are counted too, so that the time left is known soon.
+        # A layer may take minutes: its tasks are counted too, so that the remaining time is known soon.
         parts, place = max(1, len(tasks)), tasks.index(progress.task) if progress.task in tasks else 0
         reached = max(reached, parts * progress.done + place)
-        reporter.step(PHASE, reached, parts * progress.total, progress.label, **values)
+        reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
 
     ground = Ground(
         study.pool,
@@ -562,7 +445,7 @@ def solve(
     for layer in plan.calibrator.calibrate(ground):
         solution.attachments |= layer.attachments
         if study.team.is_main and (layer.updates or layer.reports):
-            solution.layers[layer.layer] = scratch.keep(layer, elapsed())
+            solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
         if layer.reports:
             drifts = layer.drift_l2_mean.values()
             metrics |= {
@@ -571,11 +454,213 @@ def solve(
                 "objective_before": _total(report.objective_before for report in layer.reports),
                 "objective_after": _total(report.objective_after for report in layer.reports),
             }
-            writer.event("layer", phase=PHASE, name=plan.name, **metrics)
-    scratch.untold = elapsed()
+            writer.event("layer", phase=_PHASE, name=plan.name, **metrics)
+    solution.seconds = time.monotonic() - started
     return solution
 
 
 def _total(values: Iterable[float | None]) -> float:
-    """The sum; NaN where a value was not computed."""
+    """Return the sum, or NaN if a value was not computed."""
     return sum(math.nan if value is None else value for value in values)
+
+
+def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
+    """Return what a reader should know of a calibration, whatever its result."""
+    # Of files, calibration and diagnosis samples never overlap.
+    notices = _diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
+    notices += _trained_on(plan.samples, study) if plan.automatic else []
+    if plan.sites:
+        pool = study.pool
+        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        partial = [f"only a part is calibrated: {text}"] if share < 1 else []
+        return [*notices, *partial, *_anchor(plan, manifest), *_moved_but_not_calibrated(pool, plan.sites)]
+    if plan.boundaries:
+        return [
+            *notices,
+            "weights are those of the merged model; what is attached wants to know the task of an input",
+        ]
+    return [*notices, f"this is {plan.unchanged}"]
+
+
+def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
+    """Return a notice on the anchor if it is not the merged model, in terms of the method that merged it."""
+    if not plan.control:
+        return []
+    reach, merge = plan.calibrator.anchor_reach, manifest.merge or {}
+    text = f"the anchor is base + {reach:g} (merged - base)"
+    scaling = merge.get("parameters", {}).get("scaling")
+    name = str(merge.get("method"))
+    laws = merge_methods[name].laws if name in merge_methods else frozenset()
+    if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
+        text += f": {merge['title']} with scaling {reach * scaling:g} in place of {scaling:g}"
+    elif merge:
+        text += f": {reach:g} times the step that {merge['title']} makes from the base"
+    return [f"{text}; {plan.control} measures it alone"]
+
+
+def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
+    """Return a notice per layer outside the blocks that differs between base and experts but stays as merged."""
+    experts = [name for name in pool.names if task_of(name) is not None]
+    first, *others = [*(["base"] if "base" in pool else []), *experts]
+
+    def differs(key: str) -> bool:
+        start = pool.source(first).read(key).double()
+        return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
+
+    notices = []
+    for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
+        solved = {f"{site}.{part}" for site in sites.get(layer.index, ()) for part in ("weight", "bias")}
+        keys = {slot.key for name, slot in pool.chain.owned(layer).items() if name not in solved}
+        if moved := ", ".join(filter(differs, sorted(keys))):
+            notices.append(
+                f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
+                "calibrated: it stays as in the merged model"
+            )
+    return notices
+
+
+def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+    """Return a notice per task of which diagnosis samples are among these calibration samples, by content."""
+    notices = []
+    for task, drawn in samples.items():
+        solved_on, measured_on = set(drawn.digests), study.tasks[task].diagnosis.digests
+        count = sum(sample in solved_on for sample in measured_on)
+        if count:
+            notices.append(
+                f"{count} of the {len(measured_on)} diagnosis samples of task {task} are among its calibration "
+                "samples, so drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
+            )
+    return notices
+
+
+@torch.no_grad()
+def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+    """Return a notice if experts were probably trained on these samples, without labels: they are surer of them.
+
+    The mean probability of the class that each expert chooses is compared with that on diagnosis samples: Welch's t,
+    one-sided, at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of
+    draws of 64 samples that experts were trained on, and of 0.6 to 1.6 % of others.
+    """
+    means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
+    for task, drawn in samples.items():
+        model, head = expert_of(task), study.head(task, expert_of(task))
+        diagnosed = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
+        if head is None or min(len(drawn), len(diagnosed)) < 2:
+            continue
+        sure = []
+        for part in (dataclasses.replace(drawn, views=None), diagnosed):
+            features = final_features(study.pool, model, task, part, study.settings.pool)
+            sure.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
+        means.append((float(sure[0].mean()), float(sure[1].mean())))
+        groups += sure
+    if not means:
+        return []
+    error, freedom = standard_error([part / len(means) for part in groups])
+    on_drawn, on_diagnosed = np.mean(means, axis=0)
+    if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
+        return []
+    return [
+        f"experts were probably trained on the calibration samples: they are surer of them ({100 * on_drawn:.1f} % on "
+        f"average) than of the diagnosis samples ({100 * on_diagnosed:.1f} %). What is chosen on such samples "
+        "misleads; bring others"
+    ]
+
+
+class _Scratch:
+    """The folder of one unfinished calibration inside a run, which readers don't see.
+
+    It holds what the calibration began with, from its beginning to its end, and the layers that are solved.
+    """
+
+    def __init__(self, run: pathlib.Path, name: str) -> None:
+        self._settings = run / layout.begun_calibration(name)
+        self._folder = self._settings.parent
+        self.spill, self.tried = self._folder / "features", self._folder / "tried"
+
+    @property
+    def is_there(self) -> bool:
+        """Return True if the calibration was begun and is not finished."""
+        return self._settings.is_file()
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """The settings that it began with."""
+        try:
+            return dict(from_json(self._settings.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"{self._settings} can't be read: {error}", hint="Start afresh without --resume."
+            ) from error
+
+    def require_there(self) -> None:
+        """Refuse to write where the calibration is not any more, which would bring a removed folder back."""
+        if not self.is_there:
+            raise RunError(
+                f"{self._folder} was removed while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
+
+    def remove(self) -> None:
+        """Remove everything."""
+        remove_tree(self._folder)
+
+    def begin(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
+        """Write down the settings, unless that was done before, with the same ones; see `require_same`."""
+        if self.is_there:
+            self.require_same(settings, asked=asked)
+        else:
+            self.remove()
+            write_json_atomic(self._settings, settings)
+
+    def require_same(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
+        """Refuse settings other than those that were begun with; `asked` is what a choice begins with."""
+        if not self.is_there:
+            return
+        then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
+        if asked and (chosen := then.get("selection")):
+            then, now, skip = then | chosen["asked"], {**now, **asked}, {*skip, "sites", "views"}
+        sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
+        if text := reopening.difference(*sides):
+            raise SpecError(
+                f"the interrupted calibration had {text}",
+                hint="Resume with the same settings, models and samples, or start afresh without --resume.",
+            )
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Replace the settings that a choice began with by those that were chosen."""
+        self.require_there()
+        write_json_atomic(self._settings, settings)
+        remove_tree(self.tried)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Run a block that, stopped in the middle, leaves nothing to resume."""
+        settings = self.begun
+        self._settings.unlink()
+        yield
+        write_json_atomic(self._settings, settings)
+
+    @property
+    def seconds(self) -> float:
+        """What the layers that are kept took to solve, over all sittings."""
+        return seconds_in(self._folder)
+
+    def layers(self) -> dict[int, CalibratedLayer]:
+        """Return the layers that are kept, by index; their values stay on disk until they are read."""
+        return {int(path.stem): _read_layer(path) for path in sorted(self._folder.glob("*.safetensors"))}
+
+    def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
+        """Store one layer's solution, whole or not at all; return what was stored."""
+        self.require_there()
+        reports = json.dumps([vars(report) for report in layer.reports])
+        file = self._folder / f"{layer.layer:03d}.safetensors"
+        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
+        return _read_layer(file)
+
+
+def _read_layer(path: pathlib.Path) -> CalibratedLayer:
+    source = open_checkpoint(path)
+    with safe_open(path, framework="pt") as file:
+        stored = from_json(file.metadata()["reports"])
+    reports = tuple(SiteReport(**report) for report in stored)
+    return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)

@@ -1,55 +1,89 @@
-"""What one calibration will do to one run, decided before anything is computed."""
+"""The plan of one calibration, with everything resolved before anything is computed, and the models saved from it.
+
+Entry points: `plan_calibration`, `save_variants`, and `Export` for a copy that the original library loads.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from driftlens.calibration.automatic import folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
+from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.tensor_sources import (
+    Between,
+    InDtypes,
+    OnDemand,
+    StateSource,
+    TensorsSource,
+    content_digest,
+)
 from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.sequential import Stepwise
 from driftlens.engine.sites import select_sites, updated_sites
+from driftlens.engine.solver_types import CalibratedLayer, SiteReport
+from driftlens.experiment.loading import OpenModels, head_files
 from driftlens.experiment.merging import merged_within
-from driftlens.experiment.resume import Kept
-from driftlens.experiment.study import Study
+from driftlens.experiment.resume import attached_by
+from driftlens.experiment.study import Study, model_info
 from driftlens.merging.method import merge_called
-from driftlens.pipelines.evaluation import final_features
-from driftlens.runs.layout import calibration_weights
-from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_digest
-from driftlens.runs.run import DriftRun
-from driftlens.utils.devices import wide
-from driftlens.utils.errors import DataError, SpecError
-from driftlens.utils.intervals import standard_error, student
-from driftlens.utils.progress import Reporter
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import LayerChain, ParameterKey, fused
+from driftlens.models.saving import (
+    Patched,
+    library_prefix,
+    require_target,
+    save_card,
+    save_model,
+    save_state_dict,
+)
+from driftlens.runs.layout import calibration_attachments, calibration_folder, calibration_weights
+from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_digest, versions
+from driftlens.runs.run import open_run
+from driftlens.runs.schema import CALIBRATION
+from driftlens.runs.writer import RunWriter
+from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.utils.registry import resolve
-from driftlens.utils.variants import calibrated, control_of, expert_of, task_of
+from driftlens.utils.rounding import Change, saved_words
+from driftlens.utils.variants import calibrated, control_of, expert_of
+from driftlens.utils.words import counted, some_of
 
 if TYPE_CHECKING:
-    from driftlens.config.run import Calibration, RunSpec
+    from driftlens.config.run import Calibration
+
+_ATTACHED_FILE = "attachments.safetensors"
+"""The file of a saved folder that holds the adapters."""
+
+_LOADER = """\
+import torch
+from safetensors.torch import load_file
 
 
-_SURE = 200
-"""Diagnosis samples of a task that are asked how sure its expert is."""
+def attach(model, task, file="{file}"):
+    saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
+    for path in {{path for path, name, of in saved if of == task}}:
+        def change(module, inputs, output, path=path):
+            f = output[0] if isinstance(output, tuple) else output
+            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
+{code}
+            return (f, *output[1:]) if isinstance(output, tuple) else f
+        model.get_submodule(path).register_forward_hook(change)
 
 
-Choice = Callable[
-    [Study, Calibrator, Mapping[int, Sequence[str]], Reporter, Kept], tuple[Calibrator, Mapping[str, Any]]
-]
-"""Chooses hyperparameters: (study, calibrator to start from, sites, reporter, where to keep trials) -> calibrator
-with the hyperparameters chosen, and how they were. It sees calibration samples and nothing else. Where the record says
-`kept`, the calibration's variant is that model, `merged` or `base`, as it is."""
+"""
 
 
 @dataclass(frozen=True)
@@ -78,36 +112,16 @@ class CalibrationPlan(Chosen):
     out_dtype: str = ""
     shrink: Mapping[str, Any] = field(default_factory=dict)
 
-    def require_choosable(self) -> None:
-        """Refuse a choice for a trained calibrator, or with too few samples to hold some out."""
-        if not self.calibrator.takes_sites:
-            raise SpecError(f"{self.method} has no closed form to choose", hint="Leave out --auto.")
-        for task, count in self.counts.items():
-            folds_of(count, task)
-
-    def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
-        """The plan with this calibrator, and the control that its anchor wants."""
-        control = control_of(self.name) if study.has_base and calibrator.anchor_reach != 1 else ""
-        return dataclasses.replace(self, calibrator=calibrator, control=control)
-
-    def chosen(
-        self, choose: Choice, study: Study, reporter: Reporter, begun: Mapping[str, Any], kept: Kept
+    def with_choice(
+        self, calibrator: Calibrator, selection: Mapping[str, Any], study: Study
     ) -> CalibrationPlan:
-        """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`."""
-        selection = begun.get("selection") or {}
-        if selection.get("asked") == self.asked:
-            kind = calibrators[begun["method"]]
-            calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
-        else:
-            shown = study.blinded(self.samples)
-            calibrator, record = choose(shown, self.calibrator, self.sites, reporter, kept)
-            selection = {**record, "preset": preset_of(self.calibrator), "asked": self.asked}
+        """Return the plan with what `automatic.choose_settings` has found; the pool gains the merge it has kept."""
         calibrator.check(has_base=study.has_base)
-        plan = dataclasses.replace(self, automatic=True, selection=selection)
+        shrink = dict(self.shrink)
         if "share" in selection:
-            # A share that was asked for is none that the curve speaks for.
-            curve = {} if "share" in self.shrink else {"curve": selection["curve"]}
-            plan = dataclasses.replace(plan, shrink={**self.shrink, "share": selection["share"], **curve})
+            # A share that was asked for is not one that the curve was chosen from.
+            shrink |= {"share": selection["share"]} | ({} if shrink else {"curve": selection["curve"]})
+        plan = dataclasses.replace(self, automatic=True, selection=selection, shrink=shrink)
         if "merge" in selection:
             merge = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
             study.pool.add(plan.kept, merged_within(study.blinded(self.samples), merge))
@@ -120,12 +134,13 @@ class CalibrationPlan(Chosen):
         if type(calibrator) is not type(self.calibrator):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
-        return plan.settled(calibrator, study)
+        control = _control(self.name, calibrator, study)
+        return dataclasses.replace(plan, calibrator=calibrator, control=control)
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a choice begins with, as plain values: a finished calibration is known again by it."""
-        start = {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
+        """What a choice starts from, as plain values; a finished calibration is recognized by it."""
+        start = {"method": self.method, "settings": plain_settings(self.calibrator), "layers": self.layers}
         return start | ({"views": self.views} if self.views else {})
 
     @property
@@ -139,93 +154,47 @@ class CalibrationPlan(Chosen):
         return (self.control, self.variant) if self.control else (self.variant,)
 
     @property
-    def phase(self) -> str:
-        """What the run calls its phases."""
-        return f"calibrate:{self.name}"
-
-    @property
-    def weights(self) -> dict[str, str]:
-        """Where the weights of each variant go, relative to the run."""
-        return {
-            variant: calibration_weights(self.name, control=variant == self.control)
-            for variant in self.variants
-        }
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """All hyperparameters as plain values."""
-        return plain_settings(self.calibrator)
-
-    @property
-    def parameters(self) -> frozenset[tuple[int, str]]:
-        """Layer index and own name of every parameter of the chosen sites."""
-        return frozenset(
-            (layer, f"{site}.{part}")
-            for layer, sites in self.sites.items()
-            for site in sites
-            for part in ("weight", "bias")
-        )
-
-    @property
     def layers(self) -> list[int]:
-        """Indices of the layers that are calibrated, or have something attached behind them."""
+        """Indices of the layers that are calibrated, or have an adapter attached after them."""
         return sorted({*self.sites, *self.boundaries})
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Calibration samples by task."""
-        return {task: len(samples) for task, samples in self.samples.items()}
-
-    @property
-    def sample_digests(self) -> dict[str, str]:
-        """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
-        return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
-
-    @property
     def views(self) -> dict[str, str]:
-        """Which copies of samples are read beside them, as was asked for, by task."""
-        by_task = {task: samples.views for task, samples in self.samples.items()}
-        return {task: str(views) for task, views in by_task.items() if views is not None}
+        """The views of the samples that are read in addition, as they were asked for, by task."""
+        return {task: str(drawn.views) for task, drawn in self.samples.items() if drawn.views is not None}
 
-    def info(
-        self,
-        seconds: float,
-        notices: Sequence[str],
-        attached: int = 0,
-        change: Mapping[str, Any] = MappingProxyType({}),
-    ) -> CalibrationInfo:
-        """The entry of the manifest."""
+    @property
+    def info(self) -> CalibrationInfo:
+        """The entry of the manifest, without what is known only afterwards."""
         return CalibrationInfo(
             method=self.method,
-            settings=self.hyperparameters,
+            settings=plain_settings(self.calibrator),
             control=self.control,
-            seconds=seconds,
-            samples=self.counts,
-            sample_digests=self.sample_digests,
+            seconds=0.0,
+            samples={task: len(samples) for task, samples in self.samples.items()},
+            sample_digests={task: ids_digest(samples.identities) for task, samples in self.samples.items()},
             layers=self.layers,
             automatic=self.automatic,
-            notices=tuple(notices),
             preset=preset_of(self.calibrator),
             sites=tuple(self.patterns),
             seed=self.seed,
             selection=self.selection,
-            attached=attached,
             out_dtype=self.out_dtype,
-            change=dict(change),
             views=self.views,
             shrink=self.shrink,
         )
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
-        """Everything that the solution depends on, as plain values."""
+        """Return everything that the solution depends on, as plain values."""
         models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
+        info = self.info
         return {
             "method": self.method,
-            "settings": self.hyperparameters,
+            "settings": info.settings,
             "automatic": self.automatic,
             "boundaries": list(self.boundaries),
             "sites": {str(layer): list(names) for layer, names in self.sites.items()},
-            "samples": self.sample_digests,
+            "samples": info.sample_digests,
             "models": {name: manifest.models[name].digest for name in models},
             "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
             **({"out_dtype": self.out_dtype} if self.out_dtype else {}),
@@ -235,165 +204,93 @@ class CalibrationPlan(Chosen):
 
 
 def plan_calibration(
-    request: CalibrationRequest, run: DriftRun, spec: RunSpec | None, study: Study
+    request: CalibrationRequest, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
-    """The plan of a request; where it says nothing, the `calibration` section of the run's spec counts."""
-    section = None if spec is None else spec.calibration
+    """Return the plan of a request; `section` is the `calibration` section of the run's spec, which has the rest."""
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
-    method, chooses_itself = method_of(request, section), not calibrator.takes_sites
-    samples = {
-        task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
-    }
+    method, is_trained = _method_of(request, section), not calibrator.takes_sites
+    samples = {task: _first_of(data.calibration, request.samples, task) for task, data in study.tasks.items()}
     for task, drawn in samples.items():
-        viewed(drawn)  # refuses views that can't be made
+        viewed(drawn)  # raises if the views can't be made
         if isinstance(calibrator, Stepwise):
             calibrator.require_samples(len(drawn), task)
-    patterns = request.sites
-    if patterns is None and section is not None and (section.method == method or not chooses_itself):
+    patterns, layers = request.sites, request.layers
+    if patterns is None and section is not None and (section.method == method or not is_trained):
         patterns = section.sites
-    layers = request.layers
-    if chooses_itself and (layers is not None or patterns is not None):
+    if is_trained and (layers is not None or patterns is not None):
         raise SpecError(
             f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
             hint="Leave them out, or choose a method that solves for modules, for example featcal.",
         )
-    chain = study.pool.chain
-    update = calibrator.update
-    sites = {} if chooses_itself else select_sites(chain, layers=layers, sites=patterns, update=update)
-    control = control_of(request.name)
-    if control in study.variants:
+    chain, update = study.pool.chain, calibrator.update
+    sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=update)
+    if control_of(request.name) in study.variants:
         raise SpecError(
-            f"{control} is a baseline of the run and would be the control of {request.name!r}",
+            f"{control_of(request.name)} is a baseline of the run and would be the control of {request.name!r}",
             hint="Choose another --name.",
         )
-    if request.shrink is not None:
-        _require_way(method, calibrator, study)
-    plan = CalibrationPlan(
+    shrink = request.shrink
+    if shrink is not None and not study.has_base:
+        raise SpecError("shrink goes towards the base, and the run has none", hint="Leave shrink out.")
+    if shrink is not None and is_trained:
+        raise SpecError(
+            f"{method} attaches maps and leaves the weights alone, so that nothing can be shrunk towards the base",
+            hint="Leave shrink out, or choose a method that changes weights.",
+        )
+    return CalibrationPlan(
         request.name,
         method,
         calibrator,
         sites,
         samples,
-        control,
+        _control(request.name, calibrator, study),
         patterns=tuple(patterns or ()),
         seed=study.seed,
-        boundaries=(len(chain.layers),) if chooses_itself else (),
+        boundaries=(len(chain.layers),) if is_trained else (),
         out_dtype=request.out_dtype or "",
-        shrink={} if request.shrink is None else {"asked": request.shrink, "share": request.shrink},
+        shrink={} if shrink is None else {"asked": shrink, "share": shrink},
     )
-    return plan.settled(calibrator, study)
 
 
-def _require_way(method: str, calibrator: Calibrator, study: Study) -> None:
-    """Refuse to shrink where there is no base, or nothing but what is attached."""
-    if not study.has_base:
-        raise SpecError("shrink goes towards the base, and the run has none", hint="Leave shrink out.")
-    if not calibrator.takes_sites:
-        raise SpecError(
-            f"{method} attaches maps and leaves the weights alone, so that nothing can be shrunk towards the base",
-            hint="Leave shrink out, or choose a method that changes weights.",
-        )
+def _control(name: str, calibrator: Calibrator, study: Study) -> str:
+    """Return the variant that measures the anchor alone; empty where the anchor is the merged model."""
+    return control_of(name) if study.has_base and calibrator.anchor_reach != 1 else ""
 
 
-def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
-    """All hyperparameters as JSON would give them back."""
-    settings = calibrator.get_params()
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
-
-def preset_of(calibrator: Calibrator) -> str:
-    """The published setting whose values all of a calibrator's have; empty without."""
-    settings, kind = calibrator.get_params(), type(calibrator)
-    # What a preset leaves out has to be the calibrator's default, too.
-    return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
-
-
-def _beginning(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
-    """The first `count` samples, as drawing fewer would have given, or all."""
+def _first_of(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
+    """Return the first `count` samples, as drawing fewer would have given, or all."""
     if samples is None or len(samples) < (count or 1):
         available = 0 if samples is None else len(samples)
         raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are asked for")
     return samples if count is None else part_of(samples, range(count))
 
 
-def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]) -> list[str]:
-    """One notice per layer outside the blocks that differs between base and experts but was not calibrated."""
-    experts = [name for name in pool.names if task_of(name) is not None]
-    first, *others = [*(["base"] if "base" in pool else []), *experts]
+def calibrator_of(
+    request: CalibrationRequest, section: Calibration | None, *, has_views: bool = False
+) -> Calibrator:
+    """Return the calibrator with all settings resolved: parameters over preset over spec over defaults.
 
-    def differs(key: str) -> bool:
-        start = pool.source(first).read(key).double()
-        return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
-
-    notices = []
-    for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
-        slots = pool.chain.owned(layer).items()
-        keys = {slot.key for name, slot in slots if (layer.index, name) not in calibrated}
-        if moved := ", ".join(filter(differs, sorted(keys))):
-            notices.append(
-                f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
-                "calibrated: it stays as in the merged model"
-            )
-    return notices
-
-
-def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """One notice per task some of whose diagnosis samples are among these calibration samples, by their content."""
-    notices = []
-    for task, drawn in samples.items():
-        solved_on, measured_on = set(drawn.digests), study.tasks[task].diagnosis.digests
-        count = sum(sample in solved_on for sample in measured_on)
-        if count:
-            notices.append(
-                f"{count} of the {len(measured_on)} diagnosis samples of task {task} are among its calibration "
-                "samples, so drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
-            )
-    return notices
-
-
-@torch.no_grad()
-def trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """One notice where experts were probably trained on these samples, by no label: they are surer of them.
-
-    The mean probability of the class that each expert chooses is compared with that on diagnosis samples: Welch's t,
-    one-sided, at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of
-    draws of 64 samples that experts were trained on, and of 0.6 to 1.6 % of others.
+    Args:
+        request: what is asked for.
+        section: the `calibration` section of the run's spec, or None without one.
+        has_views: samples are read with their views, for which calibrators may have other defaults.
     """
-    means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
-    for task, drawn in samples.items():
-        model, head = expert_of(task), study.head(task, expert_of(task))
-        diagnosed = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
-        if head is None or min(len(drawn), len(diagnosed)) < 2:
-            continue
-        sure = []
-        for part in (replace(drawn, views=None), diagnosed):
-            features = final_features(study.pool, model, task, part, study.settings.pool)
-            sure.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
-        means.append((float(sure[0].mean()), float(sure[1].mean())))
-        groups += sure
-    if not means:
-        return []
-    error, freedom = standard_error([part / len(means) for part in groups])
-    on_drawn, on_diagnosed = np.mean(means, axis=0)
-    if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
-        return []
-    return [
-        f"experts were probably trained on the calibration samples: they are surer of them ({100 * on_drawn:.1f} % on "
-        f"average) than of the diagnosis samples ({100 * on_diagnosed:.1f} %). What is chosen on such samples "
-        "misleads; bring others"
-    ]
+    method = _method_of(request, section)
+    parameters = dict(calibrators[method].with_views) if has_views else {}
+    if section is not None and section.method == method:  # else its settings are another method's
+        parameters |= over_preset(method, section.preset, section.parameters)
+    parameters |= over_preset(method, request.preset, request.parameters)
+    return calibrators[method](**resolve(calibrators[method], parameters, method))
 
 
-def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
-    """Name of the calibrator: the request's, the spec's, or FeatCal."""
-    if request.method is not None:
-        return request.method
-    return section.method if section is not None else DEFAULT_METHOD
+def _method_of(request: CalibrationRequest, section: Calibration | None) -> str:
+    """Return the name of the calibrator: the request's, the spec's, or FeatCal."""
+    return request.method or (DEFAULT_METHOD if section is None else section.method)
 
 
 def method_called(calibrator: Calibrator) -> str:
-    """The name under which the calibrator's class, or the one it extends, is registered."""
+    """Return the name under which the calibrator's class, or the one it extends, is registered."""
     for name, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
             return name
@@ -404,13 +301,300 @@ def method_called(calibrator: Calibrator) -> str:
     )
 
 
-def calibrator_of(
-    request: CalibrationRequest, section: Calibration | None, *, has_views: bool = False
-) -> Calibrator:
-    """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults."""
-    method = method_of(request, section)
-    parameters = dict(calibrators[method].with_views) if has_views else {}
-    if section is not None and section.method == method:  # else its settings are another method's
-        parameters |= over_preset(method, section.preset, section.parameters)
-    parameters |= over_preset(method, request.preset, request.parameters)
-    return calibrators[method](**resolve(calibrators[method], parameters, method))
+def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
+    """Return all settings as JSON would give them back."""
+    settings = calibrator.get_params()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
+def preset_of(calibrator: Calibrator) -> str:
+    """Return the published preset whose values all settings have; empty without one."""
+    settings, kind = calibrator.get_params(), type(calibrator)
+    # What a preset leaves out has to be the calibrator's default, too.
+    return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
+
+
+@dataclass
+class Solution:
+    """What a walk solved: layers by index, and by task what a trained calibrator attaches to the last layer.
+
+    `seconds` is the time of all sittings.
+    """
+
+    layers: dict[int, CalibratedLayer] = field(default_factory=dict)
+    attachments: dict[str, Attachment] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def reports(self) -> list[tuple[int, SiteReport]]:
+        """One per site, with its layer's index."""
+        return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
+
+
+@torch.no_grad()
+def save_variants(
+    writer: RunWriter,
+    models: OpenModels,
+    study: Study,
+    plan: CalibrationPlan,
+    solution: Solution,
+    info: CalibrationInfo,
+    identity: Mapping[str, Any],
+) -> None:
+    """Write the calibrated model, and its control if there is one, in the base's key names and dtypes.
+
+    The history of every site and `config.yaml`, in which all settings are resolved, are written next to them.
+
+    Args:
+        writer: the run.
+        models: the checkpoints, in whose form the model is saved.
+        study: the opened models and samples.
+        plan: what was to be calibrated.
+        solution: what was solved for it.
+        info: the entry of the manifest as it is known before anything is measured.
+        identity: what the solution depends on.
+    """
+    import pandas as pd
+
+    pool = study.pool
+    merged = pool.source(plan.kept or "merged")
+    keys = [(index, name) for index, layer in solution.layers.items() for name in layer.updates]
+    updates = OnDemand(dict.fromkeys(keys), lambda key: solution.layers[key[0]].updates[key[1]])
+    for variant in plan.variants:
+        is_control = variant == plan.control
+        parameters: Mapping[ParameterKey, Tensor] = updates
+        if is_control:
+            reach = plan.calibrator.anchor_reach
+            parameters = _anchors(pool.chain, merged, pool.source("base"), reach, updates)
+        source = with_parameters(pool.chain, merged, study.like, parameters)
+        if not is_control and plan.shrink:
+            source = Between(pool.source("base"), source, plan.shrink["share"])
+        metadata = _weights_metadata(variant, info)
+        with writer.file(calibration_weights(plan.name, control=is_control)) as path:
+            save_model(models.architecture, models.own_form, source, path, metadata=metadata)
+    if solution.attachments:
+        with writer.file(calibration_attachments(plan.name)) as path:
+            save_state_dict(path, attachment_tensors(solution.attachments, len(pool.chain.layers)))
+    rows = [
+        {"name": plan.name, "layer": layer}
+        | {key: value for key, value in vars(report).items() if key in CALIBRATION.names}
+        for layer, report in solution.reports
+    ]
+    if rows:
+        writer.append("calibration", pd.DataFrame(rows), replace=True)
+    changes = [Change(**report.change) for _, report in solution.reports if report.change]
+    change = sum(changes, Change("")) if changes else None
+    config = {
+        "name": plan.name,
+        "variant": plan.variant,
+        "control": plan.control or None,
+        "selection": dict(plan.selection) or None,
+        **identity,
+        "num_samples": dict(info.samples),
+        "seconds": round(info.seconds, 3),
+        "change": {} if change is None else vars(change),
+        "notices": [
+            *info.notices,
+            *([] if change is None else saved_words(change, "the calibration", "the merged model's")),
+            *_unreached(solution),
+        ],
+        "versions": versions(),
+    }
+    from driftlens.config.yaml_text import to_yaml  # live modules are fitted without the library of yaml
+
+    with writer.file(_config_file(plan.name)) as path:
+        path.write_text(to_yaml(config), encoding="utf-8")
+
+
+def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
+    """Return the entry of the manifest with what `save_variants` has recorded of a calibration in `config.yaml`."""
+    from driftlens.config.yaml_text import from_yaml
+
+    file = run / _config_file(name)
+    saved = from_yaml(file.read_text(encoding="utf-8"), file.name)
+    return dataclasses.replace(
+        info, seconds=saved["seconds"], notices=tuple(saved["notices"]), change=saved["change"]
+    )
+
+
+def _config_file(name: str) -> str:
+    return f"{calibration_folder(name)}/config.yaml"
+
+
+def _unreached(solution: Solution) -> list[str]:
+    """Return a notice on experts of mixtures that stay as merged because too few tokens came to them."""
+    kept = [report for _, report in solution.reports if report.kind == "kept"]
+    tokens = {report.site.rpartition(".")[0]: report.num_rows or 0 for report in kept}
+    if not tokens:
+        return []
+    named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
+    experts = counted(len(tokens), "expert")
+    return [
+        f"too few tokens came to {experts} of mixtures, which stay as merged: {named}; more samples reach more of them"
+    ]
+
+
+def _weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
+    """Return the header of a variant's weights: all that repeating the calibration takes, except the models."""
+    return {
+        "variant": variant,
+        "calibration_method": info.method,
+        "calibration_parameters": json.dumps(dict(info.settings)),
+        "calibration_preset": info.preset,
+        "calibration_layers": json.dumps(list(info.layers)),
+        "calibration_sites": json.dumps(list(info.sites)),
+        "calibration_samples": json.dumps(dict(info.samples)),
+        "calibration_sample_digests": json.dumps(dict(info.sample_digests)),
+        "calibration_seed": json.dumps(info.seed),
+    }
+
+
+def with_parameters(
+    chain: LayerChain, merged: StateSource, like: StateSource, parameters: Mapping[ParameterKey, Tensor]
+) -> StateSource:
+    """Return the merged model with some parameters replaced, in the dtypes of `like`.
+
+    Args:
+        chain: the layers of the model.
+        merged: the merged model.
+        like: the base, or what stands for it: a merged model stored in fewer bits must not round the solution.
+        parameters: (layer index, own parameter name) -> value, in the layer's own layout.
+    """
+    start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
+    return Patched(start, fused(chain, parameters, start))
+
+
+def _anchors(
+    chain: LayerChain, merged: StateSource, base: StateSource, reach: float, keys: Collection[ParameterKey]
+) -> OnDemand[ParameterKey]:
+    """Return Eq. 11, base + reach * (merged - base), for the given parameters, in float64: a calibration's control."""
+
+    def anchor(key: ParameterKey) -> Tensor:
+        slot = chain.layers[key[0] - 1].parameters[key[1]]
+        start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
+        return slot.own(reach * end + (1 - reach) * start)
+
+    return OnDemand(keys, anchor)
+
+
+@dataclass
+class Export:
+    """A calibrated model that a run keeps, to be saved in the form of the base at `target`, with its card.
+
+    What an earlier sitting has saved is not written again, but for its card; `require_place` sets `is_saved`. One that
+    `is_new` has no earlier sitting.
+    """
+
+    run: pathlib.Path
+    name: str
+    method: str
+    models: OpenModels
+    target: pathlib.Path
+    is_new: bool = False
+    is_saved: bool = False
+
+    def require_kept(self, manifest: Manifest) -> None:
+        """Refuse weights that are not those which were measured."""
+        from driftlens.experiment.model_card import calibration_command
+
+        info, weights = manifest.calibrations[self.name], self._weights
+        again = calibration_command(self.name, info, str(self.run), replace=True, save_weights=self.target)
+        hint = (
+            f"`{again}` solves for them once more."
+            if again
+            else "Choose once more, with --auto and --replace."
+        )
+        measured = manifest.models.get(calibrated(self.name))
+        stored = model_info(self._architecture.chain, self._model(weights), self._attached, "")
+        if measured is not None and stored.digest != measured.digest:
+            raise CheckpointError(f"{weights} is not the model that was measured: it has changed", hint=hint)
+
+    def require_place(self) -> None:
+        """Refuse a place that can't be written to, and is not taken by this very model."""
+        try:
+            is_there = not self.is_new and self.target.exists() and self._weights.is_file()
+            self.is_saved = is_there and self._is_same()
+        except DriftLensError:  # it is something else
+            self.is_saved = False
+        if not self.is_saved:
+            require_target(self._architecture, self.target)
+
+    @torch.no_grad()
+    def save(self, info: CalibrationInfo) -> None:
+        """Write the model, and what is attached beside its weights; of one that is there the card alone."""
+        from driftlens.experiment.model_card import model_card
+
+        run, heads = open_run(self.run), head_files(self.models)
+        card = _with_loader(lambda usage: model_card(run, self.name, usage), self._attached)
+        if self._attached and not self._is_file:
+            heads[_ATTACHED_FILE] = TensorsSource(_ATTACHED_FILE, self._portable)
+        if self.is_saved:
+            if not self._is_file:
+                save_card(self._architecture, self.models.own_form, self.target, card, heads)
+            return
+        metadata = _weights_metadata(calibrated(self.name), info)
+        if self._attached and self._is_file:
+            save_state_dict(self._attached_file, self._portable, metadata)
+        model, form = self._model(self._weights), self.models.own_form
+        save_model(self._architecture, form, model, self.target, metadata=metadata, card=card, heads=heads)
+
+    @property
+    def _architecture(self) -> Architecture:
+        return self.models.architecture
+
+    @cached_property
+    def _attached(self) -> Attachments:
+        return attached_by(self.run, self.name, self.method)
+
+    @property
+    def _weights(self) -> pathlib.Path:
+        return self.run / calibration_weights(self.name)
+
+    @property
+    def _is_file(self) -> bool:
+        return self.target.suffix == ".safetensors"
+
+    @property
+    def _attached_file(self) -> pathlib.Path:
+        return (
+            self.target.with_suffix(f".{_ATTACHED_FILE}") if self._is_file else self.target / _ATTACHED_FILE
+        )
+
+    def _model(self, place: pathlib.Path) -> StateSource:
+        return self._architecture.align(open_checkpoint(place))
+
+    def _is_same(self) -> bool:
+        keys, attached = self._architecture.chain.parameter_keys(), self._attached_file
+        kept, saved = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
+        if kept != saved or attached.exists() != bool(self._attached):
+            return False
+        portable = TensorsSource(_ATTACHED_FILE, self._portable)
+        return not self._attached or content_digest(open_checkpoint(attached)) == content_digest(portable)
+
+    @property
+    def _portable(self) -> dict[str, Tensor]:
+        """What is attached by the paths of the library's own modules."""
+        architecture, prefix = self._architecture, ""
+        if not self._is_file:
+            first = next(iter(architecture.chain.blocks[0].parameters.values())).key
+            prefix = library_prefix(architecture, self.models.own_form, first)
+        return portable_tensors(architecture.chain, self._attached, prefix)
+
+
+def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
+    """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
+    task, first = next(iter(attachments.items()), ("", None))
+    code = str(getattr(first, "code", ""))
+    if not code:
+        return card
+    loader = _LOADER.format(file=_ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
+
+    def extended(usage: str) -> str:
+        lines = usage.splitlines(keepends=True)
+        model_line = next((index for index, line in enumerate(lines) if line.startswith("model")), None)
+        if model_line is None:
+            return card(f"{usage}{loader}")
+        lines.insert(model_line + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        return card(f"{loader}{''.join(lines)}")
+
+    return extended

@@ -1,17 +1,14 @@
-"""What `--auto`, sweeps and comparisons of merges share: one loop over candidates, and how models are judged.
-
-A candidate is a calibration by some settings, a merge, or a model as it is. `try_each` makes and measures one after the
-other; what is finished is kept, so that a job that was stopped resumes with the candidates that are missing.
-"""
+"""What `--auto`, sweeps and comparisons of merges share: named methods, held-out scores, repeated calibrations."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,41 +17,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
 from driftlens.engine.pool import Attachment
+from driftlens.experiment.resume import seconds_in
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import lengths
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
-from driftlens.pipelines.calibration_variants import with_parameters
+from driftlens.models.saving import save_state_dict
+from driftlens.pipelines.calibration_plan import with_parameters
 from driftlens.pipelines.evaluation import final_features
 from driftlens.utils.devices import memory, wide
 from driftlens.utils.distributed import ALONE, Team
-from driftlens.utils.errors import (
-    Cancelled,
-    DriftLensError,
-    RunError,
-)
+from driftlens.utils.errors import Cancelled, CheckpointError, DriftLensError, RunError
 from driftlens.utils.intervals import Interval, mean_interval
 from driftlens.utils.progress import Reporter
 from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of
 
-C = TypeVar("C")
 T = TypeVar("T")
-Known = TypeVar("Known", covariant=True)
+
+Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
+"""Scores of a model by task and measure, `hellinger` or `drift_rel`, one per sample."""
+
+LANE = "lane"
+"""Name in the study's pool of the candidate that is being scored."""
 
 
-class Candidate(NamedTuple):
-    """What was asked for by a method and settings over the published ones, and what it is called."""
+class NamedMethod(NamedTuple):
+    """A method with settings over the published ones, and the name that its results have."""
 
     name: str
     method: str
     settings: Mapping[str, object]
 
 
-def candidates(
+def named_methods(
     asked: Sequence[tuple[str, Mapping[str, object]]],
     every: Iterable[str],
     owner_of: Callable[[str], Callable[..., Any]],
@@ -62,87 +62,101 @@ def candidates(
     *,
     kind: str = "",
     beside: Collection[str] = (),
-) -> list[Candidate]:
-    """The candidates asked for by method and settings, `all` being every method; no file is opened.
+) -> list[NamedMethod]:
+    """Return the methods that are asked for, each once; no file is opened.
 
-    Settings called as those `beside` are none of the method's, and stay as they are given.
+    Args:
+        asked: methods and settings; `all` without settings is every method.
+        every: the names of all methods.
+        owner_of: returns the callable whose parameters are a method's settings.
+        name_of: makes a name of a method and its settings.
+        kind: what messages call these methods.
+        beside: settings that are not the method's, and stay as they are given.
     """
     expanded = [
         (method, settings)
         for name, settings in asked
         for method in (sorted(every) if name == "all" and not settings else (name,))
     ]
-    by_name: dict[str, Candidate] = {}
+    by_name: dict[str, NamedMethod] = {}
     for method, settings in expanded:
         values = {key: value for key, value in settings.items() if key not in beside}
         resolved = {**settings, **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method)}
-        # YAML reads `off` as false; a name says what the method reads.
+        # YAML reads `off` as false; a name contains what the method reads.
         named = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
         name = name_of(method, named)
-        by_name[name] = Candidate(name, method, settings)
+        by_name[name] = NamedMethod(name, method, settings)
     return list(by_name.values())
 
 
-@dataclass(frozen=True)
-class Outcome(Generic[Known]):
-    """What became of one candidate: what was measured of it, in how many seconds it was made, or why it can't be."""
+def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
+    """Return what `work` returns, or the error that rules one candidate out and leaves the others alone.
 
-    value: Known | None = None
-    seconds: float = 0.0
-    error: DriftLensError | None = None
-
-
-Scored = Mapping[str, Mapping[str, NDArray[np.float64]]]
-"""Numbers of one candidate by two names, for example a fold and a task; one per sample."""
-
-
-def try_each(
-    wanted: Iterable[C],
-    attempt: Callable[[C], Outcome[T]],
-    *,
-    read: Callable[[C], Outcome[T] | None] = lambda candidate: None,
-    write: Callable[[C, Outcome[T]], None] = lambda candidate, outcome: None,
-    team: Team = ALONE,
-) -> Iterator[tuple[C, Outcome[T]]]:
-    """Yield every candidate with its outcome, in order; one that fails leaves the others alone.
-
-    Args:
-        wanted: the candidates.
-        attempt: makes and measures one candidate.
-        read: returns the outcome that an earlier sitting has kept, or None.
-        write: keeps an outcome. A failure is not kept, because its reason may be gone next time.
-        team: the processes that try the same candidates; an error that only one of them meets is raised.
+    What all candidates share is raised: a cancelled job, a run that can't be written, and an error that only one
+    process of a team meets.
     """
-    for candidate in wanted:
-        outcome = read(candidate)
-        if outcome is None:
+    try:
+        return work()
+    except (Cancelled, RunError):
+        raise
+    except DriftLensError as error:
+        if not team.agrees(error):
+            raise
+        return error
+
+
+def require_any(results: Collection[object]) -> None:
+    """Raise the first error if every candidate failed."""
+    errors = [result for result in results if isinstance(result, DriftLensError)]
+    if errors and len(errors) == len(results):
+        raise errors[0]
+
+
+class ResultStore:
+    """Arrays by candidate in a folder, one file each, which the main process reads and writes.
+
+    A failure is not stored, because its reason may be gone next time.
+    """
+
+    def __init__(
+        self, folder: Path, team: Team = ALONE, require_there: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read nothing yet; `require_there` is called before every write."""
+        self._folder, self._team, self._require_there = folder, team, require_there
+        self._started = time.perf_counter() - team.once(lambda: seconds_in(folder))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work until now, over all sittings."""
+        return time.perf_counter() - self._started
+
+    def read(self, name: str) -> dict[str, NDArray[np.float64]]:
+        """Return what an earlier sitting has stored; nothing where there is none, or the file is damaged."""
+
+        def stored() -> dict[str, NDArray[np.float64]]:
             try:
-                outcome = attempt(candidate)
-            except (Cancelled, RunError):  # the job's own trouble, which all candidates share
-                raise
-            except DriftLensError as error:
-                if not team.agrees(error):
-                    raise
-                outcome = Outcome(error=error)
-            else:
-                write(candidate, outcome)
-        yield candidate, outcome
+                source = open_checkpoint(self._file(name))
+                return {key: source.read(key).clone().numpy() for key in source.headers}
+            except CheckpointError:  # it is computed anew and replaces that file
+                return {}
 
+        return self._team.once(lambda: stored() if self._file(name).is_file() else {})
 
-def require_any(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Raise the first error where every candidate failed."""
-    errors = [outcome.error for outcome in outcomes]
-    if errors and None not in errors:
-        raise next(error for error in errors if error is not None)
+    def write(self, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        """Store arrays with the time that all work took until now."""
+        if self._team.is_main:
+            self._require_there()
+            self._folder.mkdir(exist_ok=True)
+            tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
+            save_state_dict(self._file(name), tensors, {"seconds": repr(self.seconds)})
 
-
-LANE = "lane"
-"""Name in the study's pool of the calibrated model at hand: the merged model with other weights."""
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True)
-class Judge:
-    """How near models are to the experts on given samples, sample by sample; lower is better, and no label is read.
+class HeldOutScorer:
+    """Score models by how near they are to the experts, sample by sample; lower is better, and no label is read.
 
     What counts is the Hellinger distance of the model's class probabilities from the expert's, each through its own
     score map, and the relative final drift only where a task has no score map. It ranks models as the divergence does
@@ -150,85 +164,80 @@ class Judge:
     four real tasks the divergence ranked nearly as test accuracy did, Spearman -0.91; relative drift did worse, -0.52,
     because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from. The two have no
     common mean, so relative drift is what counts for all tasks as soon as one of them lacks a score map.
+
+    Attributes:
+        study: the models, by their names in its pool.
+        samples: by task, samples that the models were made without; experts are run once on them.
+        watch: called with task and model before final features are computed.
     """
 
     study: Study
+    samples: Mapping[str, SampleSet]
+    watch: Callable[[str, str], None] = lambda task, model: None
 
     @property
-    def bare(self) -> list[str]:
+    def without_head(self) -> list[str]:
         """Tasks without a score map."""
         return [task for task, data in self.study.tasks.items() if data.head is None]
 
     @property
-    def score(self) -> str:
-        """What is compared, in words."""
-        if self.bare:
-            return f"relative final drift of all tasks, as there is no head for {', '.join(self.bare)}"
-        return "Hellinger distance of class probabilities from the expert's"
-
-    @property
     def measure(self) -> Literal["hellinger", "drift_rel"]:
-        """The same, as records call it."""
-        return "drift_rel" if self.bare else "hellinger"
+        """The measure that models are compared by, as records call it."""
+        return "drift_rel" if self.without_head else "hellinger"
 
-    def __call__(self, model: str, task: str, features: Tensor, expert: Tensor) -> NDArray[np.float64]:
-        """One value per sample of a task, [n], from final features of a model and of the expert, [n, d] each."""
-        if self.bare:
-            return drift_scores(features, expert).cpu().numpy()
-        return self._by(distances, model, task, features, expert)
+    def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
+        """Return both measures of a model by task, on all samples or on those at some positions."""
 
-    def with_drift(
-        self, model: str, task: str, features: Tensor, expert: Tensor
-    ) -> dict[str, NDArray[np.float64]]:
-        """The `score` of every sample, [n], and its relative final drift as `drift`."""
-        drift = drift_scores(features, expert).cpu().numpy()
-        return {"score": self(model, task, features, expert), "drift": drift}
+        def scores(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
+            values = {"drift_rel": drift_scores(features, expert)}
+            if not self.without_head:
+                values["hellinger"] = self.by_class(distances, model, task, features, expert)
+            return {name: value.cpu().numpy() for name, value in values.items()}
 
-    def divergence(self, model: str, task: str, features: Tensor, expert: Tensor) -> NDArray[np.float64]:
-        """KL(expert || model) of every sample, [n], in nat, which decides nothing; every task has a head."""
-        return self._by(divergences, model, task, features, expert)
+        return self.measured(model, scores, positions)
 
-    def _by(
+    @torch.no_grad()
+    def measured(
+        self,
+        model: str,
+        measure: Callable[[str, Tensor, Tensor], T],
+        positions: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, T]:
+        """Return what `measure` returns of a task, and of final features of model and expert, [n, d], by task."""
+
+        def measured(task: str) -> T:
+            expert, samples = self.expert(task), self.samples[task]
+            if positions is not None:
+                expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
+            return measure(task, self._features(model, samples), expert)
+
+        return self.study.team.each(list(self.samples), measured)
+
+    def by_class(
         self,
         measure: Callable[[Tensor, ScoreMap, Tensor, ScoreMap], Tensor],
         model: str,
         task: str,
         features: Tensor,
         expert: Tensor,
-    ) -> NDArray[np.float64]:
+    ) -> Tensor:
+        """Return a measure of class probabilities, [n].
+
+        Args:
+            measure: `distances` or `divergences`.
+            model: whose score map reads the features.
+            task: a task with a score map.
+            features: final features of the model, [n, d].
+            expert: those of the expert, [n, d].
+        """
         data = self.study.tasks[task]
         head = data.own_heads.get("merged" if model == LANE else model, data.head)
         score_map, expert_map = self.study.pool.score_map(head, model), self.study.head(task, expert_of(task))
         assert score_map is not None and expert_map is not None
-        return measure(features, score_map, expert, expert_map).cpu().numpy()
-
-
-@dataclass(frozen=True)
-class HeldOut(Generic[T]):
-    """Samples on which models are measured that were made without them; experts are run once.
-
-    `measure` gets a model, a task, and final features of model and expert, [n, d]; `watch` hears before any are taken.
-    """
-
-    study: Study
-    samples: Mapping[str, SampleSet]
-    measure: Callable[[str, str, Tensor, Tensor], T]
-    watch: Callable[[str, str], None] = lambda task, model: None
-
-    @torch.no_grad()
-    def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> dict[str, T]:
-        """Return what is measured of a model, by task, on all samples or on those at some positions."""
-
-        def measured(task: str) -> T:
-            expert, samples = self.expert(task), self.samples[task]
-            if positions is not None:
-                expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
-            return self.measure(model, task, self._features(model, samples), expert)
-
-        return self.study.team.each(list(self.samples), measured)
+        return measure(features, score_map, expert, expert_map)
 
     def expert(self, task: str) -> Tensor:
-        """The expert's final features, which are taken once."""
+        """Return the expert's final features, which are computed once."""
         if task not in self._experts:
             self._experts[task] = self._features(expert_of(task), self.samples[task])
         return self._experts[task]
@@ -243,20 +252,20 @@ class HeldOut(Generic[T]):
 
 
 def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
-    """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
+    """Return norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
     sizes = wide(lengths(expert))
     return wide(lengths(features - expert)) / sizes.mean()
 
 
 def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
+    """Return KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
     expert_log = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
     model_log = F.log_softmax(wide(head.scores(features)), dim=1)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
 def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Hellinger distance of each sample's class probabilities from the expert's, [n], 0 to 1; no label is needed."""
+    """Return the Hellinger distance of each sample's class probabilities from the expert's, [n], 0 to 1."""
     roots = [
         (F.log_softmax(wide(score_map.scores(final)), dim=1) / 2).exp()
         for score_map, final in ((expert_head, expert), (head, features))
@@ -265,7 +274,7 @@ def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: Sco
 
 
 def over_samples(values: NDArray[np.float64]) -> Interval:
-    """The mean of numbers of samples, [n], with its interval."""
+    """Return the mean of numbers of samples, [n], with its interval."""
     return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
@@ -283,38 +292,38 @@ class Bar(Reporter):
         self._name = ""
 
     def begin(self, effort: float, name: str) -> None:
-        """What is at hand is over, and something begins that takes so much effort."""
+        """End the current part, and begin one that takes so much effort."""
         self._reached, self._effort = self._reached + self._effort, effort
         self._name = name
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """As of a `Reporter`, of what is at hand."""
+        """Report a step of the current part, see `Reporter.step`."""
         reached = self._reached + self._effort * done / (total or 1)
         named = f"{self._name}, {label}" if label else self._name
         self._reporter.step(phase, round(100 * reached), round(100 * self._total), named, **metrics)
 
     def finish(self, phase: str) -> None:
-        """All is done, or has failed."""
+        """Report the end, whether all parts succeeded or not."""
         total = round(100 * self._total)
         self._reporter.step(phase, total, total)
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """Calibrates a study's merged model again and again; each model takes the place of the last in the pool.
+    """Calibrates a study's merged model again and again; each model replaces the last one in the pool.
 
     Attributes:
         study: the models; its pool gains one called `LANE`.
-        sites: the sites to calibrate, by the kinds of parameters that a calibrator updates.
+        sites: returns the sites to calibrate, by the kinds of parameters that a calibrator updates.
         spill: folder for features beyond the feature budget.
-        seed: of everything that is drawn while a calibrator is fitted.
+        seed: of everything that is sampled while a calibrator is fitted.
     """
 
     study: Study
     sites: Callable[[Collection[str]], Mapping[int, Sequence[str]]]
     reporter: Reporter
     phase: str
-    spill: Path | None = None
+    spill: Path
     seed: int = 0
 
     def fit(
@@ -327,33 +336,15 @@ class Fitting:
             samples: calibration samples by task.
             cache: what earlier fits to the very same samples have computed of the experts, to be used and added to.
         """
-        pool, updates = self.study.pool, dict[ParameterKey, Tensor]()
+        pool, settings, updates = self.study.pool, self.study.settings, dict[ParameterKey, Tensor]()
         attached: dict[str, Attachment] = {}
-        started = time.perf_counter()
-        for layer in calibrator.calibrate(self._ground(calibrator, samples, cache)):
-            updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
-            attached |= layer.attachments
-        seconds, source = time.perf_counter() - started, pool.source("merged")
-        if updates:
-            source = with_parameters(pool.chain, source, self.study.like, updates)
-        pool.add(LANE, source, attached)
-        return seconds
 
-    def cache(self, among: int = 1) -> ExpertFeatures:
-        """Return an empty cache within the feature budget, which so many caches share."""
-        budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
-        return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)
-
-    def _ground(
-        self, calibrator: Calibrator, samples: Mapping[str, SampleSet], cache: ExpertFeatures | None
-    ) -> Ground:
         def step(progress: Step) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
-        settings = self.study.settings
-        return Ground(
-            self.study.pool,
+        ground = Ground(
+            pool,
             samples,
             self.sites(calibrator.update) if calibrator.takes_sites else {},
             base="base" if self.study.has_base else None,
@@ -367,3 +358,17 @@ class Fitting:
             on_step=step,
             expert_features=cache or ExpertFeatures(),
         )
+        started = time.perf_counter()
+        for layer in calibrator.calibrate(ground):
+            updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
+            attached |= layer.attachments
+        seconds, source = time.perf_counter() - started, pool.source("merged")
+        if updates:
+            source = with_parameters(pool.chain, source, self.study.like, updates)
+        pool.add(LANE, source, attached)
+        return seconds
+
+    def cache(self, among: int = 1) -> ExpertFeatures:
+        """Return an empty cache within the feature budget, which so many caches share."""
+        budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
+        return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)

@@ -1,4 +1,7 @@
-"""How drift and accuracy depend on methods, settings and samples: many calibrations of one run, as a table."""
+"""How drift and accuracy depend on methods, settings and samples: many calibrations of one run, as a table.
+
+Entry points: `sweep`; for methods side by side `wanted_methods`, then `compare_methods`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,23 +29,18 @@ from driftlens.experiment.loading import open_data, with_own_answers
 from driftlens.experiment.resume import deterministic_algorithms, run_phase, writing
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
-from driftlens.pipelines.calibration_plan import (
-    CalibrationPlan,
-    calibrator_of,
-    method_called,
-)
+from driftlens.pipelines.calibration_plan import calibrator_of, method_called
 from driftlens.pipelines.evaluation import final_drift, metrics_of, scores_of
 from driftlens.pipelines.model_selection import (
     LANE,
     Bar,
-    Candidate,
     Fitting,
-    HeldOut,
-    Judge,
-    Outcome,
-    candidates,
+    HeldOutScorer,
+    NamedMethod,
+    attempt,
+    divergences,
+    named_methods,
     require_any,
-    try_each,
 )
 from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
 from driftlens.runs import layout
@@ -62,14 +59,11 @@ from driftlens.utils.registry import resolve
 if TYPE_CHECKING:
     import pandas as pd
 
-Rows = Mapping[str, dict[str, Any]]
-"""What is measured of one model, by task, as columns of the sweep table."""
-
-PHASE = "sweep"
+_PHASE = "sweep"
 
 
 @dataclass(frozen=True)
-class Setting:
+class _Setting:
     """One calibration: a method, all its settings as JSON, samples per task, how their pictures are corrupted."""
 
     method: str
@@ -78,7 +72,7 @@ class Setting:
     corruption: str = CLEAN
 
     @classmethod
-    def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> Setting:
+    def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> _Setting:
         """The setting with these values over the method's defaults."""
         resolved = resolve(calibrators[method], settings, method)
         return cls(method, json.dumps(resolved), n, written(corruption))
@@ -98,79 +92,110 @@ class Setting:
         """Equal for settings that read the same samples."""
         return self.corruption, self.n
 
-    def changed(self, values: Mapping[str, Any]) -> Setting:
+    def changed(self, values: Mapping[str, Any]) -> _Setting:
         """The setting with some values changed; raises as `of` does."""
         updated = self.values | dict(values)
         count, corruption = int(updated.pop("n")), updated.pop("corruption")
-        return Setting.of(self.method, updated, count, corruption)
+        return _Setting.of(self.method, updated, count, corruption)
 
-    def stored(self, row: Mapping[Any, Any]) -> Setting:
+    def stored(self, row: Mapping[Any, Any]) -> _Setting:
         """The setting of a row of the sweep table, around this one."""
         corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
         return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
 
     def __str__(self) -> str:
-        plain = Setting.of(self.method, {}, 0).values | {"n": self.n}
+        plain = _Setting.of(self.method, {}, 0).values | {"n": self.n}
         named = [f" {name} {_written(value)}," for name, value in self.values.items() if value != plain[name]]
         return f"{self.method},{''.join(named)} {self.n} samples"
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A setting's place in a sweep; `sweep` names what is varied, several factors joined by `+`."""
-
-    sweep: str
-    point: int
-    setting: Setting
+_Columns = dict[str, Any]
+"""What is measured on one task, as columns of the sweep table."""
+_Point = tuple[str, int]
+"""The place of a setting: the name of a sweep, with several factors joined by `+`, and a number."""
 
 
 def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -> DriftRun:
-    """The run with the rows of its sweeps: final drift on the diagnosis samples, accuracy on the test samples.
+    """Add the rows of sweeps to a run: final drift on the diagnosis samples, accuracy on the test samples.
 
     Every point is the calibration that `calibrate` would make of these settings; its weights are not kept. A setting
     that a sweep of the run has already is measured anew and keeps its number.
+
+    Args:
+        path: the run directory.
+        request: what to vary.
+        context: where and how to run.
+
+    Returns:
+        The run, opened anew.
     """
     folder = pathlib.Path(path)
     for count in request.param.get("n", ()):
         if not isinstance(count, int | float) or count != int(count) or count < 1:
             raise SpecError(f"n is {count}, expected a whole number from 1 upwards")
     opened, around = _open(folder, request, context)
+    study, team = opened.study, opened.study.team
     if context.live is not None:
-        _require_own_samples(request, opened.study)
-    sweeps = _settings_of(request, around)
+        _require_own_samples(request, study)
+    sweeps = _settings_by_sweep(request, around)
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
-        setting.calibrator.check(has_base=opened.study.has_base)
-    _Table(open_run(folder).sweeps(), sweeps, request)  # refused here where they would mix with others
-    team = opened.study.team
-    team.once(lambda: reopening.require_same_samples(opened.manifest, opened.study))
-    seeds = range(opened.study.seed, opened.study.seed + request.seeds)
+        setting.calibrator.check(has_base=study.has_base)
+    _points(open_run(folder).sweeps(), sweeps, request)  # raises here if they would mix with others
+    team.once(lambda: reopening.require_same_samples(opened.manifest, study))
+    seeds = range(study.seed, study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
-    corruptions = tuple(dict.fromkeys(setting.corruption for setting in settings))
-    for clean in samples[opened.study.seed].values():
-        for name in corruptions:
-            corrupted(clean, name, opened.study.seed)  # refused here where it can't be
-    study = dataclasses.replace(opened.study, tasks=tasks)
+    for clean in samples[study.seed].values():
+        for corruption in dict.fromkeys(setting.corruption for setting in settings):
+            corrupted(clean, corruption, study.seed)  # raises here if it can't be
+    study = dataclasses.replace(study, tasks=tasks)
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
-    unsolved = dict[Setting, DriftLensError]()
+    unsolved = dict[_Setting, DriftLensError]()
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
-        table = _Table(team.once(lambda: open_run(folder).sweeps()), sweeps, request)
+        rows = team.once(lambda: open_run(folder).sweeps())
+        points, outdated = _points(rows, sweeps, request)
+        rows = rows[~rows["sweep"].isin(outdated)] if request.resume else rows[:0]
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        visits = _Visits(study, opened.plan, request, reporter, folder / layout.SCRATCH / PHASE)
+        spill = folder / layout.SCRATCH / _PHASE
+        scorer = HeldOutScorer(study, {task: data.diagnosis for task, data in tasks.items()})
+
+        def sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
+            return select_sites(study.pool.chain, sites=opened.plan.patterns or None, update=update)
+
+        def visit(seed: int) -> None:
+            missing = _missing(points, rows[rows["seed"] == seed], study)
+            if not missing:
+                return
+            bar = Bar(reporter, len(missing))
+            fitting = Fitting(study, sites, bar, _PHASE, spill, seed)
+            for setting, result in _measured(scorer, missing, samples[seed], fitting, bar):
+                if isinstance(result, DriftLensError):
+                    unsolved.setdefault(setting, result)
+                    continue
+                if outdated:  # once: their rows go, and the others keep their exact values
+                    writer.drop("sweeps", "sweep", outdated)
+                    outdated.clear()
+                writer.append("sweeps", _rows(setting, missing[setting], seed, *result), replace=True)
+
         with deterministic_algorithms(study.settings.deterministic):
-            for seed, drawn in samples.items():
-                rows = _SeedRows(writer, table, seed, tuple(tasks), visits.scored)
-                visit = functools.partial(visits.visit, settings, drawn, seed, rows, unsolved)
-                run_phase(writer, f"{PHASE}:{seed}", visit, study, again=True, sums=True)
+            for seed in seeds:
+                visit_seed = functools.partial(visit, seed)
+                run_phase(writer, f"{_PHASE}:{seed}", visit_seed, study, again=True, sums=True)
     if unsolved:
-        raise _incomplete(unsolved)
+        error = next(iter(unsolved.values()))
+        raise type(error)(
+            f"not measured, because they can't be solved for: {'; '.join(map(str, unsolved))}. "
+            f"The first one: {error.message}",
+            hint=f"All other points are in the run. {error.hint}",
+            **error.context,
+        )
     return open_run(folder)
 
 
 def _open(
     folder: pathlib.Path, request: SweepRequest, context: Context
-) -> tuple[OpenCalibration, list[Setting]]:
+) -> tuple[OpenCalibration, list[_Setting]]:
     """The run opened with the most samples that a point needs, and the settings that sweeps vary around, by method."""
     count = request.samples
     section = None
@@ -189,7 +214,9 @@ def _open(
             hint="Hand in more, and set `samples`.",
         )
     starts = [calibrator_of(start, section, has_views=opened.study.has_views) for start in requests]
-    return opened, [Setting.of(method_called(start), start.get_params(), count or fewest) for start in starts]
+    return opened, [
+        _Setting.of(method_called(start), start.get_params(), count or fewest) for start in starts
+    ]
 
 
 def _asked(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
@@ -197,10 +224,10 @@ def _asked(request: SweepRequest, samples: int | None) -> list[CalibrationReques
     around = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
     has_preset = [name for name in around if request.preset in calibrators[name].presets] or [*around]
     if not around:
-        return [CalibrationRequest(name=PHASE, preset=request.preset, samples=samples)]
+        return [CalibrationRequest(name=_PHASE, preset=request.preset, samples=samples)]
     return [
         CalibrationRequest(
-            name=PHASE,
+            name=_PHASE,
             method=name,
             preset=request.preset if name in has_preset else None,
             parameters=settings,
@@ -234,178 +261,7 @@ def _as_drawn(samples: SampleSet, opened: OpenCalibration) -> SampleSet:
     return part_of(samples, order)
 
 
-def _measured(study: Study, model: str, task: str, features: Tensor, expert: Tensor) -> dict[str, Any]:
-    """Drift and accuracy of one model on one task, as columns of the sweep table."""
-    row = {"task": task, **final_drift(features, expert)}
-    judge = Judge(study)
-    if not judge.bare:
-        row["kl"] = float(judge.divergence(model, task, features, expert).mean())
-    # One process has the task, whatever others do meanwhile.
-    alone = dataclasses.replace(study, team=ALONE)
-    scored = scores_of(alone, task, [model], Reporter())
-    for score in scored.rows if scored is not None else ():
-        row |= {
-            score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
-            "n_test": score["n"],
-        }
-    return row
-
-
-@dataclass(frozen=True)
-class _Visits:
-    """How the settings of a sweep are tried and measured; `plan` is what they vary around."""
-
-    study: Study
-    plan: CalibrationPlan
-    request: SweepRequest
-    reporter: Reporter
-    spill: pathlib.Path
-
-    @property
-    def scored(self) -> tuple[str, ...]:
-        """The tasks whose test samples are scored too."""
-        tasks = self.study.tasks.items()
-        return tuple(task for task, data in tasks if data.test is not None and metrics_of(self.study, task))
-
-    def visit(
-        self,
-        settings: Sequence[Setting],
-        drawn: Mapping[str, SampleSet],
-        seed: int,
-        rows: _SeedRows,
-        unsolved: dict[Setting, DriftLensError],
-    ) -> None:
-        """Calibrate and measure with every setting that has no rows yet; those that can't be solved are added.
-
-        Args:
-            settings: all that are visited.
-            drawn: the calibration samples of this seed.
-            seed: of the draw.
-            rows: the table's rows of this seed.
-            unsolved: gains the error of every setting that can't be solved for.
-        """
-        missing = [setting for setting in settings if not rows.has(setting)]
-        if not missing:
-            return
-        bar = Bar(self.reporter, len(missing))
-        fitting = Fitting(self.study, self._sites, bar, PHASE, self.spill, seed)
-        for (corruption, n), group in itertools.groupby(
-            sorted(missing, key=lambda one: one.reads), key=lambda one: one.reads
-        ):
-            samples = {
-                task: part_of(corrupted(clean, corruption, seed), range(n)) for task, clean in drawn.items()
-            }
-            attempt = functools.partial(self._attempt, fitting, bar, samples, fitting.cache())
-            team = self.study.team
-            for setting, outcome in try_each(group, attempt, write=rows.write, team=team):
-                if outcome.error is not None:
-                    unsolved.setdefault(setting, outcome.error)
-        bar.finish(PHASE)
-
-    def _attempt(
-        self,
-        fitting: Fitting,
-        bar: Bar,
-        samples: Mapping[str, SampleSet],
-        cache: ExpertFeatures,
-        setting: Setting,
-    ) -> Outcome[Rows]:
-        bar.begin(1, str(setting))
-        seconds = fitting.fit(setting.calibrator, samples, cache)
-        return Outcome(self._held_out.of(LANE), seconds)
-
-    @cached_property
-    def _held_out(self) -> HeldOut[dict[str, Any]]:
-        measure = functools.partial(_measured, self.study)
-        return HeldOut(self.study, {task: data.diagnosis for task, data in self.study.tasks.items()}, measure)
-
-    def _sites(self, update: Collection[str]) -> Mapping[int, Sequence[str]]:
-        chain = self.study.pool.chain
-        return select_sites(chain, sites=self.plan.patterns or None, update=update)
-
-
-class _Table:
-    """The settings to visit as points beside the rows that the run has.
-
-    A point that the run has keeps its number; sweeps that are `outdated` make room for the first new row.
-    """
-
-    def __init__(
-        self, rows: pd.DataFrame, sweeps: Mapping[str, Sequence[Setting]], request: SweepRequest
-    ) -> None:
-        self.points: list[_Point] = []
-        self.outdated: set[str] = set()
-        for name, settings in sweeps.items():
-            present = rows[rows["sweep"] == name].to_dict("records")
-            numbers = {settings[0].stored(row): int(row["point"]) for row in present}
-            # A sweep that took another's place and was stopped has no points but these.
-            if request.replace and numbers and not (request.resume and numbers.keys() <= {*settings}):
-                self.outdated.add(name)
-                numbers = {}
-            _require_same_rest(name, settings, numbers)
-            following = itertools.count(max(numbers.values(), default=-1) + 1)
-            self.points += [
-                _Point(name, numbers[setting] if setting in numbers else next(following), setting)
-                for setting in settings
-            ]
-        self.rows = rows[~rows["sweep"].isin(self.outdated)] if request.resume else rows[:0]
-
-
-@dataclass(frozen=True)
-class _SeedRows:
-    """The run's sweep table for one seed: a setting is finished where all its points have their rows."""
-
-    writer: RunWriter
-    table: _Table
-    seed: int
-    tasks: tuple[str, ...]
-    scored: tuple[str, ...]
-
-    def has(self, setting: Setting) -> bool:
-        """Return True if the run has all rows of a setting."""
-        return not self._missing(setting)
-
-    def write(self, setting: Setting, outcome: Outcome[Rows]) -> None:
-        """Write the rows of a setting."""
-        import pandas as pd
-
-        assert outcome.value is not None
-        if self.table.outdated:  # once: their rows go, and the others keep their exact values
-            self.writer.drop("sweeps", "sweep", self.table.outdated)
-            self.table.outdated.clear()
-        columns = {name: value for name, value in setting.values.items() if name in SWEEPS.names}
-        columns |= {"seed": self.seed, "seconds": outcome.seconds, **dataclasses.asdict(setting)}
-        rows = [
-            {"sweep": point.sweep, "point": point.point, **columns, **row}
-            for point in self._missing(setting)
-            for row in outcome.value.values()
-        ]
-        self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
-
-    def _missing(self, setting: Setting) -> list[_Point]:
-        return [point for point in self.table.points if point.setting == setting and not self._is_done(point)]
-
-    def _is_done(self, point: _Point) -> bool:
-        """Whether the run has a point's rows for all tasks, with a score for those that are scored."""
-        rows = self.table.rows
-        rows = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point)]
-        rows = rows[rows["seed"] == self.seed]
-        has_score = set(rows["task"][rows[[*METRICS]].notna().any(axis=1)])
-        return set(rows["task"]) >= set(self.tasks) and has_score >= set(self.scored)
-
-
-def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
-    """Names the settings that could not be measured; every other point is in the run."""
-    error = next(iter(unsolved.values()))
-    return type(error)(
-        f"not measured, because they can't be solved for: {'; '.join(map(str, unsolved))}. "
-        f"The first one: {error.message}",
-        hint=f"All other points are in the run. {error.hint}",
-        **error.context,
-    )
-
-
-def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, list[Setting]]:
+def _settings_by_sweep(request: SweepRequest, around: Sequence[_Setting]) -> dict[str, list[_Setting]]:
     """The settings to visit around others, by sweep, in the order of the values; none twice."""
     values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
@@ -426,7 +282,31 @@ def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, 
     return sweeps
 
 
-def _require_same_rest(sweep: str, settings: Sequence[Setting], earlier: Collection[Setting]) -> None:
+def _points(
+    rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_Setting]], request: SweepRequest
+) -> tuple[dict[_Setting, list[_Point]], set[str]]:
+    """Return the points of every setting, and the sweeps that make room for the first new row.
+
+    A point that the run has keeps its number.
+    """
+    points: dict[_Setting, list[_Point]] = {}
+    outdated = set[str]()
+    for name, settings in sweeps.items():
+        present = rows[rows["sweep"] == name].to_dict("records")
+        numbers = {settings[0].stored(row): int(row["point"]) for row in present}
+        # A sweep that replaced another and was stopped has no points but these.
+        if request.replace and numbers and not (request.resume and numbers.keys() <= {*settings}):
+            outdated.add(name)
+            numbers = {}
+        _require_same_rest(name, settings, numbers)
+        following = itertools.count(max(numbers.values(), default=-1) + 1)
+        for setting in settings:
+            number = numbers[setting] if setting in numbers else next(following)
+            points.setdefault(setting, []).append((name, number))
+    return points, outdated
+
+
+def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
     if varied == [ABLATION]:
         varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
@@ -447,7 +327,7 @@ def _written(value: Any) -> str:
 def _samples_by_seed(
     opened: OpenCalibration, seeds: Sequence[int], access: Access
 ) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
-    """The calibration samples of every seed by task, and the tasks without what some seed calibrates on.
+    """Return the calibration samples of every seed by task, and the tasks without what some seed calibrates on.
 
     A seed draws as many as the run's own, as the spec would with that seed. Diagnosis and test samples can only be
     among them where a task's splits draw from the same place.
@@ -479,39 +359,131 @@ def _samples_by_seed(
 
 
 def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
-    """The samples whose ids are not among `ids`; the very same set where that is all of them."""
+    """Return the samples whose ids are not among `ids`; the very same set where that is all of them."""
     positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
     return samples if len(positions) == len(samples) else part_of(samples, positions)
 
 
-BESIDE = ("views", "shrink")
+def _scored_tasks(study: Study) -> set[str]:
+    """Return the tasks whose test samples are scored, too."""
+    return {task for task, data in study.tasks.items() if data.test is not None and metrics_of(study, task)}
+
+
+def _missing(
+    points: Mapping[_Setting, Sequence[_Point]], rows: pd.DataFrame, study: Study
+) -> dict[_Setting, list[_Point]]:
+    """Return the points that lack a row of some task, or a score of one that is scored, by setting."""
+    scored = _scored_tasks(study)
+
+    def is_done(point: _Point) -> bool:
+        found = rows[(rows["sweep"] == point[0]) & (rows["point"] == point[1])]
+        has_score = found["task"][found[[*METRICS]].notna().any(axis=1)]
+        return {*found["task"]} >= {*study.tasks} and {*has_score} >= scored
+
+    missing = {setting: [point for point in at if not is_done(point)] for setting, at in points.items()}
+    return {setting: at for setting, at in missing.items() if at}
+
+
+def _rows(
+    setting: _Setting, points: Sequence[_Point], seed: int, columns: Mapping[str, _Columns], seconds: float
+) -> pd.DataFrame:
+    """Return the rows of the sweep table of a setting at its points, one per task."""
+    import pandas as pd
+
+    shared = {name: value for name, value in setting.values.items() if name in SWEEPS.names}
+    shared |= {"seed": seed, "seconds": seconds, **dataclasses.asdict(setting)}
+    return pd.DataFrame(
+        [
+            {"sweep": sweep, "point": point, **shared, **of_task}
+            for sweep, point in points
+            for of_task in columns.values()
+        ]
+    )
+
+
+def _measured(
+    scorer: HeldOutScorer,
+    settings: Collection[_Setting],
+    drawn: Mapping[str, SampleSet],
+    fitting: Fitting,
+    bar: Bar,
+) -> Iterator[tuple[_Setting, tuple[Mapping[str, _Columns], float] | DriftLensError]]:
+    """Calibrate by every setting and yield what is measured by task and the seconds of the fit, or the error.
+
+    Args:
+        scorer: the models, and the samples on which drift is measured.
+        settings: what to calibrate by; those that read the same samples follow each other.
+        drawn: the most calibration samples that a setting reads, by task.
+        fitting: makes the models; its seed is that of the corruption, too.
+        bar: shows the progress of all settings.
+    """
+    by_samples = sorted(settings, key=lambda setting: setting.reads)
+    for (corruption, n), group in itertools.groupby(by_samples, key=lambda setting: setting.reads):
+        samples = {
+            task: part_of(corrupted(clean, corruption, fitting.seed), range(n))
+            for task, clean in drawn.items()
+        }
+        cache = fitting.cache()
+        for setting in group:
+            bar.begin(1, str(setting))
+            work = functools.partial(_measured_by, scorer, setting, samples, cache, fitting)
+            yield setting, attempt(work, scorer.study.team)
+    bar.finish(_PHASE)
+
+
+def _measured_by(
+    scorer: HeldOutScorer,
+    setting: _Setting,
+    samples: Mapping[str, SampleSet],
+    cache: ExpertFeatures,
+    fitting: Fitting,
+) -> tuple[dict[str, _Columns], float]:
+    seconds = fitting.fit(setting.calibrator, samples, cache)
+    return scorer.measured(LANE, functools.partial(_columns, scorer)), seconds
+
+
+def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor) -> _Columns:
+    """Return drift and accuracy on one task of the model in the pool, as columns of the sweep table."""
+    row: _Columns = {"task": task, **final_drift(features, expert)}
+    if not scorer.without_head:
+        row["kl"] = float(scorer.by_class(divergences, LANE, task, features, expert).cpu().numpy().mean())
+    # This process alone has the task, whatever others do meanwhile.
+    alone = dataclasses.replace(scorer.study, team=ALONE)
+    scored = scores_of(alone, task, [LANE], Reporter())
+    for score in scored.rows if scored is not None else ():
+        name = score["metric"] if score["metric"] in METRICS else "accuracy"
+        row |= {name: score["value"], "n_test": score["n"]}
+    return row
+
+
+_BESIDE = ("views", "shrink")
 """Settings of a calibration that a candidate may have in addition to those of its method."""
 
 
-def wanted_methods(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Candidate]:
-    """Return candidates by method and settings, under names that calibrations can have; as `candidates`."""
+def wanted_methods(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
+    """Return calibrators with settings, under names that calibrations can have; see `named_methods`."""
 
     def name_of(method: str, settings: Mapping[str, object]) -> str:
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
         return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
 
-    wanted = candidates(asked, calibrators, calibrators.__getitem__, name_of, beside=BESIDE)
-    for candidate in wanted:
-        request_of(candidate)
+    wanted = named_methods(asked, calibrators, calibrators.__getitem__, name_of, beside=_BESIDE)
+    for method in wanted:
+        _request_of(method)
     return wanted
 
 
-def request_of(candidate: Candidate, **more: Any) -> CalibrationRequest:
+def _request_of(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
     """Return the calibration that a candidate asks for; raise a SpecError where there is no such calibration."""
     settings = dict(candidate.settings)
-    beside: dict[str, Any] = {name: settings.pop(name) for name in BESIDE if name in settings}
+    beside: dict[str, Any] = {name: settings.pop(name) for name in _BESIDE if name in settings}
     return CalibrationRequest(
         name=candidate.name, method=candidate.method, parameters=settings, **beside, **more
     )
 
 
 def compare_methods(
-    run: PathLike, wanted: Sequence[Candidate], context: Context = Context(), *, samples: int | None = None
+    run: PathLike, wanted: Sequence[NamedMethod], context: Context = Context(), *, samples: int | None = None
 ) -> dict[str, str]:
     """Calibrate a run by every method, on the same samples; finished calibrations stay as they are.
 
@@ -533,24 +505,19 @@ def compare_methods(
         reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
         section = load_spec(pathlib.Path(run) / layout.SPEC).calibration
 
-    def attempt(candidate: Candidate) -> Outcome[None]:
-        kind = calibrators[candidate.method]
+    def made(method: NamedMethod) -> DriftRun:
+        kind = calibrators[method.method]
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
-        if (
-            section is not None
-            and section.method == candidate.method
-            and (section.preset or section.parameters)
-        ):
+        if section is not None and section.method == method.method and (section.preset or section.parameters):
             preset = None
-        request = request_of(candidate, preset=preset, samples=samples, resume=True, attribution=False)
-        calibrate(run, request, context)
-        return Outcome()
+        request = _request_of(method, preset=preset, samples=samples, resume=True, attribution=False)
+        return calibrate(run, request, context)
 
+    team = context.access.team
     try:
-        results = try_each(wanted, attempt, team=context.access.team)
-        outcomes = {candidate.name: outcome for candidate, outcome in results}
+        results = {method.name: attempt(functools.partial(made, method), team) for method in wanted}
     except Cancelled as error:
         error.hint = "What was finished is kept; the same command resumes."
         raise
-    require_any(outcomes.values())
-    return {name: outcome.error.message for name, outcome in outcomes.items() if outcome.error is not None}
+    require_any(results.values())
+    return {name: result.message for name, result in results.items() if isinstance(result, DriftLensError)}

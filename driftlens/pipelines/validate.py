@@ -127,7 +127,7 @@ def preflight(
     if device is not None:
         checks.ok("device", f"{device}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
-    models = None if architecture is None else check_models(spec, architecture, checks, access)
+    models = None if architecture is None else _check_models(spec, architecture, checks, access)
     data = _check_data(spec, architecture, checks, access)
     heads: dict[str, ScoreMap] = {}
     if models is not None:
@@ -152,7 +152,13 @@ def preflight(
         )
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and not checks.problems:
-        _check_study(spec, models, data, heads, checks, access, merge, calibrator)
+        study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
+        for task in () if study is None else study.tasks:
+            _check_adapters(study, task, checks)
+        if study is not None and not checks.problems:
+            method = None if merge is None else merge.method
+            patterns = None if spec.calibration is None else spec.calibration.sites
+            checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
     if request.deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif request.deep:
@@ -162,29 +168,7 @@ def preflight(
     return checks
 
 
-def _check_study(
-    spec: RunSpec,
-    models: opening.OpenModels,
-    data: Mapping[str, TaskData],
-    heads: Mapping[str, ScoreMap],
-    checks: Preflight,
-    access: Access,
-    merge: Merge | None,
-    calibrator: Calibrator | None,
-) -> None:
-    """Check what needs all models and samples together, and sum up what the jobs need."""
-    study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
-    if study is None:
-        return
-    for task in study.tasks:
-        _check_adapters(study, task, checks)
-    patterns = None if spec.calibration is None else spec.calibration.sites
-    method = None if merge is None else merge.method
-    if not checks.problems:
-        checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
-
-
-def check_models(
+def _check_models(
     spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
 ) -> opening.OpenModels:
     """The models of a spec that can be opened and fit the architecture; the others become findings."""
@@ -227,7 +211,7 @@ def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Arc
     )
     for text in opened.notices:
         checks.notice("architecture", text)
-    check_ties(opened.chain, checks)
+    _check_ties(opened.chain, checks)
     stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
     if stored is not None:
         checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
@@ -479,7 +463,7 @@ def _judge(
         )
 
 
-def check_ties(chain: LayerChain, checks: Preflight) -> None:
+def _check_ties(chain: LayerChain, checks: Preflight) -> None:
     """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other.
 
     What no calibration solves for is left out, such as a table of positions that all blocks read.

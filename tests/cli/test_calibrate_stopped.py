@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from driftlens.models.saving import Patched
-from driftlens.pipelines import calibration_variants as variants
+from driftlens.pipelines import calibration_plan as variants
 from driftlens.pipelines.model_selection import Fitting
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import read_manifest

@@ -15,7 +15,7 @@ import pytest
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.pipelines.model_selection import HeldOut
+from driftlens.pipelines.model_selection import HeldOutScorer
 from driftlens.runs.run import DriftRun
 from driftlens.utils.access import Context
 from driftlens.utils.errors import Cancelled
@@ -83,21 +83,16 @@ def roomy_run(world: World, folder: Path, **changes: Any) -> DriftRun:
 
 def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let merged model and base look bad, so that calibrations are chosen among: few samples rarely show it."""
-    measured = HeldOut.of
+    measured = HeldOutScorer.of
 
-    def spoilt(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+    def spoilt(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         found = measured(self, model, *at)
         as_is = model in ("merged", "base")
         if not as_is:
             return found
-        return {
-            task: {kind: np.full_like(of, 1e3) for kind, of in at.items()}
-            if isinstance(at, dict)
-            else np.full_like(at, 1e3)
-            for task, at in found.items()
-        }
+        return {task: {kind: np.full_like(of, 1e3) for kind, of in at.items()} for task, at in found.items()}
 
-    monkeypatch.setattr(HeldOut, "of", spoilt)
+    monkeypatch.setattr(HeldOutScorer, "of", spoilt)
 
 
 def scored_again(folder: Path) -> DriftRun:

@@ -24,22 +24,21 @@ from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import Ground
 from driftlens.engine.sites import select_sites
 from driftlens.experiment.merging import merged_within
-from driftlens.experiment.resume import Kept, reopened
+from driftlens.experiment.resume import reopened
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_called
 from driftlens.models.heads import Head
-from driftlens.pipelines import automatic
-from driftlens.pipelines import calibration_plan as plan
-from driftlens.pipelines import model_selection as contest
-from driftlens.pipelines.automatic import choice_of, choose_settings
+from driftlens.pipelines import automatic, model_selection
+from driftlens.pipelines import calibrate as job
+from driftlens.pipelines.automatic import choose_settings
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.pipelines.calibration_variants import with_parameters
+from driftlens.pipelines.calibration_plan import with_parameters
 from driftlens.pipelines.evaluation import final_drift
 from driftlens.pipelines.model_selection import (
     LANE,
     Fitting,
-    HeldOut,
-    Judge,
+    HeldOutScorer,
+    ResultStore,
     distances,
     divergences,
     drift_scores,
@@ -55,9 +54,6 @@ from driftlens.utils.progress import ProgressEvent, Reporter
 from tests.pipeline.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import TASKS
 
-BEST = choice_of(request(auto=True))
-HELD_OUT = choice_of(request(auto=True, method="featcal"))
-
 
 @pytest.fixture
 def study(roomy: DriftRun) -> Study:
@@ -69,8 +65,8 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     said: list[ProgressEvent] = []
     sites = select_sites(study.pool.chain, layers=[2])
     with temporary_folder() as folder:
-        kept = Kept(folder / "tried")
-        found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append), kept)
+        store = ResultStore(folder / "tried")
+        found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append), store)
     assert isinstance(found, FeatCal)
     done = [event.done for event in said]
     assert done == sorted(done) and {event.phase for event in said} == {"choose"}
@@ -89,7 +85,7 @@ Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
 
 def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
-    fit, of = Fitting.fit, HeldOut.of
+    fit, of = Fitting.fit, HeldOutScorer.of
     calibrator, seen = None, frozenset[str]()
 
     def spied_fit(self: Fitting, made: Any, samples: Any, cache: Any = None) -> float:
@@ -97,12 +93,12 @@ def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         calibrator, seen = made, frozenset(name for drawn in samples.values() for name in drawn.ids)
         return fit(self, made, samples, cache)
 
-    def spied_of(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+    def spied_of(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         found = of(self, model, *at)
         return watch(calibrator, seen, found) if model == LANE and found else found
 
     monkeypatch.setattr(Fitting, "fit", spied_fit)
-    monkeypatch.setattr(HeldOut, "of", spied_of)
+    monkeypatch.setattr(HeldOutScorer, "of", spied_of)
 
 
 def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,16 +109,13 @@ def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def score_by_entrant(monkeypatch: pytest.MonkeyPatch, worse: Callable[[Any], float]) -> None:
     """Let candidates score so much worse than they do."""
-    measure = automatic._Tries.measure
+    measure = automatic._Trials.measure
 
     def changed(self: Any, entrant: Any) -> Any:
         found = measure(self, entrant)
-        shown = {
-            name: {kind: of + worse(entrant) for kind, of in at.items()} for name, at in found.value.items()
-        }
-        return dataclasses.replace(found, value=shown)
+        return {share: all_at(at, lambda of: of + worse(entrant)) for share, at in found.items()}
 
-    monkeypatch.setattr(automatic._Tries, "measure", changed)
+    monkeypatch.setattr(automatic._Trials, "measure", changed)
 
 
 def all_at(found: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -163,7 +156,7 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path
     found, record, again, same = (
         at
         for of, name in ((study, "plain"), (blind, "blind"))
-        for at in choose_settings(of, FeatCal(), sites, Reporter(), Kept(tmp_path / name), others=True)
+        for at in choose_settings(of, FeatCal(), sites, Reporter(), ResultStore(tmp_path / name), others=True)
     )
     names = {"start", "residual", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
     assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
@@ -191,7 +184,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
 ) -> None:
     scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
-    read = contest.final_features
+    read = model_selection.final_features
 
     def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
         scored[-1] = ids, scored[-1][1]
@@ -205,7 +198,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
         return read(pool, model, task, samples, pooling)
 
     watch_fits(monkeypatch, watch)
-    monkeypatch.setattr(contest, "final_features", spied_read)
+    monkeypatch.setattr(model_selection, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     at = study.tasks[task].calibration
@@ -220,7 +213,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
 def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None:
     """Every candidate by hand: fitted to a half, judged on the other one at every share of the way from the base."""
     found, record = chosen(study)
-    pool, sites, judge = study.pool, select_sites(study.pool.chain, layers=[2]), Judge(study)
+    pool, sites = study.pool, select_sites(study.pool.chain, layers=[2])
     samples = {
         task: dataclasses.replace(at.calibration, labels=None)
         for task, at in study.tasks.items()
@@ -231,7 +224,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         return {task: part_of(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
 
     def judged(model: str, part: int) -> dict[str, np.ndarray]:
-        return HeldOut(study, half(part), judge).of(model)
+        return {task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).of(model).items()}
 
     def both(pieces: list[dict[str, np.ndarray]]) -> Scores:
         return Scores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
@@ -276,7 +269,7 @@ def test_a_stopped_choice_resumes_with_the_candidates_that_are_missing(
             raise Cancelled("stopped")
 
     def choose(name: str, hear: Any = None) -> Any:
-        return choose_settings(study, FeatCal(), sites, Reporter(hear), Kept(tmp_path / name))
+        return choose_settings(study, FeatCal(), sites, Reporter(hear), ResultStore(tmp_path / name))
 
     with pytest.raises(Cancelled):
         choose("stopped", stop)
@@ -383,7 +376,10 @@ def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(stu
     given = dataclasses.replace(study, tasks={task: dataclasses.replace(at, own_heads={"base": turned})})
     expert = f"expert:{task}"
     plain, found = (
-        {name: Scores(HeldOut(one, samples, Judge(one)).of(name)) for name in ("merged", "base", expert)}
+        {
+            name: Scores({task: HeldOutScorer(one, samples).of(name)[task]["hellinger"]})
+            for name in ("merged", "base", expert)
+        }
         for one in (study, given)
     )
     assert found["merged"].mean == plain["merged"].mean and found["base"].mean > plain["base"].mean
@@ -409,15 +405,15 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     spoil_merged(monkeypatch)
     monkeypatch.setattr(automatic, "_MERGES", ("average",))
     score_by_entrant(monkeypatch, lambda entrant: -2e3 if entrant.merge else 0.0)
-    folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2])
+    folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2], auto=True)
 
     def stop(event: Any) -> None:
         if event.phase == "analyze":
             raise Cancelled("stopped")
 
     with pytest.raises(Cancelled):
-        calibrate(folder, asked, Context(on_progress=stop), choose=BEST)
-    run = calibrate(folder, asked.changed(resume=True), choose=BEST)
+        calibrate(folder, asked, Context(on_progress=stop))
+    run = calibrate(folder, asked.changed(resume=True))
     info = run.manifest.calibrations[NAME]
     assert info.selection["choice"] == "merge average" and info.kept == "merge" and not info.layers
     share, study = info.shrink["share"], reopened(folder)[0]
@@ -434,12 +430,12 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = HeldOut.of
+    measured = HeldOutScorer.of
 
-    def good_base(self: HeldOut[Any], model: str, *at: Any) -> dict[str, Any]:
+    def good_base(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         return all_at(measured(self, model, *at), lambda of: 0 * of - (model == "base"))
 
-    monkeypatch.setattr(HeldOut, "of", good_base)
+    monkeypatch.setattr(HeldOutScorer, "of", good_base)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(), name=NAME, auto=True, layers=[2])
     info = run.manifest.calibrations[NAME]
@@ -462,7 +458,7 @@ def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     spoil_merged(monkeypatch)
     score_by_entrant(monkeypatch, lambda entrant: 0.0 if entrant.views else 1e3)
     folder = copied(roomy, tmp_path / "run")
-    run = calibrate(folder, request(method="residual", layers=[2], attribution=False), choose=HELD_OUT)
+    run = calibrate(folder, request(method="residual", layers=[2], attribution=False, auto=True))
     info = run.manifest.calibrations[NAME]
     assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
     assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
@@ -486,6 +482,6 @@ def test_it_warns_where_experts_are_surer_of_these_samples(
         unsure = of.split != "calibration" and is_surer
         return rows + (rows.roll(1, dims=0) if unsure else 0) + 1e-3 * torch.arange(len(of))[:, None]
 
-    monkeypatch.setattr(plan, "final_features", features)
-    told = plan.trained_on(samples, study)
+    monkeypatch.setattr(job, "final_features", features)
+    told = job._trained_on(samples, study)
     assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer

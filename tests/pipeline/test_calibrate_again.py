@@ -18,7 +18,6 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.experiment import resume as reopening
 from driftlens.pipelines.analyze import analyze
-from driftlens.pipelines.automatic import choice_of
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, open_run
@@ -41,7 +40,6 @@ from tests.pipeline.calibrating import (
 from tests.quick import few
 from tests.zoo.world import TASKS, World, build
 
-HELD_OUT = choice_of(request(auto=True, method="featcal"))
 WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
 
 
@@ -120,21 +118,21 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changed", "choose"),
+    "changed",
     [
-        (request(layers=[3]), None),
-        (request(sites=["*.mlp.*"]), None),
-        (request(samples=2), None),
-        (request(), HELD_OUT),
+        request(layers=[3]),
+        request(sites=["*.mlp.*"]),
+        request(samples=2),
+        request(auto=True),
     ],
     ids=["layers", "sites", "samples", "auto"],
 )
 def test_a_finished_calibration_is_resumed_only_as_the_very_same(
-    whole: DriftRun, changed: CalibrationRequest, choose: Any
+    whole: DriftRun, changed: CalibrationRequest
 ) -> None:
     before = files_of(whole.path)
     with pytest.raises(errors.SpecError, match="finished, with other settings"):
-        calibrate(whole.path, changed.changed(resume=True), choose=choose)
+        calibrate(whole.path, changed.changed(resume=True))
     assert files_of(whole.path) == before
 
 
@@ -234,7 +232,7 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
         save_file(weights | {key: weights[key] + 1e-6}, folder / WEIGHTS)
     asked = request(save_weights=target, **changed)
     with pytest.raises(error, match=words) as caught:
-        calibrate(folder, asked, choose=HELD_OUT if asked.auto else None)
+        calibrate(folder, asked)
     assert not target.exists()
     command = shlex.split(caught.value.hint.split("`")[1])
     assert command[:3] == ["driftlens", "calibrate", str(folder)]

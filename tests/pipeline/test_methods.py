@@ -13,7 +13,7 @@ from driftlens.cli import app
 from driftlens.config import load_spec
 from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines.calibrate import open_calibration
-from driftlens.pipelines.model_selection import Candidate
+from driftlens.pipelines.model_selection import NamedMethod
 from driftlens.pipelines.sweep import compare_methods, wanted_methods
 from driftlens.pipelines.validate import preflight
 from driftlens.results.calibration_summary import arena_rows, arena_sheet
@@ -160,7 +160,7 @@ def test_what_the_spec_says_of_a_method_takes_the_place_of_the_preset_of_its_kin
         "other": {"method": "residual", "folds": 2},
     }.items():
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
-        compare_methods(folder, [Candidate(name, "featcal", {"lam": 0.7})])
+        compare_methods(folder, [NamedMethod(name, "featcal", {"lam": 0.7})])
         settings = open_run(folder).manifest.calibrations[name].settings
         found[name] = settings["lam"], settings["rho"], settings["alpha"]
     assert found == {"said": (0.7, 2.2, 0.1), "silent": (0.7, 2.0, 0.3), "other": (0.7, 2.0, 0.3)}

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.checkpoints.tensor_sources import Between, TensorsSource
 from driftlens.experiment.model_card import calibration_command
-from driftlens.pipelines.automatic import choice_of
 from driftlens.pipelines.calibrate import calibrate, open_calibration
 from driftlens.results.calibration_summary import selection_sentences
 from driftlens.runs.run import DriftRun
@@ -116,5 +115,5 @@ def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
 ) -> None:
     wanted = request(**asked)
     with pytest.raises((SpecError, DataError), match=says):
-        calibrate(roomy.path, wanted, choose=choice_of(wanted))
+        calibrate(roomy.path, wanted)
     assert not roomy.manifest.calibrations

@@ -55,11 +55,10 @@ from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_diges
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
+from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError, counted, some_of
 from driftlens.utils.registry import resolve
 from driftlens.utils.rounding import Change, saved_words
 from driftlens.utils.variants import calibrated, control_of, expert_of
-from driftlens.utils.words import counted, some_of
 
 if TYPE_CHECKING:
     from driftlens.config.run import Calibration

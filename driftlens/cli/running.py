@@ -255,7 +255,8 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, a
     require_free(out)
     wanted = wanted_merges(comparison.merges or ())
     with job.context() as context:
-        compared = compare_merges(spec, wanted, context, out=out, write=write_merges)
+        compared = compare_merges(spec, wanted, context)
+        write_merges(compared, out)
     _note_memory()
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
     note(f"wrote {out}: merges.csv, .json, .html")

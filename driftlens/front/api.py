@@ -355,7 +355,9 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
         require_free(out)
     wanted = wanted_merges(request.merges or [("all", {})])
     with around.context() as context:
-        ranked = compared(load_spec(spec), wanted, context, out=out, write=write_merges)
+        ranked = compared(load_spec(spec), wanted, context)
+    if out is not None:
+        write_merges(ranked, out)
     return merges_sheet(ranked)
 
 

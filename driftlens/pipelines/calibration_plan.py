@@ -211,7 +211,8 @@ def plan_calibration(
     method, is_trained = _method_of(request, section), not calibrator.takes_sites
     samples = {task: _first_of(data.calibration, request.samples, task) for task, data in study.tasks.items()}
     for task, drawn in samples.items():
-        viewed(drawn)  # raises if the views can't be made
+        if drawn.views is not None:
+            viewed(drawn)  # raises if the views can't be made
         if isinstance(calibrator, Stepwise):
             calibrator.require_samples(len(drawn), task)
     patterns, layers = request.sites, request.layers

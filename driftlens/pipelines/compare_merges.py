@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from driftlens.pipelines.model_selection import (
 from driftlens.utils.access import Context
 from driftlens.utils.devices import exact_products
 from driftlens.utils.errors import DriftLensError
-from driftlens.utils.files import PathLike, temporary_folder
+from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens.utils.progress import Reporter
 from driftlens.utils.variants import expert_of
@@ -65,12 +64,7 @@ def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Nam
 @exact_products()
 @torch.no_grad()
 def compare_merges(
-    spec: RunSpec,
-    merges: Sequence[NamedMethod],
-    context: Context = Context(),
-    *,
-    out: PathLike | None = None,
-    write: Callable[[Mapping[str, Any], Path], object] = lambda comparison, folder: None,
+    spec: RunSpec, merges: Sequence[NamedMethod], context: Context = Context()
 ) -> dict[str, Any]:
     """Rank merges by how near their final features and class probabilities are to the experts', as plain values.
 
@@ -86,8 +80,6 @@ def compare_merges(
         spec: the experts and their data.
         merges: what to compare, see `wanted_merges`.
         context: where and how to run.
-        out: folder of the comparison.
-        write: writes the comparison into `out`.
     """
     study, models = open_study(spec, access=context.access)
     merges, present = _with_present(spec, merges)
@@ -125,7 +117,7 @@ def compare_merges(
             compared.append(_Compared(merge, attempt(scores), seconds))
     require_any([each.result for each in compared if each.model.method])
     reporter.step(_PHASE, len(merges), len(merges))
-    comparison = {
+    return {
         "name": spec.name,
         "score": scorer.measure,
         "samples": {task: len(judged) for task, judged in samples.items()},
@@ -133,9 +125,6 @@ def compare_merges(
         "present": present,
         "merges": _ranked(compared, scorer.measure, present),
     }
-    if out is not None:
-        write(comparison, Path(out))
-    return comparison
 
 
 def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:

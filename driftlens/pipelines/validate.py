@@ -57,26 +57,37 @@ class Preflight:
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
-        """Say that something is as it should be."""
+        """File that something is as it should be."""
         self.findings.append(Finding("ok", subject, text, hint))
 
-    def notice(self, subject: str, text: str, hint: str = "") -> None:
-        """Say what the reader should judge."""
-        self.findings.append(Finding("notice", subject, text, hint))
+    def notice(self, subject: str, *texts: str, hint: str = "") -> None:
+        """File what the reader should judge."""
+        self.findings += [Finding("notice", subject, text, hint) for text in texts]
 
     def problem(self, subject: str, error: DriftLensError) -> None:
-        """Say what must be dealt with first."""
+        """File what must be dealt with first."""
         self.findings.append(problem(subject, error))
 
-    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
-        """Return what `work` does, or None after filing the error that it raised about its input."""
+    def attempt(
+        self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
+    ) -> T | None:
+        """Return what `work` returns, or None after filing the error that it raised about its input.
+
+        Args:
+            subject: what is checked.
+            work: opens or checks it.
+            describe: returns what is filed of it where there is no error.
+        """
         try:
-            return work()
+            result = work()
         except Exception as error:
-            if (told := from_library(error)) is None:
+            if (known := from_library(error)) is None:
                 raise
-            self.problem(subject, told)
+            self.problem(subject, known)
             return None
+        if describe is not None:
+            self.ok(subject, describe(result))
+        return result
 
     @property
     def problems(self) -> list[Finding]:
@@ -89,7 +100,7 @@ class Preflight:
         return max((finding.exit_code for finding in self.problems), default=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
+        """Return the checks as plain JSON values."""
         return {
             "ready": not self.problems,
             "exit_code": self.exit_code,
@@ -98,7 +109,7 @@ class Preflight:
         }
 
     def text(self) -> str:
-        """The same for a person: aligned lines, the needs of each job, and `ready` or the number of problems last."""
+        """Return the checks as aligned lines, then the needs of each job, and `ready` or the number of problems."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
         lines = [line for finding in self.findings for line in _lines(finding, width)]
         if self.needs:
@@ -123,9 +134,11 @@ def preflight(
     of an expert that is an adapter all weights, for one sample.
     """
     checks = Preflight()
-    device = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
-    if device is not None:
-        checks.ok("device", f"{device}, {spec.compute.dtype}")
+    checks.attempt(
+        "device",
+        lambda: resolve_device(access.device or spec.compute.device),
+        lambda device: f"{device}, {spec.compute.dtype}",
+    )
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else _check_models(spec, architecture, checks, access)
     data = _check_data(spec, architecture, checks, access)
@@ -135,21 +148,18 @@ def preflight(
         checks.findings += suspicions(models.architecture.chain, models.sources)
         checks.findings += companions(models)
     merge = _check_merge(spec, models, data, checks)
-    if spec.calibration is not None:
-        settings = checks.attempt("calibration", lambda: opening.calibration_settings(spec))
-        if settings is not None:
-            listed = ", ".join(f"{name} {value}" for name, value in settings.items())
-            checks.ok("calibration", f"{spec.calibration.method}: {listed}")
-    # A calibration that is refused says of no sites what it solves for; one by default may.
-    calibrator = None
-    if (
-        models is not None
-        and models.sources
-        and not any(problem.subject == "calibration" for problem in checks.problems)
-    ):
-        calibrator = _check_sites(
-            spec, models.architecture.chain, next(iter(models.sources.values())), checks
+    calibration, calibrator = spec.calibration, None
+    settings: Mapping[str, Any] | None = {}
+    if calibration is not None:
+        settings = checks.attempt(
+            "calibration",
+            lambda: opening.calibration_settings(spec),
+            lambda found: f"{calibration.method}: " + ", ".join(f"{name} {found[name]}" for name in found),
         )
+    # The sites of a calibration that is refused are unknown; those of the default one are not.
+    if models is not None and models.sources and settings is not None:
+        weights = next(iter(models.sources.values()))
+        calibrator = _check_sites(spec, models.architecture.chain, weights, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and not checks.problems:
         study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
@@ -157,7 +167,7 @@ def preflight(
             _check_adapters(study, task, checks)
         if study is not None and not checks.problems:
             method = None if merge is None else merge.method
-            patterns = None if spec.calibration is None else spec.calibration.sites
+            patterns = None if calibration is None else calibration.sites
             checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
     if request.deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
@@ -171,7 +181,7 @@ def preflight(
 def _check_models(
     spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
 ) -> opening.OpenModels:
-    """The models of a spec that can be opened and fit the architecture; the others become findings."""
+    """Return the models of a spec that can be opened and fit the architecture; the others become findings."""
     origins = opening.origins_of(spec)
 
     def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
@@ -180,24 +190,18 @@ def _check_models(
             require_same_parameters(architecture.skeleton, architecture.chain, source)
             return source
 
-        source = checks.attempt(label(name), fitting)
-        if source is not None:
-            checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
-        return source
+        def describe(source: StateSource) -> str:
+            headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
+            count = sum(header.nbytes // header.dtype.itemsize for header in headers)
+            dtypes = " and ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))
+            return f"{count:,} parameters in {len(headers)} tensors, {dtypes}, from {origins[name]}"
+
+        return checks.attempt(label(name), fitting, describe)
 
     models = opening.open_models(spec, access, architecture=architecture, attempt=attempt)
-    for text in models.notices:
-        checks.notice("models", text)
-    for text in opening.dtype_notices(models):
-        checks.notice("dtypes", text)
+    checks.notice("models", *models.notices)
+    checks.notice("dtypes", *opening.dtype_notices(models))
     return models
-
-
-def _described(architecture: Architecture, source: StateSource) -> str:
-    headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
-    count = sum(header.nbytes // header.dtype.itemsize for header in headers)
-    dtypes = sorted({str(header.dtype).removeprefix("torch.") for header in headers})
-    return f"{count:,} parameters in {len(headers)} tensors, {' and '.join(dtypes)}"
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
@@ -209,17 +213,18 @@ def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Arc
     checks.ok(
         "architecture", f"{opened.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(opened)
     )
-    for text in opened.notices:
-        checks.notice("architecture", text)
+    checks.notice("architecture", *opened.notices)
     _check_ties(opened.chain, checks)
-    stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
-    if stored is not None:
-        checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
+    checks.attempt(
+        "layers",
+        lambda: select_layers(paths, spec.layers.select),
+        lambda stored: f"{len(stored)} of {len(paths)} are stored; all are walked",
+    )
     return opened
 
 
 def _quick_gelu_hint(architecture: Architecture) -> str:
-    """What weights don't show and users of OpenAI's get wrong most often."""
+    """Return a hint on the activation, which weights don't show and users of OpenAI's get wrong most often."""
     if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
         return ""
     import open_clip
@@ -278,7 +283,7 @@ def _check_sites(
         if spec.calibration is not None:
             checks.problem("sites", error)
         else:  # an analysis can do without
-            checks.notice("sites", error.message, error.hint)
+            checks.notice("sites", error.message, hint=error.hint)
         return None
     share, text = coverage(chain, weights, sites, calibrator.update)
     file = checks.ok if share == 1 or patterns is not None else checks.notice
@@ -289,7 +294,7 @@ def _check_sites(
 def _check_data(
     spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
 ) -> dict[str, TaskData]:
-    """The data of every task that can be opened; without an architecture no sample is read."""
+    """Return the data of every task that can be opened; without an architecture no sample is read."""
     opened = {}
     for task in spec.tasks:
 
@@ -299,10 +304,10 @@ def _check_data(
                 data.diagnosis.load([0])
             return data
 
-        data = checks.attempt(f"data of {task}", open_one)
+        data = checks.attempt(f"data of {task}", open_one, _described)
         if data is not None:
             opened[task] = data
-            _describe_data(data, checks)
+            checks.notice(f"data of {task}", *data.notices)
     splits = {  # test sets differ in size by nature
         "calibration": {task: len(data.calibration) for task, data in opened.items()},
         "diagnosis": {task: len(data.diagnosis) for task, data in opened.items()},
@@ -314,14 +319,11 @@ def _check_data(
     return opened
 
 
-def _describe_data(data: TaskData, checks: Preflight) -> None:
-    subject = f"data of {data.task}"
+def _described(data: TaskData) -> str:
     counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
     classes = len(data.class_names or data.answers())
     labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
-    checks.ok(subject, f"{counts} samples, {labels}")
-    for text in data.notices:
-        checks.notice(subject, text)
+    return f"{counts} samples, {labels}"
 
 
 def _check_heads(
@@ -459,7 +461,7 @@ def _judge(
         checks.ok(subject, f"{text}, the base {shown['base']}")
     else:
         checks.notice(
-            subject, f"{text}, the base {shown['base']}: no better", "Was it fine-tuned on this task?"
+            subject, f"{text}, the base {shown['base']}: no better", hint="Was it fine-tuned on this task?"
         )
 
 
@@ -479,7 +481,7 @@ def _check_ties(chain: LayerChain, checks: Preflight) -> None:
     tied = {slot[0]: names for slot, names in places.items() if len(names) > 1 and slot in solved}
     for key, names in tied.items():
         checks.notice(
-            "ties", f"{key} is {' and '.join(names)}", "To calibrate one of them changes the others too."
+            "ties", f"{key} is {' and '.join(names)}", hint="To calibrate one of them changes the others too."
         )
     if not tied:
         checks.ok("ties", "none: every weight stands in one place")

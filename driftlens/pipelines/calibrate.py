@@ -27,7 +27,6 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
-from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import Ground, Step
 from driftlens.engine.pool import ModelPool, attachment_tensors

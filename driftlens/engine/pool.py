@@ -21,7 +21,7 @@ from driftlens.checkpoints.tensor_sources import StateSource, Table, TensorHeade
 from driftlens.data.samples import SampleSet
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
 from driftlens.models.heads import LmHead, ScoreMap
-from driftlens.models.tracing.block_call import features_of, known_on_host
+from driftlens.models.tracing.block_call import features_of
 from driftlens.models.tracing.hooks import buffers_on, plain_experts
 from driftlens.utils.devices import device_of, moved
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
@@ -255,17 +255,9 @@ class ModelPool:
             self.stored(model, slot)  # and read anew: what was looked through would stay in memory
         return Table.of(self.stored(model, slot), self.dtype)
 
-    @contextmanager
-    def sent(self, inputs: object) -> Iterator[Any]:
-        """Raw inputs as the models take them; while this is open, nobody waits to read what the host has of them."""
-        there = on_device(inputs, self.device, self.dtype)
-        with nullcontext() if self.device.type == "cpu" else known_on_host(inputs, there):
-            yield there
-
     def begun(self, inputs: object) -> tuple[State, SideInputs]:
         """The state at boundary 0 of a batch of raw inputs, and all that the layers need beside it."""
-        with self.sent(inputs) as there:
-            return self.chain.start(there)
+        return self.chain.start(on_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
         """One layer of one model for one task, the last with what is attached to it; its parameters are read now."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch, SampleSet, fitting_batch
-from driftlens.engine.pool import LayerMap, ModelPool
+from driftlens.engine.pool import LayerMap, ModelPool, on_device
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
@@ -657,16 +657,16 @@ class LibraryDrift:
         self.batch = next(samples.batches()).first(min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
-        with pool.sent(self.batch.inputs) as inputs:
-            expert = pool.library_states(pool.expert(task), inputs)
-            self.expert = expert[-1]
-            self._drift: dict[str, list[State]] = {
-                variant: [
-                    subtract(*pair)
-                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
-                ]
-                for variant in variants
-            }
+        inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
+        expert = pool.library_states(pool.expert(task), inputs)
+        self.expert = expert[-1]
+        self._drift: dict[str, list[State]] = {
+            variant: [
+                subtract(*pair)
+                for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+            ]
+            for variant in variants
+        }
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:

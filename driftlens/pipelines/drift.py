@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.checkpoints.lora import LoraSource
+from driftlens.engine.pool import on_device
 from driftlens.engine.walk import LayerView, LibraryDrift, relative_gap, tolerance, waiting_bytes, walk
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import subtract
@@ -71,8 +72,8 @@ def diagnose(
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
     library = LibraryDrift(study.pool, task, study.variants, samples, budget)
-    with study.pool.sent(library.batch.inputs) as inputs:
-        notice = require_as_peft(study, task, inputs, library.expert)
+    inputs = on_device(library.batch.inputs, study.pool.device, study.pool.dtype)
+    notice = require_as_peft(study, task, inputs, library.expert)
     recorder = _recorded(study, task, library, reporter)
     diagnosis.features = recorder.features()
     diagnosis.notices += filter(None, [notice])

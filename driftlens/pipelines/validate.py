@@ -17,7 +17,7 @@ from driftlens.config.requests import CalibrationRequest, PreflightRequest
 from driftlens.config.run import RunSpec, TextHead
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
-from driftlens.engine.pool import require_same_parameters
+from driftlens.engine.pool import on_device, require_same_parameters
 from driftlens.engine.sites import coverage, select_layers, select_sites
 from driftlens.experiment import loading as opening
 from driftlens.experiment.merging import merge_of, no_scores
@@ -433,8 +433,8 @@ def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
     if reason := no_room(study):
         checks.notice(f"expert of {task}", unheld(task, reason))
         return
-    with pool.sent(samples.load([0])) as inputs:
-        states = pool.library_states(name, inputs)
+    inputs = on_device(samples.load([0]), pool.device, pool.dtype)
+    states = pool.library_states(name, inputs)
     notice = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
     if notice:
         checks.notice(f"expert of {task}", notice)

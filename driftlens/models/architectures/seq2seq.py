@@ -53,7 +53,6 @@ from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.models.tracing.block_call import (
     Inputs,
     find_features,
-    made_of,
     raw_inputs,
     result,
     without_padding,
@@ -139,13 +138,13 @@ class Pair:
     def batch(self, inputs: Any) -> dict[str, Tensor]:
         """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
         read = inputs[self.reads]
-        start = made_of(read, lambda ids: torch.full((len(ids), 1), self.start_token, device=ids.device))
+        start = torch.full((len(read), 1), self.start_token, device=read.device)
         batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
         for ids, mask in zip(list(batch.values()), _MASKS, strict=True):
             if mask in inputs:
-                batch[mask] = made_of(inputs[mask], Tensor.long)
+                batch[mask] = inputs[mask].long()
             elif ids.dim() == 2 and not ids.is_floating_point():
-                batch[mask] = made_of(ids, torch.ones_like)
+                batch[mask] = torch.ones_like(ids)
         return batch
 
     def _asked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ from driftlens.models.preprocessing import (
 )
 from driftlens.models.texts import WordReader, as_the_library
 from driftlens.models.tracing import block_inputs as carried
-from driftlens.models.tracing.block_call import Inputs, on_host, padding_mask, raw_inputs
+from driftlens.models.tracing.block_call import Inputs, padding_mask, raw_inputs
 from driftlens.models.tracing.block_runner import BlockRunner, forward_pass, own_weights, run
 from driftlens.models.tracing.hooks import (
     Recording,
@@ -526,7 +526,7 @@ class Sighted(BlockRunner):
         if "image_position_ids" in batch:  # below zero where patches fill up an image
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
-        at_images = torch.eq(on_host(batch["input_ids"]).cpu(), self.image_token)
+        at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
         tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
         if bool(mask.all()):
             del tensors["vision_mask"]

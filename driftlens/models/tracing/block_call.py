@@ -8,8 +8,6 @@ these names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,34 +21,6 @@ from driftlens.utils.errors import SpecError
 OTHER_LIST = (
     "Pass blocks= the path of another list, or wrap the model so that features flow from block to block."
 )
-
-
-_known: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("known_on_host", default=None)
-"""Tensors on a device by their identity, each with its copy on the host."""
-
-
-@contextmanager
-def known_on_host(inputs: object, copies: object) -> Iterator[None]:
-    """Let `on_host` map copies of raw inputs on a device to the originals of the same structure."""
-    pairs = zip(_named_leaves(inputs), _named_leaves(copies), strict=True)
-    token = _known.set({id(copy): (copy, tensor) for (_, tensor), (_, copy) in pairs})
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-def on_host(value: Any) -> Any:
-    """Return the host's copy of a tensor where it is known, which needs no synchronization, or else the value."""
-    return (_known.get() or {}).get(id(value), (None, value))[1]
-
-
-def made_of(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `change` to a tensor, and to its copy on the host where that is known."""
-    changed, own, pairs = change(tensor), on_host(tensor), _known.get()
-    if pairs is not None and own is not tensor:
-        pairs[id(changed)] = changed, change(own)
-    return changed
 
 
 Mask = str | Callable[[Any], Tensor] | Literal[False] | None
@@ -256,12 +226,12 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name = chosen or "attention_mask"
         mask: Any = inputs.values.get(name)
     else:
-        name, mask = "what mask= returns", chosen(mapped(inputs.batch(), on_host))
+        name, mask = "what mask= returns", chosen(inputs.batch())
     if mask is None and chosen is None:
         return None
-    own, is_mask, is_whole = on_host(mask), False, False
-    if isinstance(own, Tensor) and own.dim() == 2:  # both in one synchronization
-        is_mask, is_whole = torch.stack([((own == 0) | (own == 1)).all(), (own != 0).all()]).tolist()
+    is_mask = is_whole = False
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # both in one synchronization
+        is_mask, is_whole = torch.stack([((mask == 0) | (mask == 1)).all(), (mask != 0).all()]).tolist()
     if not is_mask:
         described = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError(

@@ -316,6 +316,9 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
 
 
+_Sums = _LinearSums | _NormSums
+
+
 class SnapshotWalk(CalibrationWalk):
     """Solves all sites of a layer from one snapshot of its features."""
 
@@ -335,14 +338,14 @@ class SnapshotWalk(CalibrationWalk):
         reports: list[SiteReport] = []
         runs = self._runs(layer, merged, names)
         for number, run in enumerate(runs, start=1):
-            linear, norms = self._empty_sums(layer, run)
+            parts = self._empty_sums(layer, run)
             is_final = number == len(runs)
-            self._sum_up(layer, merged, linear, norms, is_final=is_final, moves=is_final and not is_last)
-            problems = (part.problem(merged, self._base(layer, part.sites)) for part in (*linear, *norms))
+            self._sum_up(layer, merged, parts, is_final=is_final, moves=is_final and not is_last)
+            problems = (part.problem(merged, self._base(layer, part.sites)) for part in parts)
             of_run, reports_of_run = self.solved(layer, problems)
             updates |= of_run
             reports += reports_of_run
-            del linear, norms, problems  # their memory serves the features
+            del parts, problems  # their memory serves the features
         drift: dict[str, float] = {}
         if not is_last:
             is_deployed = self.calibrator.inputs == "deployed"
@@ -368,7 +371,7 @@ class SnapshotWalk(CalibrationWalk):
             total += size
         return runs
 
-    def _empty_sums(self, layer: Layer, names: Collection[str]) -> tuple[list[_LinearSums], list[_NormSums]]:
+    def _empty_sums(self, layer: Layer, names: Collection[str]) -> list[_Sums]:
         """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         groups: dict[tuple[str, Wanted], list[Site]] = {}
@@ -386,29 +389,28 @@ class SnapshotWalk(CalibrationWalk):
         linear = [
             _LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
         ]
-        return linear, norms
+        return [*linear, *norms]
 
     def _sum_up(
         self,
         layer: Layer,
         merged: Parameters,
-        linear: Sequence[_LinearSums],
-        norms: Sequence[_NormSums],
+        parts: Sequence[_Sums],
         *,
         is_final: bool,
         moves: bool,
     ) -> None:
         """Add what sites see to the sums, and if it `moves`, take the experts through the layer."""
-        parts: list[Any] = [*linear, *norms]
         for task, owner in self.owners.items():
             expert: Parameters = {}
             if owner == self.team.rank:
                 expert = self.expert(layer, task)
                 for batch in self.stream.batches(layer, task):
                     if layer.sees(batch.side):
-                        self._add(layer, merged, expert, batch, linear, norms, moves=moves)
+                        self._add(layer, merged, expert, batch, parts, moves=moves)
                     elif is_final:
                         self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
+            part: Any
             for part in parts:
                 of_task = self.team.at(owner, partial(part.end_task, expert))
                 if of_task is not None:
@@ -421,12 +423,12 @@ class SnapshotWalk(CalibrationWalk):
         merged: Parameters,
         expert: Parameters,
         batch: CachedBatch,
-        linear: Sequence[_LinearSums],
-        norms: Sequence[_NormSums],
+        parts: Sequence[_Sums],
         *,
         moves: bool,
     ) -> None:
         """Add one batch to the sums."""
+        linear = [part for part in parts if isinstance(part, _LinearSums)]
         # Linear sites of one group read the same rows; the first one's stand for all.
         inputs = {part.sites[0].name for part in linear}
         outputs = {site.name for part in linear for site in part.sites}
@@ -441,10 +443,10 @@ class SnapshotWalk(CalibrationWalk):
         side = batch.side if routes is None else batch.side.along(routes.given())
         if self.calibrator.inputs != "expert":
             state = batch.get(MERGED)
-        taps = inputs | {norm.site.name for norm in norms}
+        taps = {part.sites[0].name for part in parts}
         rows_of = rows_and_output(layer, merged, state, side, taps, stops=True)[0].inputs
         num_batches = len(self.stream.cached.get(batch.task, ()))
-        for part in (*linear, *norms):
+        for part in parts:
             site = part.sites[0]
             weights = row_weights(self.pool.chain, layer, site, rows_of[site.name], state, side, part.rule)
             rows = rows_of[site.name].flatten(0, -2)

@@ -29,7 +29,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
 from driftlens.models import sentences as embeddings
-from driftlens.models.architectures import vit
+from driftlens.models.architectures import open_clip_vit, vit
 from driftlens.models.chain import adapters
 from driftlens.models.tracing import block_runner
 from tests.calibration import test_mixtures as mixed
@@ -148,11 +148,20 @@ def transposed(weight: torch.Tensor) -> torch.Tensor:
     return weight.mT if weight.shape[0] == weight.shape[1] else weight
 
 
-def transposed_weight(_: Any) -> Any:
-    def linear(parameters, site, x, tap):  # type: ignore[no-untyped-def]
-        return F.linear(x, transposed(parameters[f"{site}.weight"]), parameters.get(f"{site}.bias"))
+def transposed_weights(call: Any) -> Any:
+    def transposing(module, parameters, *rest):  # type: ignore[no-untyped-def]
+        given = {name: transposed(x) if x.dim() == 2 else x for name, x in parameters.items()}
+        return call(module, given, *rest)
 
-    return linear
+    return transposing
+
+
+def forgotten_biases(call: Any) -> Any:
+    def forgetting(module, parameters, *rest):  # type: ignore[no-untyped-def]
+        biases = {name: 0 * x for name, x in parameters.items() if name.endswith("_proj.bias")}
+        return call(module, {**parameters, **biases}, *rest)
+
+    return forgetting
 
 
 def layer_off_by_one(patch: Patch) -> None:
@@ -176,9 +185,14 @@ def layer_off_by_one(patch: Patch) -> None:
     patch.setitem(globals(), "OPEN_CLIP", CASES["open_clip_vit"])
 
 
-def swapped_queries_and_keys(original: Any) -> Any:
-    def swapped(parameters, normed, names, num_heads, tap):  # type: ignore[no-untyped-def]
-        return original(parameters, normed, dataclasses.replace(names, k=names.v, v=names.k), num_heads, tap)
+def swapped_keys_and_values(original: Any) -> Any:
+    def swapped(self, *given, **options):  # type: ignore[no-untyped-def]
+        keys, values = self.k_proj, self.v_proj
+        self.k_proj, self.v_proj = values, keys
+        try:
+            return original(self, *given, **options)
+        finally:
+            self.k_proj, self.v_proj = keys, values
 
     return swapped
 
@@ -294,10 +308,10 @@ WALK, SUMS, POOL = partial(put, walk), partial(put, snapshot), partial(put, pool
 FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, snapshot.SnapshotWalk, "advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
-        "transposed_weight": VIT("_linear", transposed_weight),
-        "forgotten_bias": VIT("_linear", lambda _: lambda p, site, x, tap: F.linear(x, p[f"{site}.weight"])),
+        "transposed_weight": VIT("call", transposed_weights),
+        "forgotten_bias": VIT("call", forgotten_biases),
         "layer_off_by_one": layer_off_by_one,
-        "swapped_queries_and_keys": VIT("_attention", swapped_queries_and_keys),
+        "swapped_keys_and_values": put(open_clip_vit._UnpackedAttention, "forward", swapped_keys_and_values),
     },
     contributions_sum_to_the_drift: {
         "crossed_output_of_the_wrong_model": ATTRIBUTION("smooth_split", crossed_output_is("expert_out")),

@@ -33,8 +33,8 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.architectures.hf_auto import read_plain_config
-from driftlens.models.architectures.vit import ClipViT, Names
-from driftlens.models.chain import adapters
+from driftlens.models.architectures.vit import ClipViT
+from driftlens.models.chain import Slot, adapters
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.utils.errors import SpecError
@@ -63,31 +63,33 @@ class HfClipViT(ClipViT):
     activation = "mlp.activation_fn"
     image_size = "embeddings.image_size"
     projects_inside = False
-    names = Names(
-        patches="embeddings.patch_embedding.weight",
-        cls="embeddings.class_embedding",
-        positions="embeddings.position_embedding.weight",
-        stem_norm="pre_layrnorm",  # sic: the library's spelling
-        norm1="layer_norm1",
-        q="self_attn.q_proj",
-        k="self_attn.k_proj",
-        v="self_attn.v_proj",
-        out="self_attn.out_proj",
-        norm2="layer_norm2",
-        fc1="mlp.fc1",
-        fc2="mlp.fc2",
-        head_norm="post_layernorm",
-        projection="visual_projection",
+    embeddings = (
+        "embeddings.patch_embedding.weight",
+        "embeddings.class_embedding",
+        "embeddings.position_embedding.weight",
     )
+    stem_norm = "pre_layrnorm"  # sic: the library's spelling
+    block_sites = (
+        *("layer_norm1", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+        *("layer_norm2", "mlp.fc1", "mlp.fc2"),
+    )
+    block_arguments = (None,)  # no attention mask
+    head_norm = "post_layernorm"
+    projection = "visual_projection"
+    required = frozenset(f"{site}.{part}" for site in block_sites for part in ("weight", "bias"))
 
     def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
         classifies = f"{type(module).__name__} ends in a classifier of its own"
         return self._missing(module, tower) or (classifies if hasattr(module, "classifier") else None)
 
-    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+    def _block_parts(self, block: nn.Module, path: str) -> tuple[nn.Module, dict[str, Slot]]:
+        keys = (f"{site}.{part}" for site in self.block_sites for part in ("weight", "bias"))
+        return block, {key: Slot(f"{path}.{key}") for key in keys}
+
+    def _library_pass(self, module: nn.Module, prefix: str, projects: bool) -> tuple[str, str]:
         # A whole CLIPModel would want text as well.
         run = "get_image_features" if hasattr(module, "get_image_features") else ""
-        return names.projection or prefix + names.head_norm, run
+        return self.projection if projects else prefix + self.head_norm, run
 
 
 adapters.register(HfClipViT.name)(HfClipViT())

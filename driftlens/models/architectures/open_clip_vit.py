@@ -9,6 +9,7 @@ name: attentional pooling (CoCa), timm trunks (SigLIP, EVA02, ConvNeXt), ResNets
 
 from __future__ import annotations
 
+import copy
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.checkpoints.alignment import KeyLayout
@@ -30,7 +32,7 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.architectures.vit import ClipViT, Names, Pooling
+from driftlens.models.architectures.vit import ClipViT, Pooling
 from driftlens.models.chain import Slot, adapters
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
@@ -60,6 +62,31 @@ texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
 
 
+class _UnpackedAttention(nn.Module):
+    """Self-attention with three linear modules for the packed projection, so that queries, keys and values are sites.
+
+    Three products take as long as one with the packed weight: measured for widths of ViT-B and ViT-L.
+    """
+
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        self.num_heads, self.is_torchs = packed.num_heads, isinstance(packed, nn.MultiheadAttention)
+        width = packed.in_proj_weight.shape[1]
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width, device="meta") for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        """Return what the packed attention returns without a mask."""
+        queries, keys, values = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return (output,) if self.is_torchs else output
+
+
 class OpenClipViT(ClipViT):
     """open_clip's vision transformer, taken apart."""
 
@@ -74,24 +101,14 @@ class OpenClipViT(ClipViT):
     activation = "mlp.gelu"
     image_size = "image_size"
     projects_inside = True
-    names = Names(
-        patches="conv1.weight",
-        cls="class_embedding",
-        positions="positional_embedding",
-        stem_norm="ln_pre",
-        norm1="ln_1",
-        q="attn.q_proj",
-        k="attn.k_proj",
-        v="attn.v_proj",
-        out="attn.out_proj",
-        norm2="ln_2",
-        fc1="mlp.c_fc",
-        fc2="mlp.c_proj",
-        head_norm="ln_post",
-        projection="proj",
-        scale1="ls_1.gamma",
-        scale2="ls_2.gamma",
+    embeddings = ("conv1.weight", "class_embedding", "positional_embedding")
+    stem_norm = "ln_pre"
+    block_sites = (
+        *("ln_1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"),
+        *("ln_2", "mlp.c_fc", "mlp.c_proj"),
     )
+    head_norm = "ln_post"
+    projection = "proj"
     required = frozenset(
         (
             *("attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"),
@@ -113,20 +130,22 @@ class OpenClipViT(ClipViT):
             return f"it pools by {getattr(tower, 'pool_type', 'no stated rule')!r}, expected 'tok' or 'avg'"
         return None
 
-    def _block_slots(self, block: Any, names: Names, path: str) -> dict[str, Slot]:
+    def _block_parts(self, block: Any, path: str) -> tuple[nn.Module, dict[str, Slot]]:
         width = block.attn.in_proj_weight.shape[1]
         slots = {key: Slot(f"{path}.{key}") for key in block.state_dict() if ".in_proj_" not in key}
         for part in ("weight", "bias"):
-            for position, site in enumerate((names.q, names.k, names.v)):
+            for position, site in enumerate(self.block_sites[1:4]):
                 rows = (position * width, (position + 1) * width)
                 slots[f"{site}.{part}"] = Slot(f"{path}.attn.in_proj_{part}", rows=rows)
-        return slots
+        unpacked = copy.copy(block)
+        unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
+        return unpacked, slots
 
     def _pooling(self, tower: Any) -> tuple[Pooling, bool]:
         # For a single token the order of norm and pooling makes no difference.
         return _POOLINGS[tower.pool_type], tower.pool_type == "avg" and not tower.final_ln_after_pool
 
-    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+    def _library_pass(self, module: nn.Module, prefix: str, projects: bool) -> tuple[str, str]:
         return prefix.removesuffix("."), prefix.removesuffix(".")
 
     def _settings(self, tower: Any) -> dict[str, object]:

@@ -35,7 +35,7 @@ SCORE = Measure("score", "share", "lower", "test", "score")
 """Asks for what each task is judged by, whatever its metric."""
 
 
-def feature_levels(run: DriftRun) -> Iterator[Finding]:
+def _feature_levels(run: DriftRun) -> Iterator[Finding]:
     """Means over diagnosis samples, with Student's interval; relative drift takes the expert's norm as known."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
@@ -52,7 +52,7 @@ def feature_levels(run: DriftRun) -> Iterator[Finding]:
         yield from (finding(about, at, str(task), str(variant)) for about, at in by_measure.items())
 
 
-def feature_changes(
+def _feature_changes(
     before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float = math.nan
 ) -> Iterator[Finding]:
     """What changes from one variant to another, by Student's t; nothing where the samples of one are not stored.
@@ -112,19 +112,19 @@ def drift_changes(
     return changes
 
 
-def measure_of(metric: Metric) -> Measure:
+def _measure_of(metric: Metric) -> Measure:
     """The measure of the frame that a metric is."""
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
-def score_levels(run: DriftRun) -> Iterator[Finding]:
+def _score_levels(run: DriftRun) -> Iterator[Finding]:
     """What every variant scores by what each task is judged by, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
     numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
     for task, variant, (value, low, high, n) in zip(rows["task"], rows["variant"], numbers, strict=True):
         score = Interval(value, low, high, 0 if math.isnan(n) else int(n))
-        yield finding(measure_of(metrics[task]), score, str(task), str(variant))
+        yield finding(_measure_of(metrics[task]), score, str(task), str(variant))
 
 
 def changed_score(
@@ -150,7 +150,7 @@ def changed_score(
             change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
-    row = finding(measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
+    row = finding(_measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
     return replace(row, answers=answers, answered=split)
 
 
@@ -168,7 +168,7 @@ def paired_answers(
         if not same_samples(before, after, task, split):
             continue
         sides = zip((before, after), variants, strict=True)
-        start, end = (right_answers(run, task, variant, metric, split) for run, variant in sides)
+        start, end = (_right_answers(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
             origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
@@ -180,7 +180,7 @@ def paired_answers(
 
 
 @remembered
-def right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
     """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
     if split == "test":
         return results(run, task, variant, metric)["value"] == 1
@@ -239,8 +239,8 @@ class _Source:
 
 
 _SOURCES = (
-    _Source((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), feature_levels, feature_changes),
-    _Source((SCORE,), score_levels, _score_changes),
+    _Source((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), _feature_levels, _feature_changes),
+    _Source((SCORE,), _score_levels, _score_changes),
     _Source((FLIPS,), _flips),
 )
 _BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
@@ -257,7 +257,7 @@ def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
     """What a variant has on a task; NaN where that was not measured."""
     row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
-    return row or finding(measure_of(metric) if metric else of, Interval(math.nan), task, variant)
+    return row or finding(_measure_of(metric) if metric else of, Interval(math.nan), task, variant)
 
 
 @remembered
@@ -450,7 +450,7 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
     models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
     metric = main_metrics(run).get(task, ACCURACY)
     for split in ("diagnosis", "test") if metric.kind == "share" else ("diagnosis",):
-        columns = {name: right_answers(run, task, variant, metric, split) for name, variant in models.items()}
+        columns = {name: _right_answers(run, task, variant, metric, split) for name, variant in models.items()}
         rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")
         if len(rows):
             break

@@ -17,7 +17,7 @@ from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, ratio
 from driftlens.utils.variants import part_of, title
 
-Tone = Literal["good", "mixed", "bad", "none"]
+_Tone = Literal["good", "mixed", "bad", "none"]
 ORDER = ("base", "merged", "baseline", "calibrated", "expert")
 """Parts of models in the order of tiles, and of dots on the bar."""
 
@@ -38,7 +38,7 @@ class Headline:
     """
 
     text: str
-    tone: Tone
+    tone: _Tone
     so_far: str
     tiles: dict[str, Interval]
     kind: Kind
@@ -81,7 +81,7 @@ def _turned(change: Interval) -> Interval:
     return Interval(-change.value, -change.high, -change.low, change.n)
 
 
-def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, Tone]:
+def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
     """The sentence and its tone: first whether the last model is worth using, then what the repair did."""
     last = judged.after if judged.after in judged.means else judged.merged
     over_base, behind = _gap(judged, last, "base"), _gap(judged, judged.merged, "expert")
@@ -122,7 +122,7 @@ def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
     return f"{still} {words}" if still else words[:1].upper() + words[1:]
 
 
-def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, Tone]:
+def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, _Tone]:
     """What there is to say of a merge that nobody repaired and that isn't clearly worse than its base."""
     if not judged.merged:
         return "No merged model to hold against base and experts", "none"
@@ -136,7 +136,7 @@ def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap
             )
         unit = " points" * (judged.measure.kind == "share")
         way = "better than" if behind.side > 0 else "behind"
-        tone: Tone = "good" if behind.side > 0 else "mixed"
+        tone: _Tone = "good" if behind.side > 0 else "mixed"
         return f"{change_of_gap(behind, judged.measure.kind)}{unit} {way} the experts", tone
     if not over_base.side:
         return "No clear gain over the base", "mixed"

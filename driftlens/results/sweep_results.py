@@ -24,7 +24,7 @@ ABLATION = "ablation"
 CONTROL = "control"
 FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
 """Columns of what is varied; other settings stand in `settings`."""
-LEVELS = ("merged", "base", "expert")
+_LEVELS = ("merged", "base", "expert")
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
     "kl": ("KL (nat)", "number", "number"),
@@ -122,7 +122,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
         for head, how in ((heading, kind), (f"against {method}", change)):
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
         table: list[list[Any]] = [
-            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in LEVELS
+            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in _LEVELS
         ]
         for point, settings_here in its.items():
             changed = [

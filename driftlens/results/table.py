@@ -82,7 +82,7 @@ class Table(Part):
     ) -> Table:
         """A table of these rows; what is missing or not finite becomes None. `kinds` are the headings, in order."""
         columns = tuple(
-            Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else UNITS.get(head, ""))
+            Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
             for head, kind in kinds.items()
         )
         cells = tuple(tuple(map(plain, row)) for row in rows)
@@ -191,7 +191,7 @@ def _ascii(text: str) -> str:
     return text.replace("±", "+-").replace("→", "->")
 
 
-UNITS = {
+_UNITS = {
     **dict.fromkeys(("L2 drift", "L2 drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
     **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
     **dict.fromkeys(("score drift", "secant", "directional", "spectral", "certified"), "score"),

@@ -115,7 +115,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
     after = calibrated(name) if name else next(reversed(repairs), "")
     judged = _judged_by(run, merged, after)
-    source = source_of(run, merged)
+    source = _source_of(run, merged)
     if judged is None:
         nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
         return Verdict(RELATIVE, (), merged, after, {}, (), "", (), source, "", nothing)
@@ -311,7 +311,7 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
-def source_of(run: DriftRun, variant: str) -> Source | None:
+def _source_of(run: DriftRun, variant: str) -> Source | None:
     """The layer with the largest share of a variant's final drift; None where no share was measured."""
     by_layer = shares(run, variant)
     if not by_layer:

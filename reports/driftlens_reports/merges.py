@@ -25,7 +25,7 @@ NAMES = {
 }
 
 
-def table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
+def _table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
     """A row per merge, without the numbers by task."""
     return pd.DataFrame(ranking["merges"]).drop(columns="by_task", errors="ignore")
 
@@ -69,7 +69,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
     """Both measures of every merge with their intervals, best at the top."""
     from plotly.subplots import make_subplots
 
-    rows = table_of(ranking)
+    rows = _table_of(ranking)
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if measure in rows and rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
@@ -98,7 +98,7 @@ def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write `merges.csv`, `merges.json` and `merges.html` to a folder, in place of those there."""
     places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "html")}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(places["csv"], table_of(ranking).to_csv(index=False))
+    write_text_atomic(places["csv"], _table_of(ranking).to_csv(index=False))
     write_json_atomic(places["json"], ranking)
     table = merges_sheet(ranking)
     title = html.escape(printable(table.title))

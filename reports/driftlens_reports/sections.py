@@ -128,7 +128,7 @@ def section_parts(
     if name == "caveats":
         return _caveats(run, [figure.title for figure in figures if figure.missing]), ()
     if name == "calibration":
-        return calibration_sentences(run), calibration_tables(run)
+        return _calibration_sentences(run), calibration_tables(run)
     sentences, tables = {
         "setup": (_setup_sentences, _setup_tables),
         "origins": (lambda run: [f"{text}." for text in facts.origins(run).values()], None),
@@ -230,7 +230,7 @@ def accuracy_table(run: DriftRun) -> Table:
     return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
-def calibration_sentences(run: DriftRun) -> Iterator[str]:
+def _calibration_sentences(run: DriftRun) -> Iterator[str]:
     """What each calibration was and what it changes; that there is none is said."""
     if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
         yield f"The run has no calibrated variant; `{CALIBRATE}` adds one."

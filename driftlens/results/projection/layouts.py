@@ -30,7 +30,7 @@ _CHUNK = 4096
 """Samples in memory at once, in double precision."""
 MOST_POINTS = 10_000
 """Neighbours are compared all with all: beyond this, that takes more memory than a viewer has."""
-FEWEST_POINTS = 15
+_FEWEST_POINTS = 15
 """Distinct rows below which neighbourhoods say nothing, so that PCA is drawn instead of UMAP or t-SNE."""
 NEIGHBOURS = 15
 """Nearest samples that are compared, where there are enough: fewer than half of the others."""
@@ -195,7 +195,7 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
 
 def _why_not(method: Method, num_distinct: int) -> str:
     """Why a method is replaced by PCA; empty where it is not."""
-    if num_distinct < FEWEST_POINTS:
+    if num_distinct < _FEWEST_POINTS:
         return f"{num_distinct} distinct points are too few for {_TITLES[method]}; this is PCA"
     if method == "umap":
         with _silenced():

@@ -17,7 +17,7 @@ from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, theme_layout
 
-MOST_COLUMNS = 3
+_MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
 _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
 """Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it."""
@@ -27,7 +27,7 @@ _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
 _ONE_COLUMN: ContextVar[bool] = ContextVar("whether panels stand below one another", default=False)
-ByPanels = Literal["column", "row"]
+_ByPanels = Literal["column", "row"]
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -55,17 +55,17 @@ def titled(label: str, table: str, column: str) -> str:
 def layer_title(run: DriftRun) -> str:
     """The title of the layer axis, which says where the stem, the head and, behind an encoder, the decoder are."""
     first = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
-    return f"layer (index: 1 stem{first}, {last_layer(run)} head)"
+    return f"layer (index: 1 stem{first}, {_last_layer(run)} head)"
 
 
-def last_layer(run: DriftRun) -> int:
+def _last_layer(run: DriftRun) -> int:
     """Index of the head."""
     return max((layer.index for layer in run.manifest.layers), default=1)
 
 
 def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
     """Settings of an axis of layers, from the stem to the head whatever is drawn; `beyond` names a place behind it."""
-    last = last_layer(run)
+    last = _last_layer(run)
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
     if not beyond:
@@ -208,9 +208,9 @@ def panel_grid(
     x_title: str | Sequence[str],
     y_titles: Sequence[str],
     dark: bool,
-    columns: int = MOST_COLUMNS,
+    columns: int = _MOST_COLUMNS,
     height: int = 190,
-    y_by: ByPanels = "column",
+    y_by: _ByPanels = "column",
     legend: Sequence[str] = (),
     below: int = 0,
 ) -> Grid:
@@ -263,7 +263,7 @@ def _parts(count: int, gap: float) -> list[tuple[float, float]]:
 
 
 def _grid_axes(
-    num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: ByPanels
+    num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: _ByPanels
 ) -> dict[str, Any]:
     """Settings of all axes of a grid: which share a range, which have numbers and titles."""
     is_common, by_row = len(y_titles) == 1, y_by == "row"

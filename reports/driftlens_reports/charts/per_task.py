@@ -20,7 +20,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 AVERAGE = "mean of tasks"
 
 
-def with_average(
+def _with_average(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
     """The rows, and per variant the mean of several tasks with its interval; null where a task has no number."""
@@ -39,7 +39,7 @@ def with_average(
     return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
 
-def task_figure(
+def _task_figure(
     run: DriftRun,
     rows: pd.DataFrame,
     column: str,
@@ -81,7 +81,7 @@ def task_figure(
     return figure
 
 
-def averages_in_words(rows: pd.DataFrame, column: str) -> str:
+def _averages_in_words(rows: pd.DataFrame, column: str) -> str:
     """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
     means = last[[name for name in (column, "low", "high") if name in last]].astype(float).to_numpy()
@@ -136,14 +136,14 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks = [str(task) for task in rows["task"].unique()]
     judged = rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
     by_task = ", ".join(f"{task}: {metrics[name].title}" for task, name in judged)
-    rows = with_average(_named(rows, column), column, tasks, has_intervals=True)
+    rows = _with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     interval = "95 % Wilson interval" if is_wilson else "95 % interval"
     title = f"{what} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
-        task_figure(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
+        _task_figure(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
         alt=f"{what[:1].upper()}{what[1:]} over {words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(rows, column)}.",
+        f"{_averages_in_words(rows, column)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
@@ -186,14 +186,14 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
     bands = spread(picking.rows_at(run, options, "samples"), "cos")
     rows = means.merge(bands, on=["task", "variant"], how="left")
-    rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
+    rows = _with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     title, whiskers = "mean cosine to the expert", "10 % to 90 % quantiles over samples"
     last = rows[rows["task"] == (AVERAGE if len(tasks) > 1 else tasks[0])]
     cosines = words.by_variant(
         zip(last["variant"], last["mean cosine"].astype(float).map(number), strict=True)
     )
     return Drawn(
-        task_figure(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
+        _task_figure(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: {cosines}.",
         data=rows,
@@ -216,11 +216,11 @@ _VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "module", "group")
 
 def group_of(run: DriftRun, path: str) -> str:
     """A module's name inside its block, for example `attn.q_proj`; `OUTSIDE` for modules in no block."""
-    place = block_of(run, path)
+    place = _block_of(run, path)
     return path[len(place) + 1 :] if place else OUTSIDE
 
 
-def block_of(run: DriftRun, path: str) -> str:
+def _block_of(run: DriftRun, path: str) -> str:
     """Path of the block that holds the module; empty for one in no block."""
     # The trailing dot keeps block 1 from holding what is block 10's.
     blocks = (layer.path for layer in run.manifest.layers if layer.role == "block")

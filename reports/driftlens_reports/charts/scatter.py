@@ -38,7 +38,7 @@ _INDICATIVE = (
 )
 
 
-def shown_task(run: DriftRun, options: ChartOptions) -> str:
+def _shown_task(run: DriftRun, options: ChartOptions) -> str:
     """Return the task that is drawn: of the chosen ones, that with the largest mean drift of the merged model."""
     tasks = picking.chosen_tasks(run, options)
     return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
@@ -50,7 +50,7 @@ def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    task = shown_task(run, options)
+    task = _shown_task(run, options)
     if not run.manifest.layers:
         return picking.absent("layers", ["drift_l2_mean"])
     laid_out = _laid_out(run, options)
@@ -81,7 +81,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes."""
-    task = shown_task(run, options)
+    task = _shown_task(run, options)
     layout = looked_at(run, task, ProjectionRequest(layer=options.layer))
     names = ["expert", *_laid_out(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], options)

@@ -94,13 +94,13 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     curves = []
     for panel, (measure, setting) in enumerate(product(measures, settings)):
         points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
-        points["is default"] = points[setting] == default_of(run, setting)
+        points["is default"] = points[setting] == _default_of(run, setting)
         curves.append(points)
         grid.add(panel, *_traces(points, setting, measure, options.dark, legend=panel == 0))
         grid.set_axis("y", panel, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
-    first, main = measures[0], main_task(data)
+    first, main = measures[0], _main_task(data)
     means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     spans = [
@@ -128,7 +128,7 @@ def _traces(
     """The tasks thin, their mean bold with whiskers, and a ring around the default."""
     colours = theme.palette(dark)
     main = colours.roles["calibrated"][0]
-    is_main = points["task"] == main_task(points)
+    is_main = points["task"] == _main_task(points)
     bold, thin = points[is_main], points[~is_main]
     bars = {"array": bold["std over seeds"].fillna(0).tolist(), "color": main, "thickness": 1.2, "width": 3}
     bars = bars if bold["std over seeds"].notna().any() else None
@@ -138,7 +138,7 @@ def _traces(
     joined = {"mode": "lines+markers", "line": loud, "marker": diamond, "error_y": bars}
     looks = (
         ("tasks", "each task", thin, {"mode": "lines", "line": quiet, "opacity": 0.6}),
-        ("mean", words.label(main_task(points)), bold, joined),
+        ("mean", words.label(_main_task(points)), bold, joined),
         ("default", "default", bold[bold["is default"]], {"mode": "markers", "marker": ring}),
     )
     return [
@@ -185,12 +185,12 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
     return points[columns].assign(sweep=setting, measure=measure)
 
 
-def main_task(points: pd.DataFrame) -> str:
+def _main_task(points: pd.DataFrame) -> str:
     """What stands for all tasks: their mean, or the only one."""
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
 
 
-def default_of(run: DriftRun, setting: str) -> float | None:
+def _default_of(run: DriftRun, setting: str) -> float | None:
     """The setting's value wherever others were swept, or in the run's calibrations; None if not just one."""
     rows = run.sweeps()
     is_varied = rows["sweep"].astype(str).str.split("+").map(lambda names: setting in names).astype(bool)

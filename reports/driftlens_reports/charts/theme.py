@@ -15,7 +15,7 @@ from driftlens.results.formatting import percent
 from driftlens.utils.variants import Part, part_of
 from driftlens_reports.charts.words import labels, literal, shown
 
-FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
 """Font sizes in pixels: titles and legend; ticks and panel text."""
 
@@ -190,7 +190,7 @@ def theme_layout(dark: bool) -> dict[str, Any]:
     return {
         "template": {"layout": {"xaxis": axis, "yaxis": axis}},
         "autosize": True,
-        "font": {"family": FONT, "size": SMALL, "color": colours.ink},
+        "font": {"family": _FONT, "size": SMALL, "color": colours.ink},
         "paper_bgcolor": colours.surface,
         "plot_bgcolor": colours.surface,
         "margin": {"l": 68, "r": 16, "t": 24, "b": 52},
@@ -207,7 +207,7 @@ def theme_layout(dark: bool) -> dict[str, Any]:
         "hoverlabel": {
             "bgcolor": colours.surface,
             "bordercolor": colours.quiet,
-            "font": {"family": FONT, "size": SIZE, "color": colours.ink},
+            "font": {"family": _FONT, "size": SIZE, "color": colours.ink},
             "align": "left",
             "namelength": -1,
         },
@@ -233,7 +233,7 @@ scatter, bar, heatmap = (partial(Trace, type=kind) for kind in ("scatter", "bar"
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 """The low and high ends of intervals, a row each."""
 
-MOST_SVG = 5000
+_MOST_SVG = 5000
 """Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
 
 Without a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
@@ -282,7 +282,7 @@ class Brush:
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
     ) -> Trace:
         """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
-        values, look = y.astype(float), {"marker": hatched(self.look(variant)), "textposition": "none"}
+        values, look = y.astype(float), {"marker": _hatched(self.look(variant)), "textposition": "none"}
         if ends is not None:
             look["error_y"] = whiskers(values, *ends, self.palette.ink)
         return bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
@@ -291,7 +291,7 @@ class Brush:
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
     ) -> Trace:
         """A variant's samples as points; `total` in the whole figure decides what draws them."""
-        kind, style = "scatter" if total <= MOST_SVG else "scattergl", self.look(variant)
+        kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.look(variant)
         marker = {
             "color": style.colour,
             "symbol": style.symbol,
@@ -332,7 +332,7 @@ def interval_texts(
     ]
 
 
-def hatched(style: Look) -> dict[str, Any]:
+def _hatched(style: Look) -> dict[str, Any]:
     """How a variant's bars are filled: its colour, and the hatch that tells it from others without colour."""
     pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
     return {"color": style.colour, "pattern": pattern}

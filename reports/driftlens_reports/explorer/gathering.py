@@ -33,7 +33,7 @@ from driftlens.utils.variants import is_control, part_of, title
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import overlap_notes
 
-MOST_PICTURES = 2000
+_MOST_PICTURES = 2000
 """Of one page, about 1.5 kB each."""
 NEIGHBOURS = 8
 _FEW_ROWS = 10_000
@@ -120,7 +120,7 @@ def gathered(
     }
 
 
-def printable_lines(text: str) -> str:
+def _printable_lines(text: str) -> str:
     """A text whose lines hold no control characters."""
     return "\n".join(printable(line) for line in text.splitlines())
 
@@ -313,12 +313,12 @@ def _packed(values: ArrayLike, kind: str) -> str:
 
 def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
-    return (printable_lines(stored.get(name, "")) for name in shown.ids)
+    return (_printable_lines(stored.get(name, "")) for name in shown.ids)
 
 
 def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
     """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
-    share = MOST_PICTURES // max(1, len(shown))
+    share = _MOST_PICTURES // max(1, len(shown))
     places = np.full(total, -1)
     pictures: list[Array] = []
     for part in shown:

@@ -208,7 +208,7 @@ def block(head: Headline, *, dark: bool = False) -> Markup:
     ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles, bar(head, dark=dark))
 
 
-def as_images(html: Markup) -> str:
+def _as_images(html: Markup) -> str:
     """The same with drawings as images, for a host that takes no drawing inside a page."""
 
     def image(drawing: re.Match[str]) -> str:
@@ -223,7 +223,7 @@ def as_images(html: Markup) -> str:
 
 def shown_alone(head: Headline, *, dark: bool = False) -> str:
     """The block with its rules, for a host that has none of its own."""
-    return f"<style>{style(palette(dark))}</style>{as_images(block(head, dark=dark))}"
+    return f"<style>{style(palette(dark))}</style>{_as_images(block(head, dark=dark))}"
 
 
 def called(variant: str) -> str:

@@ -30,10 +30,10 @@ from driftlens_reports.paper.exhibit import (
 DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
 """What a figure or a table itself can be saved as."""
 
-SIBLINGS = ("csv", "json", "txt")
+_SIBLINGS = ("csv", "json", "txt")
 """What stands beside each of them: its numbers, where they come from, a caption draft; they are always written."""
 
-FORMATS = tuple(name for names in (*DRAWN.values(), SIBLINGS) for name in names)
+FORMATS = tuple(name for names in (*DRAWN.values(), _SIBLINGS) for name in names)
 """Every format that can be asked for."""
 
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
@@ -140,7 +140,7 @@ def export(
         if names is None and drawn.data.empty:
             written.append(Exported(name, (), drawn.missing))
             continue
-        wanted = _possible(exhibit, [*formats, *SIBLINGS])
+        wanted = _possible(exhibit, [*formats, *_SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
         written.append(Exported(name, files, drawn.missing))
     return tuple(written)
@@ -148,7 +148,7 @@ def export(
 
 def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     """Those of the formats that the exhibit can be saved as; refused where it is none of them."""
-    possible = (*DRAWN[exhibit.kind], *SIBLINGS)
+    possible = (*DRAWN[exhibit.kind], *_SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
         raise SpecError(

@@ -100,7 +100,7 @@ def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     across = 1 if options.is_narrow else max(len(variants), 1)
     down = -(-len(variants) // across) or 1
     plate = Plate(options.width, down * (0.7 + 0.2 * len(tasks)))
-    note_calibration(plate, run, options)
+    _note_calibration(plate, run, options)
     if lack:
         plate.note(plate.figure.subplots(), "relative drift", lack)
         return plate.exhibited([lead, *origin([run])])
@@ -134,7 +134,7 @@ def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     return plate.exhibited([lead, gap, *origin([run]), samples(rows)])
 
 
-def note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> None:
+def _note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> None:
     """Record the gap of a run without a calibration."""
     if not options.calibrated_of(run):
         plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
@@ -149,7 +149,7 @@ def decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     )
     narrow = options.is_narrow
     plate = Plate(options.width, options.width * (1.9 if narrow else 0.62))
-    note_calibration(plate, run, options)
+    _note_calibration(plate, run, options)
     parts = plate.figure.subfigures(4, 1) if narrow else plate.figure.subfigures(2, 2).ravel()
     norms = {
         "a": ("drift_l2_mean", "drift |e|"),
@@ -196,7 +196,7 @@ def contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     lead = "Signed shares of the final drift by the layer whose local mismatch they come from."
     lack = missing_columns(run, "layers", ["final_share"], [task], variants)
     plate = Plate(options.width, options.width * (0.55 if options.is_narrow else 0.3) * max(len(variants), 1))
-    note_calibration(plate, run, options)
+    _note_calibration(plate, run, options)
     panels = plate.figure.subplots(max(len(variants), 1), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     if lack:
         for axes in panels[1:]:
@@ -257,7 +257,7 @@ def amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Norm of the propagated drift against that of the incoming drift. Above 1 a layer lets drift grow."
     plate = Plate(options.width, options.width * (0.75 if options.is_narrow else 0.42))
-    note_calibration(plate, run, options)
+    _note_calibration(plate, run, options)
     axes = plate.figure.subplots()
     lack = missing_columns(run, "layers", ["amplification"], [task], variants)
     if lack:
@@ -320,7 +320,7 @@ def output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
     lead = "Decisions of the expert under drift: how many its margins certify, and how many flip."
     narrow, count = options.is_narrow, max(len(variants), 1)
     plate = Plate(options.width, 1.1 + 0.2 * len(tasks) + options.width * (0.5 if narrow else 0.26))
-    note_calibration(plate, run, options)
+    _note_calibration(plate, run, options)
     above, below = plate.figure.subfigures(2, 1, height_ratios=[0.5 + 0.2 * len(tasks), 1.4])
     lack = missing_columns(run, "outputs", columns, tasks, variants)
     if lack:

@@ -24,7 +24,7 @@ from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, 
 from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis, short
 
 MEAN = "accuracy (average over tasks), mean over seeds"
-SPREAD = "accuracy (average over tasks), std over seeds"
+_SPREAD = "accuracy (average over tasks), std over seeds"
 
 _FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
 _EXAMPLES: Mapping[str, Sequence[float]] = MappingProxyType(
@@ -93,7 +93,7 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             axes.xaxis.set_major_locator(LogLocator(numticks=6))
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.xaxis.set_minor_formatter(NullFormatter())
-            settings = [sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
+            settings = [_sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
             if any((values <= 0).any() for values in settings):
                 notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
     for axes in panels if narrow else panels[:1]:
@@ -111,7 +111,7 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     return plate.exhibited([lead, *origin(runs), *about, *notes, ROUNDED])
 
 
-def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
+def _sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
     """Return a row per value of `factor`, ascending: setting, mean, std (n - 1) over seeds, seeds and n_test.
 
     Only seeds that have all tasks count.
@@ -134,7 +134,7 @@ def _draw_lines(
     methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
     every = [(run, method) for run in runs for method in methods[run.id]]
     for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
-        points = sweep_points(run, factor, options.tasks_of(run), method)
+        points = _sweep_points(run, factor, options.tasks_of(run), method)
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
             continue
@@ -146,7 +146,7 @@ def _draw_lines(
             name = method if len(runs) == 1 else f"{name}, {method}"
         (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
-        for quantity, values in ((MEAN, mean), (SPREAD, spread)):
+        for quantity, values in ((MEAN, mean), (_SPREAD, spread)):
             plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
         if is_first:
             _draw_levels(plate, axes, run, panel, colour, name if len(runs) > 1 else "", options)

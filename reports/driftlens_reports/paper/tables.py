@@ -95,7 +95,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """One line of a table, with its cells by column; `block` is the run's name where there are several."""
 
     label: str
@@ -108,7 +108,7 @@ class Line:
 @table("accuracy", title="Scores by task")
 def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return every model's score on every task, their average, and the paired gain over the merged model."""
-    parts: dict[tuple[str, ...], list[Line]] = {}
+    parts: dict[tuple[str, ...], list[_Line]] = {}
     used = []
     for run in runs:
         metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
@@ -148,12 +148,12 @@ def _head(task: str, metric: Metric) -> str:
 
 def _score_lines(
     run: DriftRun, options: ExhibitOptions, metrics: Mapping[str, Metric], is_one_of_many: bool
-) -> list[Line]:
+) -> list[_Line]:
     method = str(spec_section(run, "merge").get("method", ""))
     merged = title("merged")
     labels = {"base": title("base"), "expert": "experts"}
     labels["merged"] = f"{merged} ({method})" if method and merged == "merged" else merged
-    labels |= {variant: title(variant) for variant in shown_variants(run, options)}
+    labels |= {variant: title(variant) for variant in _shown_variants(run, options)}
     lines = []
     for variant, label in labels.items():
         scores = {task: score_of(run, task, variant, metric) for task, metric in metrics.items()}
@@ -164,7 +164,7 @@ def _score_lines(
         if variant not in ("base", "expert", "merged") and "merged" in run.variants:
             gain = mean_over_tasks([_change(run, task, "merged", variant, metrics) for task in metrics])
             cells[GAIN] = Cell.percent(gain, is_signed=True)
-        lines.append(Line(label, cells, run.id, variant, run.name if is_one_of_many else ""))
+        lines.append(_Line(label, cells, run.id, variant, run.name if is_one_of_many else ""))
     return _with_best(run, lines, metrics)
 
 
@@ -173,7 +173,7 @@ def _change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str
     return Interval(found.value, found.low, found.high, found.n)
 
 
-def _with_best(run: DriftRun, lines: Sequence[Line], metrics: Mapping[str, Metric]) -> list[Line]:
+def _with_best(run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metric]) -> list[_Line]:
     """Mark the best of each column where the 95 % interval of its paired lead over the next best is above 0."""
     rivals = [line for line in lines if line.variant not in ("base", "expert")]
     columns = {_head(task, metric): [task] for task, metric in metrics.items()} | {AVERAGE: [*metrics]}
@@ -196,7 +196,7 @@ def _with_best(run: DriftRun, lines: Sequence[Line], metrics: Mapping[str, Metri
     ]
 
 
-def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
+def _shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
     """Return the variants below the merged model: baselines, then each calibration asked for, after its control."""
     names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
@@ -209,7 +209,7 @@ def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
 @table("runtime", title="Cost of a calibration")
 def runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return time, energy and memory of every calibration, and its speed-up over the first one."""
-    lines: list[Line] = []
+    lines: list[_Line] = []
     for run in runs:
         used = run.resources().set_index("phase")
         for name, info in run.manifest.calibrations.items():
@@ -226,7 +226,7 @@ def runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
                 _ENERGY: Cell(energy),
                 _MEMORY: Cell(memory / 2.0**30),
             }
-            lines.append(Line(called(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
+            lines.append(_Line(called(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
     over = f" Speed-up: over {lines[0].label}." if lines else ""
     about = (
         "Wall-clock time of the calibration alone, without merging, evaluation and the analysis after it; peak "
@@ -258,7 +258,7 @@ def checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
 
 
-def _check_line(run: DriftRun, check: CheckResult, block: str) -> Line:
+def _check_line(run: DriftRun, check: CheckResult, block: str) -> _Line:
     held = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
     cells = {
         "Claim": Cell(check.claim),
@@ -267,13 +267,13 @@ def _check_line(run: DriftRun, check: CheckResult, block: str) -> Line:
         "Holds": Cell(held),
         "Where": Cell(check.where or "--"),
     }
-    return Line(check.metric, cells, run.id, block=block)
+    return _Line(check.metric, cells, run.id, block=block)
 
 
 def _exhibited(
     name: str,
     label: str,
-    parts: Sequence[Sequence[Line]],
+    parts: Sequence[Sequence[_Line]],
     caption: str,
     runs: Sequence[DriftRun],
     notes: Sequence[str],
@@ -293,7 +293,7 @@ def _exhibited(
     )
 
 
-def _frame(lines: Sequence[Line], label: str) -> pd.DataFrame:
+def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
     """Return the cells of a table as LaTeX, the runs' names first where there are several."""
     heads = list(dict.fromkeys(head for line in lines for head in line.cells))
     gap = Cell(math.nan)
@@ -311,7 +311,7 @@ def _frame(lines: Sequence[Line], label: str) -> pd.DataFrame:
     return frame
 
 
-def _tidy(parts: Sequence[Sequence[Line]]) -> pd.DataFrame:
+def _tidy(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
     """Return every number and word of the tables, a row each, unrounded."""
     rows = [
         {

@@ -29,10 +29,8 @@ from plotly.graph_objects import Figure
 from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.results.formatting import is_measured, printable, signs, unbroken, with_code
-from driftlens.results.summary import headline
-from driftlens.results.table import INTERVAL, Table
-from driftlens.results.verdict import Verdict, shareable
+from driftlens.results.formatting import INTERVAL, Table, is_measured, printable, signs, unbroken, with_code
+from driftlens.results.verdict import Verdict, headline, shareable
 from driftlens.runs.run import DriftRun
 from driftlens.runs.run_state import command_to_resume
 from driftlens.runs.schema import ANALYZE

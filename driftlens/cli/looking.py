@@ -31,8 +31,7 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
     """Print a run's summary, with all models side by side if `everyone` is wanted, or its final rows as JSON."""
-    from driftlens.results.frame import frame_of
-    from driftlens.results.measures import findings
+    from driftlens.results.measures import findings, frame_of
     from driftlens.results.verdict import verdict
     from driftlens_reports.facts import advice
     from driftlens_reports.terminal import summary

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.config.run import RunSpec
     from driftlens.pipelines.validate import Preflight
+    from driftlens.results.formatting import Table
     from driftlens.results.projection import Projection
-    from driftlens.results.table import Table
     from driftlens_reports.charts.chart import Plots
     from driftlens_reports.explorer import Explorer
 
@@ -107,7 +107,7 @@ class Run(DriftRun):
 
     def summary(self) -> Table:
         """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
-        from driftlens.results.verdict import summary_sheet
+        from driftlens.results.sheets import summary_sheet
 
         return summary_sheet(self)
 
@@ -123,8 +123,7 @@ class Run(DriftRun):
         Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
         value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse.
         """
-        from driftlens.results.frame import frame_of
-        from driftlens.results.measures import findings
+        from driftlens.results.measures import findings, frame_of
 
         return frame_of(findings(self))
 
@@ -143,7 +142,7 @@ class Run(DriftRun):
 
     def _repr_html_(self) -> str:
         """Headline and summary as wide as a notebook's cell, in which a wide table scrolls."""
-        from driftlens.results.summary import headline
+        from driftlens.results.verdict import headline
         from driftlens_reports.content import Headline
         from driftlens_reports.formats.page import shown_alone
 

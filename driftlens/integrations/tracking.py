@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftlens.results.frame import frame_of
-from driftlens.results.measures import findings
+from driftlens.results.measures import findings, frame_of
 from driftlens.runs.run import DriftRun, open_run
 
 CURVES = ("drift_l2_mean", "drift_rel", "mismatch_l2_mean", "propagation_l2_mean", "cos_mean", "final_share")

@@ -13,22 +13,24 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, brief, is_measured, signed
-from driftlens.results.frame import Finding, Measure, paired_by_task, pairing
+from driftlens.results.formatting import Kind, Table, brief, is_measured, signed
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
     DRIFT_CHANGE,
     RELATIVE,
     SCORE,
+    Finding,
+    Measure,
     change,
     common,
     level,
     mean,
     mean_change,
+    paired_by_task,
+    pairing,
     score_of,
 )
-from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted

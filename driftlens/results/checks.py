@@ -19,9 +19,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.results.checks_file import Check, Relation, load_checks
-from driftlens.results.formatting import Kind, number
+from driftlens.results.formatting import Kind, Table, number
 from driftlens.results.measures import changed_score, drift_changes, score_of
-from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, open_run, remembered
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import ChecksFailedError, LayerNotFoundError, harmless

@@ -9,22 +9,22 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind
-from driftlens.results.frame import Finding, pairing
+from driftlens.results.formatting import Kind, Table, with_ends
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
     DRIFT_CHANGE,
     FLIPS,
+    Finding,
     changed_score,
     changes_between,
     drift_changes,
     level,
     main_metrics,
+    pairing,
     same_samples,
     score_of,
 )
-from driftlens.results.table import Table, with_ends
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from html import escape
 from typing import Any, Literal
 
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field
+
+from driftlens.runs.tables import plain
 from driftlens.utils.intervals import Interval
 
 Kind = Literal["text", "count", "number", "share", "points", "error", "p", "signed", "relative"]
@@ -161,3 +167,199 @@ def printable(text: str) -> str:
     """
     plain_spaces = (" " if unicodedata.category(character) == "Zs" else character for character in text)
     return "".join(character if character.isprintable() else "\ufffd" for character in plain_spaces)
+
+
+Cell = str | int | float | bool | None
+"""One value at full precision; None where nothing was measured."""
+INTERVAL = "95 % interval"
+_GAPS = "A dash: not measured."
+_DTYPES = {"text": "object", "count": "Int64"}
+"""Whole numbers stay whole where some are missing; all others are floats."""
+
+
+class Part(BaseModel):
+    """One part of a report: never changed, and without fields that its version does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+
+
+class Column(Part):
+    """One column of a table."""
+
+    name: str = Field(description="Heading, unique within the table.")
+    kind: Kind = Field(description="How its values are written where they are rounded for reading.")
+    unit: str = Field(
+        default="", description="Unit of its values as the run's tables have it; empty without."
+    )
+
+
+_HALF, _CHANGE = (" ± ", ""), (" → ", "")
+_TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+    (("", " +-"), _HALF),
+    (("", " low", " high"), (" (", " to ", ")")),
+    ((" low", " high"), (" to ", "")),
+    ((" before", " after"), _CHANGE),
+)
+"""How headings end whose columns are one cell, and what stands behind each of its numbers."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Columns that a reader sees as one: their heading, kind and places, and what stands behind the text of each."""
+
+    head: str
+    kind: Kind
+    at: tuple[int, ...]
+    joints: tuple[str, ...] = ("",)
+
+
+class Table(Part):
+    """Rows of values, unrounded.
+
+    Half of an interval stands under its number's heading with `+-` behind; an interval's two ends stand under headings
+    that end in `low` and `high`, what was before a change and after it under such that end so. Read out, numbers that
+    belong together are one cell.
+    """
+
+    name: str = Field(description="Name of its own, for file names, anchors and labels.")
+    title: str
+    note: str = Field(default="", description="What a reader must know about the rows.")
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...] = Field(description="One value per column; null: not measured.")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        kinds: Mapping[str, Kind],
+        rows: Sequence[Sequence[object]],
+        note: str = "",
+    ) -> Table:
+        """A table of these rows; what is missing or not finite becomes None. `kinds` are the headings, in order."""
+        columns = tuple(
+            Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
+            for head, kind in kinds.items()
+        )
+        cells = tuple(tuple(map(plain, row)) for row in rows)
+        return cls(name=name, title=title, note=note, columns=columns, rows=cells)
+
+    @classmethod
+    def from_rows(
+        cls,
+        name: str,
+        title: str,
+        columns: Mapping[str, tuple[Kind, str]],
+        rows: Sequence[Mapping[Any, object]],
+        note: str = "",
+    ) -> Table:
+        """A table of rows by name: by heading, how its values are written and what they are called in a row."""
+        kinds = {head: kind for head, (kind, _) in columns.items()}
+        cells = [[row.get(key) for _, key in columns.values()] for row in rows]
+        return cls.of(name, title, kinds, cells, note)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """How the values of each column are written, by heading."""
+        return {column.name: column.kind for column in self.columns}
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether any value was not measured."""
+        return any(cell is None for row in self.rows for cell in row)
+
+    def frame(self) -> pd.DataFrame:
+        """The rows under their headings."""
+        return pd.DataFrame(
+            {
+                column.name: pd.Series(
+                    [row[place] for row in self.rows], dtype=_DTYPES.get(column.kind, "float64")
+                )
+                for place, column in enumerate(self.columns)
+            }
+        )
+
+    def shown(self) -> Iterator[Shown]:
+        """The columns as a reader sees them: a number with its interval, ends without a number, before and after."""
+        places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
+        for name, place in places.items():
+            if place not in taken:
+                head, group, joints = _cell_of(name, places)
+                taken |= {*group}
+                yield Shown(head, self.columns[place].kind, group, joints)
+
+    def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+        """The texts of one cell with what stands behind each: only the first where others are missing or the same."""
+        values = [row[at] for at in shown.at]
+        texts = [written(value, shown.kind, gap) for value in values]
+        if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
+            return [(texts[0], "")]
+        if shown.joints == _HALF and isinstance(values[1], int | float):
+            texts[1] = half(values[1], shown.kind)
+        return [
+            (text.removesuffix(" %") if joint == " to " else text, joint)
+            for text, joint in zip(texts, shown.joints, strict=True)
+        ]
+
+    def texts(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
+        """The headings, then the rows as a reader sees them."""
+        columns, lines = [*self.shown()], list[list[str]]()
+        for row in self.rows:
+            cells = ["".join(map("".join, self.cell(row, shown, gap))) for shown in columns]
+            lines.append([_ascii(cell) for cell in cells] if ascii_only else cells)
+        return [[shown.head for shown in columns], *lines]
+
+    def notes(self) -> str:
+        """The note, and what a dash means where there is one."""
+        return " ".join(filter(None, (self.note, _GAPS if self.has_gaps else "")))
+
+    def __repr__(self) -> str:
+        heads, *rows = self.texts()
+        table = pd.DataFrame(rows, columns=heads).to_string(index=False)
+        return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        """The table as a reader sees it, for notebooks; no number is broken."""
+        heads, *rows = ([unbroken(cell) for cell in row] for row in self.texts())
+        table = pd.DataFrame(rows, columns=heads).to_html(index=False)
+        return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
+
+
+def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
+    """The columns of a number and of both ends of its interval, for `Table.from_rows`."""
+    return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
+
+
+def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    """Heading, places and joints of the cell that the column `name` begins."""
+    for ends, joints in _TOGETHER:
+        stem = name.removesuffix(ends[0])
+        shown = tuple(places[stem + end] for end in ends if stem + end in places)
+        if name == stem + ends[0] and len(shown) == len(ends):
+            return INTERVAL if ends[0] == " low" else stem, shown, joints
+    return name, (places[name],), ("",)
+
+
+def _ascii(text: str) -> str:
+    return text.replace("±", "+-").replace("→", "->")
+
+
+_UNITS = {
+    **dict.fromkeys(("L2 drift", "L2 drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
+    **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
+    **dict.fromkeys(("score drift", "secant", "directional", "spectral", "certified"), "score"),
+    **dict.fromkeys(("relative drift", "of base distance", "drift / base distance", "amplification"), "1"),
+    **dict.fromkeys(
+        ("cosine", "cosine +-", "mean cosine", "cosine of task vectors", "cosine gain", "cka", "cross term"),
+        "1",
+    ),
+    **dict.fromkeys(("accuracy", "score", "value", "share of final drift"), "1"),
+    **dict.fromkeys(
+        ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
+    ),
+    **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
+}
+"""Units of columns by heading, in the words of the run's schema; a heading means the same in every table."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, setting_text
+from driftlens.results.formatting import Kind, Table, setting_text
 from driftlens.results.measures import main_metrics
-from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
 from driftlens.utils.errors import counted

@@ -7,37 +7,111 @@ The same words stand first in terminal, model card, report and dashboard. A word
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from driftlens.results.checks import self_checks
-from driftlens.results.formatting import Kind, is_measured, written
-from driftlens.results.frame import Measure, paired_by_task, pairing
+from driftlens.results.formatting import Kind, brief, is_measured, written
 from driftlens.results.measures import (
-    COSINE,
-    DRIFT,
     RELATIVE,
     SCORE,
+    Measure,
     change,
     common,
     level,
-    main_metrics,
     mean,
     mean_change,
 )
-from driftlens.results.recommendations import comparison, nearer_merge, next_command
-from driftlens.results.table import Table
+from driftlens.runs.layout import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun, remembered
+from driftlens.runs.run_state import command_to_resume, is_live
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted, some_of
-from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.metrics import ACCURACY
+from driftlens.utils.files import from_json
+from driftlens.utils.intervals import Interval, mean_over_tasks, ratio
 from driftlens.utils.rounding import COARSE, Change
-from driftlens.utils.variants import calibrated, calibration_of, is_control, part_of, title
+from driftlens.utils.variants import calibrated, calibration_of, part_of, title
+
+CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
+"""Merges that are worth a comparison, with a base and without."""
+_LOWER = {
+    "hellinger": "Hellinger distance {} lower",
+    "kl": "KL {} nat lower",  # of comparisons made by earlier versions
+    "drift_rel": "relative drift {} lower",
+}
+
+
+def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
+    """The command that most likely helps; empty for live modules, which no command can open.
+
+    `side` is -1 where the last model is clearly worse than the experts, `bad` are tasks whose experts are themselves.
+    """
+    path = shlex.quote(str(run.path))
+    if is_live(run.manifest):
+        return ""
+    if not run.manifest.finished:
+        return command_to_resume(run.path)
+    if bad:
+        return f"driftlens validate {path}/spec.yaml --deep"
+    if side >= 0:
+        return f"driftlens report {path}"
+    compared = comparison(run)
+    if (better := _nearest(compared)) is not None:
+        merge = json.dumps({"method": better["method"], **better["settings"]})
+        sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
+        return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
+    if not compared and len(run.tasks) > 1:
+        return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
+    if not any(info.automatic for info in run.manifest.calibrations.values()):
+        return f"driftlens calibrate {path} --name best --auto"
+    return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
+
+
+def nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
+    """That another merge is clearly nearer to the experts than the present one, where a comparison says so."""
+    if (row := _nearest(compared)) is not None:
+        value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
+        lower = _LOWER[compared["score"]].format(value)
+        yield f"{row['merge']} is nearer to the experts than this merge: {lower} ({low} to {high})."
+
+
+@remembered
+def comparison(run: DriftRun) -> Mapping[str, Any]:
+    """The newest comparison of the run's merge with others, in the run or beside it; empty where none was made."""
+    beside = sorted(run.path.parent.glob(f"*/{COMPARISON}")) if run.path.parent.is_dir() else []
+    for file in itertools.chain([run.path / MERGES / COMPARISON], beside):
+        try:
+            ranking = from_json(file.read_text(encoding="utf-8"))
+            if file.parent.parent == run.path or _is_about(ranking, run):
+                [*nearer_merge(ranking)]  # all that will be read of it
+                return dict(ranking)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # a stranger's file, or none
+    return {}
+
+
+def _is_about(ranking: Mapping[str, Any], run: DriftRun) -> bool:
+    """Whether a comparison that lies elsewhere has the run's name and tasks, and its merge as the present one."""
+    merge = run.manifest.merge
+    present = next((row for row in ranking["merges"] if row["merge"] == ranking.get("present")), None)
+    return (
+        present is not None
+        and (ranking["name"], {*ranking["samples"]}) == (run.name, {*run.tasks})
+        and present["method"] == merge.get("method")
+        and present["settings"].items() <= merge["parameters"].items()
+    )
+
+
+def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The best of the merges whose whole interval says that they are nearer than the present one."""
+    nearer = [row for row in compared.get("merges", ()) if row["method"] and (row.get("nearer_low") or 0) > 0]
+    return min(nearer, key=lambda row: row["place"], default=None)
+
 
 MOST_WORDS = 60
 """Of the verdict, numbers among them."""
@@ -105,6 +179,10 @@ class Verdict:
     source: Source | None
     command: str
     sentences: tuple[str, ...]
+
+    def gap(self, variant: str, against: str) -> Gap | None:
+        """Return how `variant` differs from `against`; None if that was not measured."""
+        return next((gap for gap in self.gaps if (gap.variant, gap.against) == (variant, against)), None)
 
 
 @remembered
@@ -356,184 +434,140 @@ def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> It
     yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
 
 
-def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
-    """A row per task and one for their mean: every model, a change, the drift that is left, the main source."""
-    if not judgement.means:
-        return Table.of("tasks", "Task by task", {"task": "text"}, [])
-    heads = {variant: title(variant) for variant in judgement.means}
-    heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
-    gap = next(
-        (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
-    )
-    last = judgement.after if judgement.after in heads else judgement.merged
-    what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
-    unit: Kind = "points" if judgement.measure.kind == "share" else "number"
-    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), judgement.measure.kind)}
-    kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
-    kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
-    sources = {task: next(iter(shares(run, judgement.merged, task).items()), None) for task in run.tasks}
-    # Where all tasks have the same one, the verdict's own sentence says it.
-    kinds |= {"main source": "text"} if len({source[0] for source in sources.values() if source}) > 1 else {}
-
-    def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
-        row = {"task": task, **{heads[variant]: interval.value for variant, interval in values.items()}}
-        ends = {what: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
-        return row | ends
-
-    rows = []
-    for task in run.tasks:
-        is_common = task in judgement.tasks  # elsewhere its score may be of another metric
-        values = {variant: level(run, judgement.measure, task, variant) for variant in heads if is_common}
-        row = row_of(task, values, gap.by_task.get(task) if gap else None)
-        row["relative drift"] = level(run, RELATIVE, task, last).value
-        if (largest := sources[task]) is not None:
-            row["main source"] = f"{run.layer_name(largest[0])} {100 * largest[1][0].value:.0f} %"
-        rows.append(row)
-    if len(judgement.tasks) > 1:
-        rows.append(row_of(f"mean of {len(judgement.tasks)}", judgement.means, gap.change if gap else None))
-    table = [[row.get(head) for head in kinds] for row in rows]
-    heading, note = (
-        f"Task by task: {judgement.measure.title}",
-        _note_on_tasks(run, judgement, gap, last, "main source" in kinds),
-    )
-    return Table.of("tasks", heading, kinds, table, note)
+_Tone = Literal["good", "mixed", "bad", "none"]
+ORDER = ("base", "merged", "baseline", "calibrated", "expert")
+"""Parts of models in the order of tiles, and of dots on the bar."""
 
 
-def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str, has_source: bool) -> str:
-    """What the columns of `task_sheet` are of, and how its intervals were taken."""
-    note = f"Relative drift is that of {title(last)} (pooled feature)"
-    if judgement.source and has_source:
-        num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
-        share_n = f", n = {n // num_tasks} a task" if n else ""
-        note += (
-            f"; main source is the largest share of {title(judgement.merged)}'s drift (full state{share_n})"
-        )
-    rows = (
-        [change(run, judgement.measure, task, (gap.against, gap.variant)) for task in gap.by_task]
-        if gap
-        else []
-    )
-    by_task = paired_by_task(rows)
-    if judgement.measure.role == RELATIVE.role and not all(by_task.values()):
-        return f"{note}."  # whose samples differ, which no single answers would mend
-    return f"{note}. {pairing(by_task)}".rstrip()
+@dataclass(frozen=True)
+class Headline:
+    """One sentence, and the numbers that stand beside it.
 
-
-def others_sheet(
-    run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
-) -> Table:
-    """Return means over tasks of what the verdict leaves out: other calibrations, baselines, with `controls` anchors.
-
-    With `everyone` of all models, experts last.
+    Attributes:
+        text: the sentence, without a full stop.
+        tone: what colours it.
+        so_far: "9 of 20 tasks measured" where some are still to come; else empty.
+        tiles: every model's mean, base first and experts last, by variant.
+        kind: how these numbers are written.
+        measure: what they are of.
+        closed: the share of the gap from the merged model to the experts that the repair closes; NaN without a repair,
+            or where there is no clear gap.
     """
-    is_drift = judgement.measure.role == RELATIVE.role
-    rows = []
-    names = [name for name in run.variants if everyone or name not in judgement.means]
-    names += ["expert"] * (everyone and "expert" in judgement.means)
-    for variant in (name for name in names if controls or not is_control(name)):
-        means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
-        average, drift = (
-            means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
+
+    text: str
+    tone: _Tone
+    so_far: str
+    tiles: dict[str, Interval]
+    kind: Kind
+    measure: str
+    closed: Interval
+
+
+@remembered
+def headline(run: DriftRun, name: str = "") -> Headline:
+    """The headline of a run, and of one calibration: `name`, or the one that was added last."""
+    judged = verdict(run, name)
+    ordered = sorted(judged.means, key=lambda variant: ORDER.index(part_of(variant)))
+    num_tasks = len(judged.tasks)
+    so_far = (
+        f"{num_tasks} of {counted(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
+    )
+    closed = _closed(judged)
+    text, tone = _said(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
+    tiles = {variant: judged.means[variant] for variant in ordered}
+    return Headline(text, tone, so_far, tiles, judged.measure.kind, judged.measure.title, closed)
+
+
+def _closed(judged: Verdict) -> Interval:
+    """The repair's share of the way to the experts; of drift that of the way to none."""
+    repair, behind = judged.gap(judged.after, judged.merged), judged.gap(judged.merged, "expert")
+    if repair is None:
+        return Interval(math.nan)
+    if judged.measure.role == RELATIVE.role:
+        return ratio(_turned(repair.change), judged.means[judged.merged])
+    return ratio(repair.change, _turned(behind.change)) if behind and behind.side < 0 else Interval(math.nan)
+
+
+def _turned(change: Interval) -> Interval:
+    """The same change the other way round."""
+    return Interval(-change.value, -change.high, -change.low, change.n)
+
+
+def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
+    """The sentence and its tone: first whether the last model is worth using, then what the repair did."""
+    last = judged.after if judged.after in judged.means else judged.merged
+    over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
+    repair = judged.gap(judged.after, judged.merged)
+    of_drift = judged.measure.role == RELATIVE.role
+    if over_base is not None and over_base.side < 0:
+        return _below_base(judged, over_base, "Repaired, and still" if repair else ""), "bad"
+    if repair is None:
+        return _of_merge(run, judged, over_base, behind)
+    if repair.side < 0:
+        return (
+            f"The repair {title(last)} makes it worse, by {change_of_gap(repair, judged.measure.kind)}",
+            "bad",
         )
-        rows.append((title(variant), *average.ends, drift.value))
-    what = "mean" if is_drift else f"mean {judgement.measure.title}"
-    kind = judgement.measure.kind
-    kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
-    which = "All" if everyone else "Other"
-    return Table.of("others", f"{which} models, means over tasks", kinds, rows)
+    target = "drift" if of_drift else "gap to the experts"
+    share = _share(closed)
+    if not repair.side:
+        return f"The repair closes no clear part of the {target}" + (f": {share}" if share else ""), "mixed"
+    if not is_measured(closed.value):
+        if behind is not None and behind.side < 0:
+            return "Repair helps; which part of the gap to the experts it closes, can't be told", "good"
+        return "Repair helps, where merging had left no clear gap to the experts", "good"
+    verb = "takes away" if of_drift else "closes"
+    gain = "" if over_base is None or over_base.side else ", yet shows no clear gain over the base"
+    return f"Repair {verb} {share} of the {target}{gain}", "mixed" if gain else "good"
 
 
-def summary_sheet(run: DriftRun) -> Table:
-    """A row per task, then their mean: what base, experts, merged and calibrated models score, and their final drift.
-
-    Scores have 95 % intervals; a model that was not measured has no columns.
-    """
-    listed = dict.fromkeys(("base", "expert", *run.variants))
-    named = {name: title(name) for name in listed if part_of(name) != "baseline"}
-    heads = {name: name if [*named.values()].count(head) > 1 else head for name, head in named.items()}
-    metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
-    names = [*run.tasks]
-    has_mean = len(names) > 1 and len(set(metrics)) == 1
-    if has_mean:
-        names.append(f"mean of {len(names)}")
-
-    def measured(of: Measure) -> dict[str, list[Interval]]:
-        """By heading, what was measured of every model on the tasks, and its mean."""
-        columns = dict[str, list[Interval]]()
-        for variant, head in heads.items():
-            cells = [level(run, of, task, variant) for task in run.tasks]
-            if any(cell.is_measured for cell in cells):
-                columns[head] = [*cells, *([mean_over_tasks(cells)] if has_mean else [])]
-        return columns
-
-    scores, drifts = measured(SCORE), measured(RELATIVE)
-    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics) else "number"
-    kinds: dict[str, Kind] = {"task": "text", "metric": "text", "test samples": "count"}
-    kinds |= {f"{head}{end}": kind for head in scores for end in ("", " low", " high")}
-    kinds |= {f"drift of {head}": "share" for head in drifts}
-    rows: list[list[Any]] = []
-    for place, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
-        cells = [column[place] for column in scores.values()]
-        ends = [end for cell in cells for end in cell.ends]
-        n = max((cell.n for cell in cells), default=0) or None
-        rows.append([name, metric.title, n, *ends, *(column[place].value for column in drifts.values())])
-    note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
-    return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
+def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
+    """That a model is clearly worse than its base; not to use it, where no task says otherwise."""
+    kind, num_tasks = judged.measure.kind, len(judged.tasks)
+    if judged.measure.role == RELATIVE.role:
+        words = "farther from its experts than the base"
+    else:
+        words = f"worse than its base by {change_of_gap(gap, kind)}" + " points" * (kind == "share")
+    if num_tasks > 1:
+        words += f", clearly on {len(gap.worse)} of {num_tasks} tasks"
+    words += f" but better on {len(gap.better)}" if gap.better else ": don't use it"
+    return f"{still} {words}" if still else words[:1].upper() + words[1:]
 
 
-def final_sheet(run: DriftRun) -> Table:
-    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside."""
-    final = run.layers(layer="final") if run.manifest.layers else run.layers()
-    to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
-    rows = []
-    for task in run.tasks:
-        for variant in (variant for variant in run.variants if (task, variant) in to_base):
-            drift, relative, cosine = (
-                level(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)
+def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, _Tone]:
+    """What there is to say of a merge that nobody repaired and that isn't clearly worse than its base."""
+    if not judged.merged:
+        return "No merged model to hold against base and experts", "none"
+    if behind is not None and not behind.side:
+        return "Merging leaves no clear gap to the experts", "good"
+    if over_base is None:
+        if behind is None:
+            return (
+                f"Nothing to hold {title(judged.merged)} against: neither base nor experts measured",
+                "none",
             )
-            distance = plain(to_base[task, variant])
-            halves = [*_with_half(drift), *_with_half(relative), distance, *_with_half(cosine)]
-            rows.append((task, title(variant), *halves, drift.n))
-    return Table.of(
-        "final-drift",
-        "Final feature against each task's expert",
-        {
-            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
-            **{"relative drift": "share", "relative drift +-": "share", "of base distance": "share"},
-            **{"cosine": "number", "cosine +-": "number", "samples": "count"},
-        },
-        rows,
-        "Means over diagnosis samples, with half their 95 % interval. Relative: against the norm of the expert's "
-        "feature, taken as known. Of base distance: against the distance from base to expert.",
-    )
+        unit = " points" * (judged.measure.kind == "share")
+        way = "better than" if behind.side > 0 else "behind"
+        tone: _Tone = "good" if behind.side > 0 else "mixed"
+        return f"{change_of_gap(behind, judged.measure.kind)}{unit} {way} the experts", tone
+    if not over_base.side:
+        return "No clear gain over the base", "mixed"
+    if judged.measure.role == RELATIVE.role:
+        return "Nearer to the experts than the base", "good"
+    gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
+    kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
+    text = f"Merging keeps {_share(kept)} of what the experts gain over the base" if _share(kept) else ""
+    return text or "Better than its base", "good"
 
 
-def routing_sheet(run: DriftRun) -> Table:
-    """Of mixtures of experts, how many tokens go to other experts than in the expert model, and what that changes."""
-    layers = run.layers()
-    rows = [
-        (
-            row["task"],
-            title(row["variant"]),
-            run.layer_name(row["layer"]),
-            row["rerouted"],
-            row["rerouted_share"],
-            row["n"],
-        )
-        for row in layers[layers["rerouted"].notna()].to_dict("records")
-    ]
-    return Table.of(
-        "routing",
-        "Tokens that go to other experts than in the expert model",
-        {
-            **{"task": "text", "model": "text", "layer": "text", "tokens sent elsewhere": "share"},
-            **{"share of the drift behind it": "share", "samples": "count"},
-        },
-        rows,
-        "The share of drift is what sending them elsewhere changes in the layer's features, projected on their drift; "
-        "the rest has the same routes. Table `routing` counts the tokens of every expert.",
-    )
+def _share(share: Interval) -> str:
+    """ "48 % (42 to 54 %)"; empty where it isn't known."""
+    if not is_measured(share.value):
+        return ""
+    ends = f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)" if is_measured(share.low) else ""
+    return f"{100 * share.value:.0f} %{ends}"
 
 
-def _with_half(row: Interval) -> tuple[float, float]:
-    return row.value, row.high - row.value
+def sentence(found: Headline) -> str:
+    """The headline where there is nothing but text."""
+    return f"{found.text}{f' ({found.so_far})' if found.so_far else ''}."

@@ -13,8 +13,7 @@ from markupsafe import Markup
 
 from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, written
 from driftlens.results.projection import looked_at
-from driftlens.results.summary import Headline, headline
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import Headline, headline, verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
 from driftlens.utils.errors import DataError, counted

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import BeforeValidator, Field
 
-from driftlens.results.formatting import Kind
-from driftlens.results.table import Part, Table
+from driftlens.results.formatting import Kind, Part, Table
 from driftlens.runs.tables import plain
 from driftlens.utils.intervals import Interval
 

@@ -15,10 +15,10 @@ from driftlens.results import formatting as reading
 from driftlens.results.calibration_summary import calibration_sheets, selection_sentences
 from driftlens.results.checks import CheckReport, self_checks
 from driftlens.results.compare import Comparison, comparison_table, mean_score_change
-from driftlens.results.formatting import NOT_MEASURED, Kind, estimate, is_measured, number, printable
+from driftlens.results.formatting import NOT_MEASURED, Kind, Table, estimate, is_measured, number, printable
 from driftlens.results.listing import RunSummary
 from driftlens.results.measures import DRIFT, SCORE, level, main_metrics
-from driftlens.results.summary import headline, sentence
+from driftlens.results.sheets import final_sheet, others_sheet, routing_sheet, task_sheet
 from driftlens.results.sweep_results import (
     ABLATION,
     CONTROL,
@@ -27,8 +27,7 @@ from driftlens.results.sweep_results import (
     over_seeds,
     settings_of,
 )
-from driftlens.results.table import Table
-from driftlens.results.verdict import final_sheet, others_sheet, routing_sheet, task_sheet, verdict
+from driftlens.results.verdict import headline, sentence, verdict
 from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult

@@ -14,8 +14,7 @@ import pytest
 import streamlit as st
 
 from driftlens.results.formatting import signs
-from driftlens.results.summary import headline
-from driftlens.results.verdict import shareable, verdict
+from driftlens.results.verdict import headline, shareable, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app import selection

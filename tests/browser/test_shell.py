@@ -15,8 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.results.formatting import signs
-from driftlens.results.frame import frame_of
-from driftlens.results.measures import findings
+from driftlens.results.measures import findings, frame_of
 from driftlens.results.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.merging.method import merge_methods
-from driftlens.results.recommendations import next_command
+from driftlens.results.verdict import next_command
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import Cancelled, NumericsError, RunError

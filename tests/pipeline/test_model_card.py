@@ -17,8 +17,7 @@ from driftlens.experiment.model_card import escaped, merge_card, model_card, ren
 from driftlens.merging.method import merge_called
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.formatting import signs
-from driftlens.results.summary import headline, sentence
-from driftlens.results.verdict import shareable, verdict
+from driftlens.results.verdict import headline, sentence, shareable, verdict
 from driftlens.runs.external_scores import attach
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run

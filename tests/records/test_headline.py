@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, example, given
 
 from driftlens.results.formatting import signs, unbroken
-from driftlens.results.summary import headline, sentence
+from driftlens.results.verdict import headline, sentence
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
 from driftlens.utils.intervals import Interval, ratio

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from driftlens.merging.method import merge_methods
-from driftlens.results.recommendations import CONTENDERS, comparison
-from driftlens.results.verdict import MOST_WORDS, num_words, verdict
+from driftlens.results.verdict import CONTENDERS, MOST_WORDS, comparison, num_words, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify

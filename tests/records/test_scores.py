@@ -17,8 +17,15 @@ from driftlens.results.calibration_summary import (
     score_changes,
 )
 from driftlens.results.compare import compare, comparison_table
-from driftlens.results.frame import pairing
-from driftlens.results.measures import change_of, common, interval_of, main_metrics, mean, mean_change
+from driftlens.results.measures import (
+    change_of,
+    common,
+    interval_of,
+    main_metrics,
+    mean,
+    mean_change,
+    pairing,
+)
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
 from driftlens.utils.metrics import METRICS, metric_called

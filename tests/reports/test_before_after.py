@@ -22,8 +22,7 @@ from driftlens.results.calibration_summary import (
 from driftlens.results.compare import compare, mean_score_change
 from driftlens.results.formatting import p_value, points, points_interval
 from driftlens.results.measures import DRIFT, SCORE, change, mean
-from driftlens.results.summary import headline, sentence
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import headline, sentence, verdict
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

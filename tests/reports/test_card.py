@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from driftlens.cli import app
-from driftlens.results.summary import headline
+from driftlens.results.verdict import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens_reports.card import badge, put_beside, save_card, share_card

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
+from driftlens.results.formatting import Table
 from driftlens.results.measures import drift_changes
-from driftlens.results.table import Table
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import SpecError

@@ -14,8 +14,7 @@ from scipy import stats
 from driftlens.results.checks import CheckResult
 from driftlens.results.formatting import estimate
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.results.summary import headline, sentence
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import headline, sentence, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import VerifyResult

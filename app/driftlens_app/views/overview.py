@@ -11,9 +11,9 @@ import streamlit as st
 from streamlit.column_config import AreaChartColumn, NumberColumn
 
 from driftlens.results.checks import CheckReport, self_checks
-from driftlens.results.formatting import NOT_MEASURED, is_measured, size
-from driftlens.results.table import Table
-from driftlens.results.verdict import Verdict, task_sheet, verdict
+from driftlens.results.formatting import NOT_MEASURED, Table, is_measured, size
+from driftlens.results.sheets import task_sheet
+from driftlens.results.verdict import Verdict, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import counted
 from driftlens.utils.variants import title

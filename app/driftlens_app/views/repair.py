@@ -13,8 +13,9 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.results.formatting import estimate, size, unbroken, written
-from driftlens.results.frame import change_in_words
-from driftlens.results.verdict import Verdict, task_sheet, verdict
+from driftlens.results.measures import change_in_words
+from driftlens.results.sheets import task_sheet
+from driftlens.results.verdict import Verdict, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun
 from driftlens.runs.run_state import is_live, unanalyzed

@@ -11,7 +11,7 @@ from typing import Any
 
 from driftlens.config.requests import ViewRequest
 from driftlens.results.formatting import printable
-from driftlens.results.summary import headline
+from driftlens.results.verdict import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import attach
 from driftlens.utils.files import PathLike, atomic_path

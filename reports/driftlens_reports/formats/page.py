@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, with_code, written
-from driftlens.results.table import Table
+from driftlens.results.formatting import (
+    Table,
+    estimate,
+    is_measured,
+    printable,
+    signs,
+    unbroken,
+    with_code,
+    written,
+)
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import part_of, title

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from driftlens.results.formatting import printable, signs, unbroken, with_code
-from driftlens.results.summary import sentence
-from driftlens.results.table import Table
+from driftlens.results.formatting import Table, printable, signs, unbroken, with_code
+from driftlens.results.verdict import sentence
 from driftlens.runs import layout, schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text

@@ -19,9 +19,9 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.results.formatting import signs, written
-from driftlens.results.table import INTERVAL
-from driftlens.results.verdict import task_sheet, verdict
+from driftlens.results.formatting import INTERVAL, signs, written
+from driftlens.results.sheets import task_sheet
+from driftlens.results.verdict import verdict
 from driftlens.runs import layout, schema, tables
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import driftlens_reports
-from driftlens.results.formatting import NO_VALUE
-from driftlens.results.table import Column, Table
+from driftlens.results.formatting import NO_VALUE, Column, Table
 from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import VERSION, ReportContent

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.results.checks_file import load_checks
+from driftlens.results.checks import load_checks
 from driftlens.utils.errors import SpecError
 from tests.refusing import refusing
 

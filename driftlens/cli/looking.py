@@ -21,7 +21,7 @@ from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecE
 if TYPE_CHECKING:
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.export import Exported
+    from driftlens_reports.paper.exhibit import Exported
 
 _PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "transformers", "safetensors"),
@@ -469,7 +469,7 @@ def export(
     from driftlens.runs.run import open_run
     from driftlens_reports.card import save_card
     from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.export import export as write
+    from driftlens_reports.paper.exhibit import export as write
 
     names = [*request.figures, *request.tables]
     if request.card:

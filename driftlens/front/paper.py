@@ -16,7 +16,7 @@ from driftlens.front.keywords import keywords
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.export import Artifact
+    from driftlens_reports.paper.exhibit import Artifact
 
 __all__ = ["figure", "names", "table"]
 
@@ -45,8 +45,7 @@ def names() -> dict[str, str]:
 
 def _drawn(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.export import draw
+    from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 
     given = [runs] if isinstance(runs, DriftRun) else list(runs)
     return draw(name, given, ExhibitOptions.of(request))

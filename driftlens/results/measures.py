@@ -567,8 +567,6 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Every outcome with what it says, those to look at first; "wrong" only without a repair."""
-BROKEN_BY_MERGE = ("still wrong", "wrong", "repaired")
-"""Outcomes of samples that the expert answers rightly and the merged model doesn't."""
 
 
 @remembered

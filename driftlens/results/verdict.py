@@ -72,7 +72,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
 
 
-def nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
+def _nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
     """That another merge is clearly nearer to the experts than the present one, where a comparison says so."""
     if (row := _nearest(compared)) is not None:
         value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
@@ -88,7 +88,7 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
         try:
             ranking = from_json(file.read_text(encoding="utf-8"))
             if file.parent.parent == run.path or _is_about(ranking, run):
-                [*nearer_merge(ranking)]  # all that will be read of it
+                [*_nearer_merge(ranking)]  # all that will be read of it
                 return dict(ranking)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # a stranger's file, or none
@@ -220,7 +220,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     which = " (newest calibration)" if len(repairs) > 1 and after == repairs[-1] else ""
     unchanged = run.calibration_info(calibration_of(after) or "").is_what if after else ""
     failed = self_checks(run).count("fail")
-    nearer = [*nearer_merge(comparison(run))] if merged == "merged" else []
+    nearer = [*_nearer_merge(comparison(run))] if merged == "merged" else []
     nearer += _lost(run, merged, after)
     return replace(judgement, sentences=_sentences(judgement, on_worst, which, unchanged, failed, nearer))
 

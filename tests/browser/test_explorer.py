@@ -14,9 +14,8 @@ from playwright.sync_api import expect
 from driftlens.results.measures import outcomes
 from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.explorer import Explorer
+from driftlens_reports.explorer import Explorer, gathered
 from driftlens_reports.explorer import page as explorer_page
-from driftlens_reports.explorer.gathering import gathered
 from tests.browser.reading import Opened, eventually
 from tests.records.full_run import Size, write_full_run
 

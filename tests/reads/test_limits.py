@@ -22,7 +22,7 @@ from driftlens.config.run import load_spec
 from driftlens.data.images import read_image
 from driftlens.merging import averages
 from driftlens.models import architecture
-from driftlens.results.projection.layouts import MOST_POINTS
+from driftlens.results.projection import MOST_POINTS
 from driftlens.runs.layout import escape
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.utils.files import LONGEST_FILE_NAME

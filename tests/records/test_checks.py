@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.results.checks import CheckReport, junit_xml, self_checks
-from driftlens.results.checks_file import CHECKED_TABLES
+from driftlens.results.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
 from driftlens.results.formatting import number
 from driftlens.results.measures import changed_score, drift_changes, score_of
 from driftlens.runs.run import DriftRun, open_run

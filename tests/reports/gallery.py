@@ -14,8 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.paper.exhibit import ExhibitOptions
-from driftlens_reports.paper.export import draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 from tests.reports.morph import write_morph
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ import pytest
 from threadpoolctl import threadpool_info
 
 import driftlens as dl
+import driftlens_reports.explorer as explorer_page
 from driftlens.cli import main
 from driftlens.config.requests import ProjectionRequest, ViewRequest
 from driftlens.results.measures import OUTCOMES, outcomes
@@ -23,8 +24,7 @@ from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.variants import is_control
-from driftlens_reports.explorer import Explorer, gathering
-from driftlens_reports.explorer.gathering import NEIGHBOURS, gathered
+from driftlens_reports.explorer import NEIGHBOURS, Explorer, gathered
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run, write_run
 
@@ -205,7 +205,7 @@ def test_small_layouts_take_one_thread(full: DriftRun, monkeypatch: pytest.Monke
         seen.extend(library["num_threads"] for library in threadpool_info())
         return [None]
 
-    monkeypatch.setattr(gathering, "_planes", looked)
+    monkeypatch.setattr(explorer_page, "_planes", looked)
     gathered(full)
     assert {*seen} == {1}
 

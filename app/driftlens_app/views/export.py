@@ -101,7 +101,7 @@ def _exhibits(run: DriftRun) -> None:
 
 
 def _exhibited(run: DriftRun, name: str, style: str) -> Files:
-    from driftlens_reports.paper.export import draw  # with matplotlib, which no other page needs
+    from driftlens_reports.paper.exhibit import draw  # with matplotlib, which no other page needs
 
     drawn = draw(name, [run], ExhibitOptions(style=style))
     return {f"{name}.{entry}": drawn.content(entry) for entry in _EXHIBIT_FORMATS[exhibits[name].kind]}

@@ -63,7 +63,7 @@ class Drawn:
         return shown
 
 
-Render = Callable[[DriftRun, ChartOptions], Drawn]
+_Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Chart:
     presets: tuple[str, ...] = ()
     also: str = ""
     lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None
-    render: Render
+    render: _Render
 
     @property
     def place(self) -> Place:
@@ -130,10 +130,10 @@ class Chart:
 charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftlens.charts")
 
 
-def chart(name: str, **declared: Any) -> Callable[[Render], Render]:
+def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
     """Decorator that files a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
 
-    def file(render: Render) -> Render:
+    def file(render: _Render) -> _Render:
         charts.register(name)(Chart(name=name, render=render, **declared))
         return render
 

@@ -36,7 +36,7 @@ def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     hint="Flips at small margins are decisions that were close anyway; flips at large margins mean that drift carried "
     "samples the expert was sure of. Tasks with different score scales share the axis: choose one task to compare.",
 )
-def flips(run: DriftRun, options: ChartOptions) -> Drawn:
+def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of stacked histograms with the same bins."""
     samples = _decided(run, options)
     rows = _histogram(samples)
@@ -132,7 +132,7 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     "is. The secant gain is the score map's own on each drift, so its points lie on the line where models share the "
     "map, and on it or below elsewhere; directional and spectral gains are sampled and guarantee nothing.",
 )
-def bound(run: DriftRun, options: ChartOptions) -> Drawn:
+def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     """Four panels of points with the same logarithmic axes."""
     rows = _bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)

@@ -54,7 +54,7 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Points above the line are closer to the expert than with the merged model. Look at the lower left: samples "
     "that were far off tell more than the mean, and those below the line got worse.",
 )
-def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
+def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of points; all panels have the same axes."""
     rows = _paired(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
@@ -140,7 +140,7 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Upper left is better. Seconds are those of one run on one machine. A ring is no single model: for every task "
     "it has a map of its own.",
 )
-def arena(run: DriftRun, options: ChartOptions) -> Drawn:
+def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
     """One panel."""
     rows = _repairs(run)
     is_made = rows["method"].notna()

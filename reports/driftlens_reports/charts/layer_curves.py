@@ -122,7 +122,7 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
     )
 
 
-def of_layers(
+def _of_layers(
     run: DriftRun, figure: go.Figure, rows: pd.DataFrame, *columns: str, alt: str, notes: Sequence[str] = ()
 ) -> Drawn:
     """A chart of the layer table: its rows with what names them, n, and these columns; how many samples they are of."""
@@ -149,7 +149,7 @@ _DRIFTS = {
     "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
     "drift, and amplification for what layers do to the drift that reaches them (full state).",
 )
-def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
+def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves; all panels have one y axis range, so that tasks compare."""
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
     source, what, band = "drift_l2_mean", "mean L2 drift", (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"])
@@ -161,7 +161,7 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
-    return of_layers(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
+    return _of_layers(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
 
 
 _PARTS = {
@@ -184,7 +184,7 @@ _PARTS = {
     "positive cross term means that the two point the same way, a negative one that they cancel in part. Norms "
     "of m and p do not add up to the norm of the drift; contributions show parts that do.",
 )
-def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
+def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
@@ -203,7 +203,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     figure = draw_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
-    return of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
+    return _of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
 
 
 @chart(
@@ -219,7 +219,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "drift's own direction more than a random one. The stem inherits nothing and has no value. A visible "
     "band means that the Jacobian does not explain what the layer does; then trust the other charts of causes.",
 )
-def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
+def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
     ends = tuple(f"amplification {end}" for end in ("low", "high"))
@@ -248,7 +248,7 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
     note = f"{_ENDS} {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
-    return of_layers(run, figure, rows, *columns, alt=alt, notes=[note])
+    return _of_layers(run, figure, rows, *columns, alt=alt, notes=[note])
 
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
@@ -287,7 +287,7 @@ class _Cells:
     hint="Orange layers make the final drift, blue ones work against it. Each row sums to 100 % with its remainder, "
     "which no layer accounts for; a large one means that the quadrature of the Jacobians was too coarse.",
 )
-def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
+def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of cells; the scale is symmetric around zero."""
     rows = picking.layer_rows(run, options).rename(columns=_SHARES)
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
@@ -296,7 +296,7 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     peaks = words.peak_sentence(rows, CONTRIBUTED, percent)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {peaks}"
     notes = words.gap_notes(run, rows, CONTRIBUTED)
-    return of_layers(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
+    return _of_layers(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
 
 
 def _cells_of(run: DriftRun, rows: pd.DataFrame) -> list[_Cells]:

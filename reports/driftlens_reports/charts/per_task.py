@@ -128,7 +128,7 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The mean over tasks hides the worst one.",
 )
-def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
+def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy, or another bounded score, per task and variant with its interval, and the mean over tasks."""
     rows = _scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
@@ -180,7 +180,7 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length: drift can shrink while the "
     "cosine stays.",
 )
-def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
+def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean cosine per task and variant, and the mean over tasks."""
     tasks = picking.chosen_tasks(run, options)
     means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
@@ -246,7 +246,7 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs what the "
     "merged model computes, not how its weights look.",
 )
-def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
+def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Two panels on one axis of cosines."""
     params = _params(run, options).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from driftlens.results.projection.layouts import thinned
+from driftlens.results.projection import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.run_state import is_live
 from driftlens.runs.schema import EXPLAIN, TABLES

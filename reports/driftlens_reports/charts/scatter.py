@@ -79,7 +79,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "plane are indicative only: trust the numbers below the panels. `driftlens view RUN` writes a page in which these "
     "very samples move from model to model.",
 )
-def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
+def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes."""
     task = _shown_task(run, options)
     layout = looked_at(run, task, ProjectionRequest(layer=options.layer))

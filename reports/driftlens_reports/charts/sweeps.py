@@ -77,7 +77,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
 )
-def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels: measures down, settings across."""
     rows = _swept(run, options)
     measures = _measures(rows, options)

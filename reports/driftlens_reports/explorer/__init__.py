@@ -1,23 +1,45 @@
-"""The explorer as one HTML page that asks the network for nothing, for a folder, a dashboard or a notebook."""
+"""The explorer as one HTML page that asks the network for nothing, for a folder, a dashboard or a notebook.
+
+`gathered` packs what the page shows as JSON. Samples of all tasks stand in one order, and every column is a list over
+them. Numbers of many samples are base64 of little-endian arrays, [model, layer, sample] where they differ by model and
+layer; NaN and -1 stand for the unknown.
+"""
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
+import io
 import json
+import math
 import pathlib
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from driftlens.config.requests import ViewRequest
-from driftlens.results.formatting import printable
-from driftlens.results.verdict import headline
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from threadpoolctl import threadpool_limits
+
+from driftlens.config.requests import ProjectionRequest, ViewRequest
+from driftlens.results.formatting import printable, signs, unbroken
+from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.projection import MOST_POINTS, Settings, lay_out, load_points, project, thinned
+from driftlens.results.verdict import headline, verdict
+from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run_state import current_state
+from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.writer import attach
+from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike, atomic_path
-from driftlens_reports.charts.theme import CLASSES, Palette, palette
+from driftlens.utils.variants import is_control, part_of, title
+from driftlens_reports.charts.theme import CLASSES, Palette, look, palette
+from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Headline
-from driftlens_reports.explorer.gathering import gathered
 from driftlens_reports.formats.page import STYLE, block, digest
 
 _HERE = pathlib.Path(__file__).parent
@@ -137,3 +159,346 @@ def _rules(theme: Palette, classes: tuple[str, ...]) -> str:
     rules = {**plain, "scale": ",".join(theme.sequential), "classes": ",".join(classes)}
     rules |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     return " ".join(f"--{name}: {value};" for name, value in rules.items())
+
+
+_MOST_PICTURES = 2000
+"""Of one page, about 1.5 kB each."""
+NEIGHBOURS = 8
+_FEW_ROWS = 10_000
+"""Features of a task and layer, of all its models, that are laid out in less time by one thread than by several."""
+_ORDER = ("base", "merged", "baseline", "calibrated", "expert")
+"""Stages that samples move through, by the part that a model plays."""
+_BY_LAYER = {
+    "drift": "drift_l2",
+    "mismatch": "mismatch_l2",
+    "propagation": "propagation_l2",
+    "share": "final_share",
+}
+"""Columns by model and layer, and what the table of samples calls them."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The samples of one task that a page shows: rows of the run's own order, and where they stand among all."""
+
+    task: str
+    rows: Array
+    ids: tuple[str, ...]
+    start: int
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Where each sample stands among those of all tasks."""
+        return {name: self.start + place for place, name in enumerate(self.ids)}
+
+
+def gathered(
+    run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False
+) -> dict[str, Any]:
+    """Everything that the page shows of a run, as JSON knows it; `only_points`: of the last layer, without cards.
+
+    Raises:
+        DataError: the run has no such task, or no samples.
+        RunError: a table or features can't be read.
+    """
+    tasks = [*(request.tasks or run.tasks)]
+    stages = sorted(
+        (name for name in (*run.variants, "expert") if not is_control(name)),
+        key=lambda name: _ORDER.index(part_of(name)),
+    )
+    shown = [*_shown(run, tasks, request.samples)]
+    if not shown:
+        raise DataError(
+            f"{run.path} has no samples to show",
+            hint="`driftlens analyze` on its spec, with --resume, measures what is missing.",
+        )
+    layers = [entry.index for entry in run.manifest.layers]
+    if only_points:
+        stored = [
+            layer for layer in layers if any(_is_stored(run, part.task, "expert", layer) for part in shown)
+        ]
+        layers = (stored or layers)[-1:]
+    rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
+    # Threads that wait for one another at small products take five times the processor time of one.
+    with threadpool_limits(1 if rows < _FEW_ROWS else None):
+        planes = [_planes(run, part, layers, stages, request) for part in shown]
+    judged = verdict(run)
+    columns, words = _columns(run, shown, stages, layers)
+    return {
+        "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
+        "sentences": [
+            unbroken(signs(text))
+            for text in judged.sentences
+            if not judged.command or judged.command not in text
+        ],
+        "stages": [_stage(run, name) for name in stages],
+        "layers": [run.layer_name(layer) for layer in layers],
+        "tasks": [{"name": printable(part.task), "start": part.start, "n": len(part.ids)} for part in shown],
+        "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
+        "ids": [name for part in shown for name in part.ids],
+        "words": words,
+        "texts": [text for part in shown for text in _texts(run, part, only_points)],
+        "pictures": _pictures(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
+        "planes": planes,
+        "neighbours": NEIGHBOURS,
+        "columns": columns,
+        "notes": [*_notes(run, shown, planes, request)],
+    }
+
+
+def _printable_lines(text: str) -> str:
+    """A text whose lines hold no control characters."""
+    return "\n".join(printable(line) for line in text.splitlines())
+
+
+def _stage(run: DriftRun, name: str) -> dict[str, Any]:
+    colours = [look(run.variants, name, dark=dark).colour for dark in (False, True)]
+    return {"name": name, "title": printable(title(name)), "part": part_of(name), "colours": colours}
+
+
+def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
+    """The samples of each task, thinned evenly over classes where all together are too many."""
+    sizes = {task: len(_ids(run, task)) for task in tasks}
+    total, start = sum(sizes.values()), 0
+    for task in tasks:
+        ids = _ids(run, task)
+        labels = _labels(run, task).reindex(ids).astype(object)
+        frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
+        limit = len(ids) if total <= most else max(1, most * len(ids) // total)
+        rows = thinned(frame, limit, ["label"]).index.to_numpy()
+        if len(rows):
+            yield Shown(task, rows, tuple(ids[row] for row in rows), start)
+        start += len(rows)
+
+
+def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
+    if "diagnosis" not in run.manifest.sample_ids or task not in run.manifest.sample_ids["diagnosis"]:
+        run.samples(task)  # says which tasks there are
+        return ()
+    return run.sample_ids(task)
+
+
+def _labels(run: DriftRun, task: str) -> pd.Series[Any]:
+    rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
+    return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
+
+
+def _planes(
+    run: DriftRun, shown: Shown, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
+) -> list[dict[str, Any] | None]:
+    """By layer the joint places of all models' features and each sample's neighbours; None where none are stored.
+
+    Layers are laid out one by one, then turned (not stretched) so that samples move as little as can be between them.
+    """
+    planes: list[dict[str, Any] | None] = []
+    before: dict[str, Array] = {}
+    for layer in reversed(layers):
+        there = [name for name in stages if _is_stored(run, shown.task, name, layer)]
+        if "expert" not in there or len(there) < 2:
+            planes.append(None)
+            continue
+        variants = tuple(name for name in there if name != "expert")
+        most = len(there) * len(run.sample_ids(shown.task))
+        points = load_points(run, Settings(shown.task, layer, "pca", 0, variants, most))
+        rows = {name: points.directions[name][shown.rows] for name in there}
+        places, method = _laid_out(run, shown, layer, rows, request)
+        before = _turned(places, before)
+        planes.append(
+            {
+                "stages": [stages.index(name) for name in there],
+                "places": _packed(_whole(np.stack([before[name] for name in there])), "<i2"),
+                "neighbours": _packed(np.stack([_neighbours(rows[name]) for name in there]), "<i2"),
+                "method": method,
+            }
+        )
+    return planes[::-1]
+
+
+def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
+    try:
+        run.features(task, variant, layer)
+    except DataError:
+        return False
+    return True
+
+
+def _laid_out(
+    run: DriftRun, shown: Shown, layer: int, rows: Mapping[str, Array], request: ViewRequest
+) -> tuple[dict[str, Array], str]:
+    """Coordinates [n, 2] by model, and how they were made; NaN of samples that a stored layout has thinned out."""
+    if request.method == "pca":
+        plane, how = lay_out(np.concatenate([*rows.values()]), "pca", 0)
+        return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
+    variants = tuple(name for name in rows if name != "expert")
+    most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))
+    asked = ProjectionRequest(layer=layer, method=request.method, variants=variants, max_points=most)
+    made = project(run, shown.task, asked)
+    by_model = {name: part.set_index("sample_id")[["x", "y"]] for name, part in made.frame.groupby("variant")}
+    return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
+
+
+def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, Array]:
+    """The places around zero, turned or mirrored to lie as near as can be to those wanted of the same models."""
+    middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
+    places = {name: points - middle for name, points in places.items()}
+    both = [name for name in places if name in wanted]
+    if not both:
+        return places
+    start, end = (np.nan_to_num(np.concatenate([of[name] for name in both])) for of in (places, wanted))
+    left, _, right = np.linalg.svd(start.T @ end)
+    return {name: points @ (left @ right) for name, points in places.items()}
+
+
+def _whole(places: Array) -> Array:
+    """Places as 16-bit numbers, the farthest from zero at 32,000; the least of all numbers stands for none."""
+    most = np.nanmax(np.abs(places), initial=0.0) or 1.0
+    return np.nan_to_num(np.round(places * (32_000 / most)), nan=-32_768)
+
+
+def _neighbours(rows: Array) -> Array:
+    """The nearest other samples of each by cosine, [n, NEIGHBOURS] rows in order; -1 where there are no more."""
+    from sklearn.neighbors import NearestNeighbors
+
+    k = min(NEIGHBOURS, len(rows) - 1)
+    nearest = np.full((len(rows), NEIGHBOURS), -1)
+    if k > 0:
+        nearest[:, :k] = NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
+    return nearest
+
+
+def _columns(
+    run: DriftRun, shown: Sequence[Shown], stages: Sequence[str], layers: Sequence[int]
+) -> tuple[dict[str, Any], list[str]]:
+    """Columns over all samples, and the words that those of names are places in."""
+    total = sum(len(part.ids) for part in shown)
+    words: dict[str, int] = {}
+    label = np.full(total, -1)
+    answers, right = (np.full((len(stages), total), -1) for _ in range(2))
+    confidence = np.full((len(stages), total), math.nan)
+    margin = np.full(total, math.nan)
+    by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
+    became = {stage: np.full(total, -1) for stage in _repairs(stages)}
+    for part in shown:
+        labels = _labels(run, part.task)
+        _fill(label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+        outputs = run.outputs(part.task)
+        for row, stage in enumerate(stages):
+            of_expert = stage == "expert"
+            rows = outputs if of_expert else outputs[outputs["variant"] == stage]
+            rows = rows.drop_duplicates("sample_id").set_index("sample_id")
+            said = rows["expert_pred" if of_expert else "pred"].dropna()
+            _fill(
+                answers[row], part, said.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+            )
+            labelled = said[said.index.isin(labels.index)]
+            _fill(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
+            _fill(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
+            _fill(margin, part, rows["margin"]) if of_expert else None
+            if not of_expert:
+                _fill_layers(by_layer, row, part, run.samples(part.task, stage), layers)
+        for stage, column in became.items():
+            outcome = outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
+            _fill(column, part, outcome.map([*OUTCOMES].index))
+    columns = {
+        "label": _packed(label, "<i4"),
+        "answers": _packed(answers, "<i4"),
+        "right": _packed(right, "i1"),
+        "confidence": _packed(confidence, "<f4"),
+        "margin": _packed(margin, "<f4"),
+        "outcome": {stage: _packed(column, "i1") for stage, column in became.items()},
+        **{name: _packed(values, "<f4") for name, values in by_layer.items()},
+    }
+    return columns, [*words]
+
+
+def _repairs(stages: Sequence[str]) -> list[str]:
+    """The repaired models, the newest first; "" of a run without."""
+    return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
+
+
+def _fill(column: Array, shown: Shown, values: pd.Series[Any]) -> None:
+    """Write the values, by sample id, into their places of a column over all samples."""
+    places = shown.places
+    values = values[values.index.isin(places) & values.notna()]
+    column[[places[name] for name in values.index]] = values.to_numpy(dtype=float)
+
+
+def _fill_layers(
+    by_layer: Mapping[str, Array], stage: int, shown: Shown, rows: pd.DataFrame, layers: Sequence[int]
+) -> None:
+    rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
+    layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
+    places = rows["sample_id"].map(shown.places).to_numpy(dtype=int)
+    for name, column in _BY_LAYER.items():
+        by_layer[name][stage, layer_places, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
+
+
+def _packed(values: ArrayLike, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
+
+
+def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
+    stored = {} if without else run.texts(shown.task)
+    return (_printable_lines(stored.get(name, "")) for name in shown.ids)
+
+
+def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
+    """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
+    share = _MOST_PICTURES // max(1, len(shown))
+    places = np.full(total, -1)
+    pictures: list[Array] = []
+    for part in shown:
+        stored = run.thumbs(part.task)
+        rows = [] if stored is None else [at for at, row in enumerate(part.rows) if row < len(stored)][:share]
+        for at in rows:
+            places[part.start + at] = len(pictures)
+            pictures.append(stored[part.rows[at]])  # type: ignore[index]
+    if not pictures:
+        return {"places": _packed(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
+    from PIL import Image
+
+    columns = math.ceil(math.sqrt(len(pictures)))
+    lines = math.ceil(len(pictures) / columns)
+    grid = np.zeros((lines * columns, THUMB_SIDE, THUMB_SIDE, 3), dtype=np.uint8)
+    grid[: len(pictures)] = pictures
+    sheet = grid.reshape(lines, columns, THUMB_SIDE, THUMB_SIDE, 3).swapaxes(1, 2)
+    target = io.BytesIO()
+    image = Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3))
+    image.save(target, format="JPEG", quality=85)
+    address = f"data:image/jpeg;base64,{base64.b64encode(target.getvalue()).decode()}"
+    return {"places": _packed(places, "<i4"), "columns": columns, "rows": lines, "image": address}
+
+
+def _notes(
+    run: DriftRun, shown: Sequence[Shown], planes: Sequence[Sequence[Any]], request: ViewRequest
+) -> Iterator[str]:
+    """What a reader should know: what is left out, and what the run lacks with what adds it."""
+    every = sum(len(_ids(run, part.task)) for part in shown)
+    num_shown = sum(len(part.ids) for part in shown)
+    if num_shown < every:
+        yield f"{num_shown:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."
+    without = [part.task for part, by_layer in zip(shown, planes, strict=True) if not any(by_layer)]
+    if without:
+        yield (
+            f"No features are stored of {', '.join(map(printable, without))}: nothing moves there. "
+            "`layers.select` in the spec says which layers an analysis stores."
+        )
+    elif any(plane is None for by_layer in planes for plane in by_layer):
+        yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
+    if not any(part_of(name) == "calibrated" for name in run.variants):
+        yield f"Nothing is repaired yet: `{CALIBRATE}` adds a repaired model."
+    if run.outputs().empty:
+        yield "The run has no class scores, so that no answer is right or wrong: its spec names no heads."
+    elif run.outputs()["label"].isna().all():
+        yield "The samples have no labels, so that no answer is right or wrong."
+    if run.samples()["final_share"].isna().all():
+        yield "No sample's drift was traced back to layers: `driftlens analyze RUN` does so."
+    if request.method == "pca":
+        yield (
+            "Places are the two leading principal components of all models' features together, brought to norm 1: "
+            "distances are indicative. Neighbours are nearest by cosine in the features themselves."
+        )
+    yield "Accuracies are of these diagnosis samples; those of the verdict are of test samples."
+    yield from overlap_notes(run)

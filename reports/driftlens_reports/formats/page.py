@@ -32,7 +32,7 @@ from driftlens.utils.variants import part_of, title
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import Palette, palette
 from driftlens_reports.content import Estimate, Headline, ReportContent
-from driftlens_reports.paper.exhibit import ExhibitOptions
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 
 if TYPE_CHECKING:
     import jinja2
@@ -113,8 +113,6 @@ class Picture:
 
 def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
     """Return the paper figures that show what charts of these names show, without those that the run can't fill."""
-    from driftlens_reports.paper.export import draw  # with matplotlib, which an interactive page lacks
-
     pictures = {}
     for name in names:
         if name in _EXHIBITS:

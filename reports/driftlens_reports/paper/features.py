@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from driftlens.config.requests import ProjectionRequest
 from driftlens.results.formatting import number
 from driftlens.results.measures import main_metrics, score_of
-from driftlens.results.projection.layouts import thinned
+from driftlens.results.projection import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError, NumericsError
@@ -33,7 +33,7 @@ _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
 @exhibit.figure("intro", title="Feature drift after merging, and what calibration leaves of it")
-def intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
+def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """Draw one task's matched features and its drift by layer, and every task's accuracy."""
     run, task = runs[0], options.typical_task_of(runs[0])
     calibrated, compared = options.calibrated_of(run), options.compared(run)
@@ -146,7 +146,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 @exhibit.figure("scatter-grid", title="Matched features of every task")
-def scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
+def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """Draw the tasks next to one another, each in its own layout: merged features above, calibrated ones below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
     calibrated = options.calibrated_of(run)

@@ -89,7 +89,7 @@ def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
 
 
 @figure("drift", title="Relative drift by task and layer")
-def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw drift against the expert's feature norm, tasks down and layers across, one panel per variant."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     lack = missing_columns(run, "layers", ["drift_rel"], tasks, variants)
@@ -141,7 +141,7 @@ def _note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> N
 
 
 @figure("decomposition", title="Local mismatch and propagation by layer")
-def decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw drift, mismatch, propagation and their cross term by layer, on one task."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = (
@@ -190,7 +190,7 @@ def decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
 
 
 @figure("contributions", title="Layers that the final drift comes from")
-def contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw each layer's signed share of the final drift on one task, one panel per variant, by both exact splits."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Signed shares of the final drift by the layer whose local mismatch they come from."
@@ -252,7 +252,7 @@ def _draw_shares(
 
 
 @figure("amplification", title="Growth of incoming drift by layer")
-def amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw what each layer makes of the drift that reaches it, on one task, next to its gain on random directions."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Norm of the propagated drift against that of the incoming drift. Above 1 a layer lets drift grow."
@@ -313,7 +313,7 @@ def jacobian_samples(rows: pd.DataFrame) -> str:
 
 
 @figure("output-drift", title="Certified, kept and flipped decisions")
-def output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw how many of the expert's decisions each variant keeps, by task, and at which margins they flip."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     task, columns = options.task_of(run), ["flipped", "certified", "margin"]

@@ -48,7 +48,7 @@ _LOOKS = (
 
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
-def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw mean and standard deviation over seeds by the number of calibration samples."""
     plate = Plate(options.width, options.width * (0.8 if options.is_narrow else 0.48))
     axes = plate.figure.subplots()
@@ -71,7 +71,7 @@ def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 
 
 @figure("sweeps", title="Sensitivity to the coefficients")
-def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw a panel per coefficient of FeatCal, with a mark at each run's own setting."""
     narrow = options.is_narrow
     plate = Plate(options.width, options.width * (1.7 if narrow else 0.42))

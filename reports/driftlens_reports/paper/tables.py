@@ -106,7 +106,7 @@ class _Line:
 
 
 @table("accuracy", title="Scores by task")
-def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return every model's score on every task, their average, and the paired gain over the merged model."""
     parts: dict[tuple[str, ...], list[_Line]] = {}
     used = []
@@ -207,7 +207,7 @@ def _shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
 
 
 @table("runtime", title="Cost of a calibration")
-def runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return time, energy and memory of every calibration, and its speed-up over the first one."""
     lines: list[_Line] = []
     for run in runs:
@@ -239,7 +239,7 @@ def runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 
 
 @table("self-checks", title="Self-checks")
-def checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:

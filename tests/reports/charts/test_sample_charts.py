@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.results.projection import project
-from driftlens.results.projection.layouts import thinned
+from driftlens.results.projection import project, thinned
 from driftlens.runs.manifest import ModelInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter

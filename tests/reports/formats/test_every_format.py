@@ -31,8 +31,7 @@ from driftlens_reports.build import Report, formats
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import DARK, LIGHT
 from driftlens_reports.formats.page import interactive_page
-from driftlens_reports.paper.exhibit import ExhibitOptions
-from driftlens_reports.paper.export import draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE, SMALL

@@ -14,8 +14,7 @@ import pytest
 import driftlens as dl
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, SpecError
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.export import FORMATS, draw, export
+from driftlens_reports.paper.exhibit import FORMATS, ExhibitOptions, draw, exhibits, export
 from tests.records.full_run import Size, write_full_run, write_run
 from tests.reports.paper.drawn import code_of, words
 from tests.reports.paper.saved_runs import table_run
@@ -54,7 +53,7 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
         sys.meta_path.insert(0, NoTorch())
         from driftlens.runs.run import open_run
         from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-        from driftlens_reports.paper.export import export
+        from driftlens_reports.paper.exhibit import export
         run = open_run(sys.argv[1])
         export([run], sys.argv[2], names={names})
         assert all(entry.draw([run], ExhibitOptions()) for entry in exhibits.values())
@@ -116,7 +115,7 @@ def test_what_is_chosen_stands_in_the_command_that_draws_it_again(run: DriftRun,
 
 def test_what_shows_no_measured_number_is_not_among_all(run: DriftRun, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
-        "driftlens_reports.paper.export.exhibits",
+        "driftlens_reports.paper.exhibit.exhibits",
         {name: exhibits[name] for name in ("accuracy", "sweeps")},
     )
     made = export([run], tmp_path, formats=["csv"])

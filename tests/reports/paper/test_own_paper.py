@@ -16,8 +16,7 @@ from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
-from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
-from driftlens_reports.paper.export import draw
+from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw, exhibits
 from driftlens_reports.paper.tables import latex_table
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size

@@ -9,8 +9,7 @@ from typing import Literal
 import streamlit as st
 
 from driftlens.results.verdict import Verdict, shareable
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import is_analyzed, is_live
+from driftlens.runs.run import DriftRun, is_analyzed, is_live
 from driftlens.utils.progress import duration
 from driftlens.utils.variants import is_explained, title
 from driftlens_app.processes import (

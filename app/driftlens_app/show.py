@@ -31,8 +31,7 @@ from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.results.formatting import INTERVAL, Table, is_measured, printable, signs, unbroken, with_code
 from driftlens.results.verdict import Verdict, headline, shareable
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import command_to_resume
+from driftlens.runs.run import DriftRun, command_to_resume
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, DriftLensError, from_library

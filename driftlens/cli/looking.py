@@ -286,7 +286,7 @@ def check(
     """
     from driftlens.results.checks import check as judge
     from driftlens.results.checks import junit_xml
-    from driftlens.runs.run_state import left_undone
+    from driftlens.runs.run import left_undone
     from driftlens.runs.verify import verify
     from driftlens.utils.files import write_text_atomic
     from driftlens_reports.terminal import checks_text, verification_text

@@ -370,7 +370,7 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
     if request.save_weights is not None:
         say_saved(request.save_weights)
     elif not finished.manifest.calibrations[name].kept:
-        from driftlens.runs.run_state import how_to_save
+        from driftlens.runs.run import how_to_save
 
         note(
             f"The run keeps the calibrated model; {how_to_save(run, name, finished.manifest, *job.access.words)}."

@@ -20,7 +20,7 @@ from driftlens.models.sentences import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
 from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
-from driftlens.runs.run_state import is_live
+from driftlens.runs.run import is_live
 from driftlens.utils.errors import counted
 from driftlens.utils.files import plain_file
 from driftlens.utils.metrics import ACCURACY, ATTACHED, metric_called

@@ -25,7 +25,7 @@ from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
 from driftlens.runs import layout
 from driftlens.runs.manifest import Manifest, read_manifest
-from driftlens.runs.run_state import is_live
+from driftlens.runs.run import is_live
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Access, Context

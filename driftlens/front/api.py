@@ -27,8 +27,7 @@ from driftlens.config.requests import (
 )
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.runs.manifest import read_manifest
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import is_live
+from driftlens.runs.run import DriftRun, is_live
 from driftlens.utils.access import Context
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike

@@ -44,8 +44,7 @@ from driftlens.pipelines.evaluation import scores_of
 from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.manifest import LayerInfo, read_manifest
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import command_to_resume, is_live, require_analyzed
+from driftlens.runs.run import DriftRun, command_to_resume, is_live, open_run, require_analyzed
 from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Context

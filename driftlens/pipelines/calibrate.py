@@ -59,8 +59,15 @@ from driftlens.pipelines.calibration_plan import (
 from driftlens.pipelines.evaluation import final_features
 from driftlens.runs import layout
 from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import COMMAND, how_to_explain, how_to_resume, how_to_save, require_analyzed
+from driftlens.runs.run import (
+    COMMAND,
+    DriftRun,
+    how_to_explain,
+    how_to_resume,
+    how_to_save,
+    open_run,
+    require_analyzed,
+)
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.access import Context
 from driftlens.utils.devices import wide

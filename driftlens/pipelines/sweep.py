@@ -44,8 +44,7 @@ from driftlens.pipelines.model_selection import (
 )
 from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
 from driftlens.runs import layout
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import is_live
+from driftlens.runs.run import DriftRun, is_live, open_run
 from driftlens.runs.schema import SWEEPS
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Access, Context

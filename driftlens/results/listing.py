@@ -11,8 +11,7 @@ from typing import Any
 from driftlens.results.measures import DRIFT, RELATIVE, SCORE, level, main_metrics
 from driftlens.runs.layout import LOCK, MANIFEST, STATUS
 from driftlens.runs.manifest import Manifest
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import current_state, is_live, left_undone
+from driftlens.runs.run import DriftRun, current_state, is_live, left_undone, open_run
 from driftlens.utils.errors import DriftLensError, RunError
 from driftlens.utils.files import PathLike
 from driftlens.utils.variants import part_of

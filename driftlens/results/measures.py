@@ -350,8 +350,13 @@ def _flips(run: DriftRun) -> Iterator[Finding]:
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
     for (task, variant), flipped in rows.groupby(["task", "variant"], sort=False)["flipped"]:
-        share = share_of_samples(int(flipped.sum()) / len(flipped), len(flipped))
-        yield finding(FLIPS, share, str(task), str(variant))
+        yield finding(FLIPS, share_true(flipped), str(task), str(variant))
+
+
+def share_true(column: pd.Series[Any]) -> Interval:
+    """The share of samples of which it is true, with Wilson's interval."""
+    n = int(column.count())
+    return share_of_samples(int(column.sum()) / n if n else math.nan, n)
 
 
 def _score_changes(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from driftlens.results.checks import self_checks
-from driftlens.results.formatting import Kind, brief, is_measured, written
+from driftlens.results.formatting import Kind, brief, estimate, is_measured, written
 from driftlens.results.measures import (
     RELATIVE,
     SCORE,
@@ -26,14 +26,14 @@ from driftlens.results.measures import (
     level,
     mean,
     mean_change,
+    share_true,
 )
 from driftlens.runs.layout import COMPARISON, MERGES
-from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.run_state import command_to_resume, is_live
+from driftlens.runs.run import DriftRun, command_to_resume, is_live, last_work, remembered
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted, some_of
 from driftlens.utils.files import from_json
-from driftlens.utils.intervals import Interval, mean_over_tasks, ratio
+from driftlens.utils.intervals import Interval, mean_over_tasks, ratio, share_of_samples
 from driftlens.utils.rounding import COARSE, Change
 from driftlens.utils.variants import calibrated, calibration_of, part_of, title
 
@@ -571,3 +571,34 @@ def _share(share: Interval) -> str:
 def sentence(found: Headline) -> str:
     """The headline where there is nothing but text."""
     return f"{found.text}{f' ({found.so_far})' if found.so_far else ''}."
+
+
+_SYNTHETIC = (
+    "Synthetic demo: samples and models were made by DriftLens itself. "
+    "The numbers show how the tool works; they are no benchmark."
+)
+
+
+def stamps(run: DriftRun) -> list[str]:
+    """What a reader must know before any number, in sentences."""
+    notes = [_SYNTHETIC] if run.manifest.synthetic else []
+    state, damage = last_work(run)
+    if damage:
+        notes.append(damage)
+    if not run.manifest.finished and state != "done":
+        notes.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
+    elif state not in ("done", "unknown"):
+        notes.append(f"The last work on this run is {state}; everything below was finished.")
+    return notes + [f"Warning: {text}" for text in run.manifest.warnings]
+
+
+def agreement(run: DriftRun) -> Iterator[str]:
+    """How often base and merge decide as the experts do, which is told without labels; nothing without scores."""
+    shares = []
+    for variant in run.variants:
+        flipped = share_true(run.outputs(variant=variant)["flipped"])
+        if flipped.n:
+            same = share_of_samples(1 - flipped.value, flipped.n)
+            shares.append(f"{title(variant)} {estimate(same, 'share')}")
+    if shares:
+        yield f"Same answer as the expert (n = {flipped.n}, without labels): {', '.join(shares)}."

@@ -16,8 +16,7 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from driftlens.runs.manifest import read_manifest
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import command_to_resume, is_analyzed
+from driftlens.runs.run import DriftRun, command_to_resume, is_analyzed, open_run
 from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean, some_of

@@ -23,11 +23,10 @@ from typing import Any, TypeAlias
 
 import driftlens
 from driftlens.results.checks import CheckReport, check
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import current_state
+from driftlens.results.verdict import stamps
+from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.writer import attach
 from driftlens.utils.files import PathLike, atomic_path
-from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
@@ -152,7 +151,7 @@ def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckRepo
         driftlens=driftlens.__version__,
         preset=preset,
         run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
-        stamps=(*facts.stamps(run), *overlap_notes(run)),
+        stamps=(*stamps(run), *overlap_notes(run)),
         verdict=judged,
         sections=tuple(sections),
     )

@@ -1,4 +1,4 @@
-"""What every report of a run begins with, and what it says of its merged model's layers: numbers and their words."""
+"""What reports say of a run's layers, decisions and self-checks, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ from driftlens.results.formatting import (
     percent,
     printable,
 )
+from driftlens.results.measures import share_true
 from driftlens.results.verdict import share_of
 from driftlens.results.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.run_state import last_work
 from driftlens.utils.errors import counted
-from driftlens.utils.intervals import Interval, share_of_samples
+from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import title
-
-_SYNTHETIC = (
-    "Synthetic demo: samples and models were made by DriftLens itself. "
-    "The numbers show how the tool works; they are no benchmark."
-)
 
 
 def origin_variant(run: DriftRun) -> str:
@@ -67,19 +62,6 @@ def _origin(run: DriftRun, task: str, variant: str) -> str:
     return f"{task}: {what}: {', '.join(layers)}{f'; n = {amounts[0].n}' if amounts[0].n else ''}"
 
 
-def stamps(run: DriftRun) -> list[str]:
-    """What a reader must know before any number, in sentences."""
-    notes = [_SYNTHETIC] if run.manifest.synthetic else []
-    state, damage = last_work(run)
-    if damage:
-        notes.append(damage)
-    if not run.manifest.finished and state != "done":
-        notes.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
-    elif state not in ("done", "unknown"):
-        notes.append(f"The last work on this run is {state}; everything below was finished.")
-    return notes + [f"Warning: {text}" for text in run.manifest.warnings]
-
-
 def check_sentence(check: CheckResult) -> str:
     """How large one self-check's error gets, and where."""
     if not is_measured(check.value):
@@ -94,23 +76,11 @@ def decision_sentences(run: DriftRun) -> Iterator[str]:
         yield from decisions(run.outputs(variant=variant), title(variant))
 
 
-def agreement(run: DriftRun) -> Iterator[str]:
-    """How often base and merge decide as the experts do, which is told without labels; nothing without scores."""
-    shares = []
-    for variant in run.variants:
-        flipped = _share(run.outputs(variant=variant)["flipped"])
-        if flipped.n:
-            same = share_of_samples(1 - flipped.value, flipped.n)
-            shares.append(f"{title(variant)} {estimate(same, 'share')}")
-    if shares:
-        yield f"Same answer as the expert (n = {flipped.n}, without labels): {', '.join(shares)}."
-
-
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     """How many decisions flip, and how many the margins protect; nothing without scores."""
     if not outputs["flipped"].notna().any():
         return
-    flipped, certified = (_share(outputs[name]) for name in ("flipped", "certified"))
+    flipped, certified = (share_true(outputs[name]) for name in ("flipped", "certified"))
     text = f"{variant}: {estimate(flipped, 'share')} of {counted(flipped.n, 'decision')} differ from the expert's"
     if is_measured(certified.value):
         kept = percent(1 - flipped.value - certified.value)
@@ -119,12 +89,6 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     if not math.isnan(used):
         text += f". The score drift is {percent(float(used))} of its bound (median)"
     yield f"{text}."
-
-
-def _share(column: pd.Series[Any]) -> Interval:
-    """The share of samples of which it is true, with Wilson's interval."""
-    n = int(column.count())
-    return share_of_samples(int(column.sum()) / n if n else math.nan, n)
 
 
 def advice(run: DriftRun) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from driftlens.results.sweep_results import (
     over_seeds,
     settings_of,
 )
-from driftlens.results.verdict import headline, sentence, verdict
+from driftlens.results.verdict import agreement, headline, sentence, stamps, verdict
 from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
@@ -66,7 +66,7 @@ def shows_signs() -> bool:
 def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
     """What a run found: the verdict, a row per task, other models or all; of a verbose reader every table and check."""
     parts = [
-        [f"{run.name} ({run.id})", *facts.stamps(run)],
+        [f"{run.name} ({run.id})", *stamps(run)],
         *_verdict_parts(run, verbose=verbose, everyone=everyone),
     ]
     path = shlex.quote(str(run.path))
@@ -95,7 +95,7 @@ def _verdict_parts(
 ) -> Iterator[list[str]]:
     """The verdict, then a row per task, then the models that it leaves out."""
     judgement = verdict(run, name)
-    unscored = facts.agreement(run) if judgement.measure.role != SCORE.role else ()
+    unscored = agreement(run) if judgement.measure.role != SCORE.role else ()
     yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
     others = others_sheet(run, judgement, controls=verbose, everyone=everyone)
     for sheet in (task_sheet(run, judgement), others):

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import command_to_resume
+from driftlens.runs.run import DriftRun, command_to_resume, open_run
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter

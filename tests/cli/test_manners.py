@@ -26,8 +26,7 @@ import torch
 from driftlens.cli.app import interrupt, say_saved
 from driftlens.config import load_spec
 from driftlens.config.templates import template_names
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import command_to_resume
+from driftlens.runs.run import DriftRun, command_to_resume, open_run
 from driftlens.utils.errors import Cancelled, concerning
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Cli

@@ -21,8 +21,7 @@ from driftlens.config.requests import AnalysisRequest
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.pipelines.analyze import analyze
 from driftlens.results.listing import find_runs
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import command_to_resume
+from driftlens.runs.run import DriftRun, command_to_resume
 from driftlens.utils.access import Context
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.progress import CancelToken, ProgressEvent

@@ -13,8 +13,7 @@ import pytest
 
 from driftlens.results.listing import find_runs
 from driftlens.runs.layout import LOCK
-from driftlens.runs.run import open_run
-from driftlens.runs.run_state import current_state
+from driftlens.runs.run import current_state, open_run
 from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import RunLockedError

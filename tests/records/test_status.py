@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from driftlens.results.listing import find_runs
-from driftlens.runs.run import open_run
-from driftlens.runs.run_state import current_state, last_work, left_undone, require_analyzed
+from driftlens.runs.run import current_state, last_work, left_undone, open_run, require_analyzed
 from driftlens.runs.status import RunLock, Status, read_status, write_status
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import Cancelled, RunError

@@ -14,7 +14,7 @@ from scipy import stats
 from driftlens.results.checks import CheckResult
 from driftlens.results.formatting import estimate
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.results.verdict import headline, sentence, verdict
+from driftlens.results.verdict import headline, sentence, stamps, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import VerifyResult
@@ -22,7 +22,7 @@ from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.intervals import Interval, mean_over_tasks, wilson
 from driftlens_reports.build import Report
-from driftlens_reports.facts import check_sentence, decisions, stamps
+from driftlens_reports.facts import check_sentence, decisions
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
 from tests.records.full_run import write_run
 

@@ -14,6 +14,7 @@ from driftlens.results.checks import CheckReport, self_checks
 from driftlens.results.formatting import NOT_MEASURED, Table, is_measured, size
 from driftlens.results.sheets import task_sheet
 from driftlens.results.verdict import Verdict, verdict
+from driftlens.results.verdict import stamps as stamps_of
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import counted
 from driftlens.utils.variants import title
@@ -59,7 +60,7 @@ def show() -> None:
     """Draw the page."""
     chosen = selection()
     page_title(plain(chosen.run.name), f"{plain(chosen.run.id)} · {when(chosen.run.manifest.created)}")
-    stamps = facts.stamps(chosen.run)
+    stamps = stamps_of(chosen.run)
     if stamps:
         st.warning("  \n".join(map(plain, stamps[:_MOST_STAMPS])), icon=":material/warning:")
     if more := stamps[_MOST_STAMPS:]:

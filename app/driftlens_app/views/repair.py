@@ -17,8 +17,7 @@ from driftlens.results.measures import change_in_words
 from driftlens.results.sheets import task_sheet
 from driftlens.results.verdict import Verdict, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import is_live, unanalyzed
+from driftlens.runs.run import DriftRun, is_live, unanalyzed
 from driftlens.runs.status import require_unlocked
 from driftlens.utils.errors import RunLockedError, counted, listed, some_of
 from driftlens.utils.variants import calibrated, title

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.results.projection import thinned
-from driftlens.runs.run import DriftRun
-from driftlens.runs.run_state import is_live
+from driftlens.runs.run import DriftRun, is_live
 from driftlens.runs.schema import EXPLAIN, TABLES
 from driftlens.utils.errors import DataError, did_you_mean
 from driftlens.utils.variants import is_control, is_explained

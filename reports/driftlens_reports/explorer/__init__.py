@@ -30,8 +30,7 @@ from driftlens.results.measures import OUTCOMES, outcomes
 from driftlens.results.projection import MOST_POINTS, Settings, lay_out, load_points, project, thinned
 from driftlens.results.verdict import headline, verdict
 from driftlens.runs.layout import THUMB_SIDE
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.run_state import current_state
+from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.writer import attach
 from driftlens.utils.errors import DataError

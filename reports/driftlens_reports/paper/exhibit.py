@@ -21,6 +21,7 @@ import pandas as pd
 from driftlens.config.requests import ExhibitRequest
 from driftlens.results.formatting import printable
 from driftlens.results.measures import RELATIVE, SCORE, change
+from driftlens.results.verdict import stamps
 from driftlens.runs import layout
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
@@ -29,7 +30,6 @@ from driftlens.utils.variants import calibrated, part_of
 from driftlens.utils.variants import title as plain_title
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.words import between, named, overlap_notes
-from driftlens_reports.facts import stamps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

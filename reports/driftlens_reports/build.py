@@ -25,11 +25,11 @@ import driftlens
 from driftlens.results.checks import CheckReport, check
 from driftlens.results.verdict import stamps
 from driftlens.runs.run import DriftRun, current_state, open_run
-from driftlens.runs.writer import attach
-from driftlens.utils.files import PathLike, atomic_path
+from driftlens.utils.files import PathLike
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
+from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import interactive_page, light_page, pictures_of
 from driftlens_reports.formats.texts import fragments, json_document, markdown, spreadsheets
 from driftlens_reports.sections import PRESETS, TITLES, charts_of, check_known, section_parts, verdict_of
@@ -99,8 +99,7 @@ class Report:
             SpecError: there is no such format.
             RunError: a table can't be read, or a file can't be written.
         """
-        place = pathlib.Path(folder)
-        return self._write(formats, place, lambda name, data: atomic_path(place / name, need=len(data)))
+        return save_files(self.run, self.files(formats), pathlib.Path(folder))
 
     def attach(self, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
         """Write the report into the run's own folder `reports`, where the run lists it among its files.
@@ -110,17 +109,7 @@ class Report:
             RunError: a table can't be read, or a file can't be written.
             RunLockedError: another process is writing to the run.
         """
-        place = self.run.path / "reports"
-        return self._write(formats, place, lambda name, data: attach(self.run.path, f"reports/{name}"))
-
-    def _write(
-        self, formats: Iterable[str], folder: pathlib.Path, opened: Callable[[str, bytes], Any]
-    ) -> list[pathlib.Path]:
-        files = self.files(formats)
-        for name, data in files.items():
-            with opened(name, data) as written:
-                written.write_bytes(data)
-        return [folder / name for name in files]
+        return save_files(self.run, self.files(formats), None)
 
 
 def formats() -> tuple[str, ...]:

@@ -15,12 +15,12 @@ from driftlens.results.formatting import estimate, is_measured, printable, signs
 from driftlens.results.projection import looked_at
 from driftlens.results.verdict import Headline, headline, verdict
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.writer import attach
 from driftlens.utils.errors import DataError, counted
-from driftlens.utils.files import PathLike, atomic_path, write_text_atomic
+from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.variants import part_of
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import called, reach
 from driftlens_reports.paper.exhibit import PAGE, sheet
 
@@ -60,14 +60,9 @@ def save_card(
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if name:
         opened.calibration_info(name)  # says which there are
-    folder = opened.path / "reports" if out is None else out.parent
     picture = "card.png" if out is None else out.name
     files = {picture: share_card(opened, name), "badge.svg": badge(opened, name).encode()}
-    for file, data in files.items():
-        here = attach(opened.path, f"reports/{file}") if out is None else atomic_path(folder / file)
-        with here as target:
-            target.write_bytes(data)
-    return [folder / file for file in files]
+    return save_files(opened, files, None if out is None else out.parent)
 
 
 def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:

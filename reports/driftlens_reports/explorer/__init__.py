@@ -32,13 +32,13 @@ from driftlens.results.verdict import headline, verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.schema import CALIBRATE
-from driftlens.runs.writer import attach
 from driftlens.utils.errors import DataError
-from driftlens.utils.files import PathLike, atomic_path
+from driftlens.utils.files import PathLike
 from driftlens.utils.variants import is_control, part_of, title
 from driftlens_reports.charts.theme import CLASSES, Palette, look, palette
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Headline
+from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import STYLE, block, digest
 
 _HERE = pathlib.Path(__file__).parent
@@ -104,16 +104,9 @@ class Explorer:
             RunError: a table can't be read, or the file can't be written.
             RunLockedError: it goes into the run, and another process is writing there.
         """
-        data = self.page
-        target = self.run.path / "reports" / "view.html" if path is None else pathlib.Path(path)
-        opened = (
-            attach(self.run.path, "reports/view.html")
-            if path is None
-            else atomic_path(target, need=len(data))
-        )
-        with opened as written:
-            written.write_bytes(data)
-        return target
+        target = pathlib.Path(path or "view.html")
+        (saved,) = save_files(self.run, {target.name: self.page}, target.parent if path else None)
+        return saved
 
 
 def page(data: dict[str, Any], header: str = "") -> bytes:

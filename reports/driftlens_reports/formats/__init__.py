@@ -1,1 +1,29 @@
-"""The formats of a report, one file each: from its content to bytes."""
+"""The formats of a report, one file each: from its content to bytes; `save_files` writes them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from driftlens.runs.run import DriftRun
+from driftlens.runs.writer import attach
+from driftlens.utils.files import atomic_path
+
+
+def save_files(run: DriftRun, files: Mapping[str, bytes], folder: pathlib.Path | None) -> list[pathlib.Path]:
+    """Write files, each whole or not at all, and return their paths.
+
+    Args:
+        run: the run that they are about.
+        files: their bytes, by path relative to the folder.
+        folder: where to write; None is the run's own `reports`, where the run lists them.
+    """
+    for name, data in files.items():
+        opened = (
+            attach(run.path, f"reports/{name}")
+            if folder is None
+            else atomic_path(folder / name, need=len(data))
+        )
+        with opened as written:
+            written.write_bytes(data)
+    return [(folder or run.path / "reports") / name for name in files]

@@ -16,7 +16,7 @@ from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import counted
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape as tex
-from driftlens_reports.paper.tables import latex_table
+from driftlens_reports.paper.tables import latex_tables
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a full report."""
@@ -142,12 +142,6 @@ def _fragment(content: ReportContent, table: Table) -> str:
     notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
     head, *rows = [[tex(signs(cell)) for cell in line] for line in table.texts(gap="--")]
     pages = [rows[start : start + _ROWS_PER_PAGE] for start in range(0, max(len(rows), 1), _ROWS_PER_PAGE)]
-    return "\n".join(
-        latex_table(
-            pd.DataFrame(page, columns=head),
-            table.name if number == 1 else f"{table.name}-{number}",
-            f"{table.title}{'' if number == 1 else ' (continued)'}.",
-            notes=[note for note in notes if note and number == len(pages)],
-        )
-        for number, page in enumerate(pages, start=1)
-    )
+    captions = [f"{table.title}.", *[f"{table.title} (continued)."] * (len(pages) - 1)]
+    frames = [pd.DataFrame(page, columns=head) for page in pages]
+    return latex_tables(frames, table.name, captions, [*filter(None, notes)])

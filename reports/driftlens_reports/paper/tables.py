@@ -282,15 +282,9 @@ def _exhibited(
     """Return the exhibit of these tables, one LaTeX table per part; `label` is the head of the lines' names."""
     notes = [*notes, *origin(runs)]
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in missing]
-    texts = []
-    for at, lines in enumerate(parts or [[]], start=1):
-        below = [*notes, *lacking] if at >= len(parts) else []
-        texts.append(
-            latex_table(_frame(lines, label), name if at == 1 else f"{name}-{at}", caption, notes=below)
-        )
-    return Exhibited(
-        _tidy(parts), together([caption, *notes], missing), latex="\n".join(texts), missing=tuple(missing)
-    )
+    frames = [_frame(lines, label) for lines in parts or [[]]]
+    latex = latex_tables(frames, name, [caption] * len(frames), [*notes, *lacking])
+    return Exhibited(_tidy(parts), together([caption, *notes], missing), latex=latex, missing=tuple(missing))
 
 
 def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
@@ -366,7 +360,23 @@ def _minus(text: str) -> str:
     return text.replace("-", "$-$")
 
 
-def latex_table(frame: pd.DataFrame, name: str, caption: str, *, notes: Sequence[str] = ()) -> str:
+def latex_tables(
+    frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]
+) -> str:
+    """Return a table environment per frame, with a number behind the name from the second on.
+
+    Args:
+        frames: cells and heads as LaTeX, see `latex_table`.
+        name: what follows `tab:drift-` in the labels.
+        captions: a plain sentence per frame.
+        notes: plain sentences below the last table.
+    """
+    names = [name, *(f"{name}-{number}" for number in range(2, len(frames) + 1))]
+    below = [*[()] * (len(frames) - 1), notes]
+    return "\n".join(map(latex_table, frames, names, captions, below))
+
+
+def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[str] = ()) -> str:
     """Return a table environment.
 
     Args:

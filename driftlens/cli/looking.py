@@ -31,7 +31,7 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
     """Print a run's summary, with all models side by side if `everyone` is wanted, or its final rows as JSON."""
-    from driftlens.results.measures import findings, frame_of
+    from driftlens.results.measures import findings
     from driftlens.results.verdict import verdict
     from driftlens_reports.facts import advice
     from driftlens_reports.terminal import summary
@@ -46,7 +46,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
                 "tasks": run.tasks,
                 "variants": run.variants,
                 "verdict": verdict(run),
-                "findings": frame_of(findings(run)),
+                "findings": findings(run),
                 "final": run.layers(layer="final"),
                 "accuracy": run.accuracy(),
                 "advice": advice(run) if "merged" in run.variants else None,

@@ -122,9 +122,9 @@ class Run(DriftRun):
         Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
         value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse.
         """
-        from driftlens.results.measures import findings, frame_of
+        from driftlens.results.measures import findings
 
-        return frame_of(findings(self))
+        return findings(self)
 
     @keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftlens.results.measures import findings, frame_of
+from driftlens.results.measures import findings
 from driftlens.runs.run import DriftRun, open_run
 
 CURVES = ("drift_l2_mean", "drift_rel", "mismatch_l2_mean", "propagation_l2_mean", "cos_mean", "final_share")
@@ -37,7 +37,7 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
         for task, variant, layer, value in rows[["task", "variant", "layer", column]].itertuples(index=False):
             if not math.isnan(value):
                 yield Scalar(f"layers/{column}/{task}/{variant}", int(layer), float(value))
-    found = frame_of(findings(run))
+    found = findings(run)
     for row in found[found["against"] == ""].to_dict("records"):
         if not math.isnan(row["value"]):
             parts = [row["measure"], row["task"] or "mean", row["variant"]]

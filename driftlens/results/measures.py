@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -100,19 +100,7 @@ def finding(
     )
 
 
-COLUMNS = ("measure", "task", "variant", "against", "value", "low", "high", "n", "paired", "kind", "worse")
-
-
-def frame_of(rows: Iterable[Finding]) -> pd.DataFrame:
-    """The rows as a tidy frame with `COLUMNS`; an empty task is the mean, an empty `against` no change."""
-    cells = [
-        (
-            *(row.about.name, row.task, row.variant, row.against, *row.ends, row.n),
-            *(row.paired, row.about.kind, row.about.worse),
-        )
-        for row in rows
-    ]
-    return pd.DataFrame(cells, columns=[*COLUMNS]).astype({"paired": "boolean"})
+_FRAME = ("measure", "task", "variant", "against", "value", "low", "high", "n", "paired", "kind", "worse")
 
 
 def pairing(paired: Mapping[str, bool | None]) -> str:
@@ -184,7 +172,7 @@ def _feature_levels(run: DriftRun) -> Iterator[Finding]:
 
 
 def _feature_changes(
-    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float = math.nan
+    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float
 ) -> Iterator[Finding]:
     """What changes from one variant to another, by Student's t; nothing where the samples of one are not stored.
 
@@ -461,28 +449,31 @@ def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[
     return [(about, tasks) for about, tasks in measured if tasks and variants]
 
 
-def findings(
-    run: DriftRun,
-    variants: Sequence[str] | None = None,
-    pairs: Sequence[tuple[str, str]] | None = None,
-) -> list[Finding]:
-    """All rows of these variants and changes: by task, then their means over the tasks on which all were measured.
+def findings(run: DriftRun) -> pd.DataFrame:
+    """Return all rows as a tidy frame with the columns of `_FRAME`: by task, then means over the tasks on which all were measured.
 
-    `variants` None is all, and the expert; `pairs` None is from base to merged model, and from that to every
-    calibrated one.
+    Changes are from base to merged model, and from that to every calibrated one. An empty task is the mean, an empty
+    `against` no change.
     """
-    wanted = [*dict.fromkeys(("expert", *run.variants) if variants is None else variants)]
-    if pairs is None:
-        starts = {"merged": "base", "calibrated": "merged"}
-        ends = [(starts.get(part_of(name), ""), name) for name in wanted]
-        pairs = [(start, end) for start, end in ends if start in wanted]
-    rows = [row for source in _SOURCES for row in _levels(run, source).values() if row.variant in wanted]
+    variants = [*dict.fromkeys(("expert", *run.variants))]
+    starts = {"merged": "base", "calibrated": "merged"}
+    ends = [(starts.get(part_of(name), ""), name) for name in variants]
+    pairs = [(start, end) for start, end in ends if start in variants]
+    rows = [row for source in _SOURCES for row in _levels(run, source).values() if row.variant in variants]
     for task, pair, source in itertools.product(run.tasks, pairs, _SOURCES):
         rows += _changes(run, source, task, pair).values()
-    for about, tasks in common(run, [name for name in wanted if name != "expert"]):
-        rows += [mean(run, about, tasks, variant) for variant in wanted]
+    for about, tasks in common(run, [name for name in variants if name != "expert"]):
+        rows += [mean(run, about, tasks, variant) for variant in variants]
         rows += [mean_change(run, about, tasks, pair) for pair in pairs]
-    return [row for row in rows if row.is_measured]
+    cells = [
+        (
+            *(row.about.name, row.task, row.variant, row.against, *row.ends, row.n),
+            *(row.paired, row.about.kind, row.about.worse),
+        )
+        for row in rows
+        if row.is_measured
+    ]
+    return pd.DataFrame(cells, columns=[*_FRAME]).astype({"paired": "boolean"})
 
 
 def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:

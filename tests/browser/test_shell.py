@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.results.formatting import signs
-from driftlens.results.measures import findings, frame_of
+from driftlens.results.measures import findings
 from driftlens.results.verdict import verdict
 from driftlens.runs.layout import texts_file
 from driftlens.runs.run import DriftRun, open_run
@@ -310,7 +310,7 @@ def told(page: Any, words: str) -> str:
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
     """The ten of tests/records/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
     page, run = screen
-    judged, rows = verdict(run), frame_of(findings(run))
+    judged, rows = verdict(run), findings(run)
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])
     value = means["value"]
     first, merged = told(page, "Accuracy ("), told(page, "merged: ")

@@ -49,7 +49,7 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     own = open_run(folder).accuracy()
-    means = findings(open_run(folder), ["merged"])
+    means = findings(open_run(folder))
     file = written(folder, NEW)
     run = attach(folder, "merged", file)
     assert len(run.accuracy()) == len(own) + 4
@@ -62,9 +62,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     assert rows[("wikitext", "harness:word_perplexity")]["ci_high"] > 14
     told = run.manifest.attached["merged results.json"]
     assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
-    assert (
-        verify(folder).ok and findings(run, ["merged"]) == means
-    )  # nothing of it is averaged with own scores
+    assert verify(folder).ok and findings(run).equals(means)  # nothing of it is averaged with own scores
     text = summary(run, verbose=True)
     assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")
     assert attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape

@@ -100,9 +100,9 @@ def spaced(count: int) -> str:
     return f"{count:,}".replace(",", "\u202f")
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """A count with its noun: "1 task", "8 tasks", "2 000 samples"; `many` is `one` with an s unless given."""
-    return f"{spaced(count)} {one if count == 1 else many or one + 's'}"
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: "1 task", "8 tasks", "2 000 samples"."""
+    return f"{spaced(count)} {noun if count == 1 else noun + 's'}"
 
 
 def between(counts: Iterable[int]) -> str:

@@ -104,11 +104,11 @@ def short(text: str, longest: int = 16) -> str:
     return f"{clean[: longest - 1 - end]}…{clean[-end:]}"
 
 
-def legend(figure: Figure, entries: Mapping[str, Artist], columns: int = 0) -> None:
+def legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
     """Add one legend for the whole figure, above its panels."""
     if entries:
         names = [short(name, 28) for name in entries]
-        columns = columns or min(len(entries), 2 if figure.get_figwidth() < 4 else 4)
+        columns = min(len(entries), 2 if figure.get_figwidth() < 4 else 4)
         figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
 
 

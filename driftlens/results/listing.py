@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from driftlens.results.measures import DRIFT, RELATIVE, SCORE, level, main_metrics
+from driftlens.results.measures import DRIFT, RELATIVE, SCORE, common, level, main_metrics, mean
 from driftlens.runs.layout import LOCK, MANIFEST, STATUS
 from driftlens.runs.manifest import Manifest
 from driftlens.runs.run import DriftRun, current_state, is_live, left_undone, open_run
@@ -117,17 +117,11 @@ def _standings(run: DriftRun) -> dict[str, Any]:
 
 
 def _mean_scores(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
-    """By variant, over the tasks on which every scored one has a score; none where these have no common mean."""
-    by_variant = {
-        variant: {
-            task: row.value for task in run.tasks if (row := level(run, SCORE, task, variant)).is_measured
-        }
-        for variant in variants
-    }
-    by_variant = {variant: scores for variant, scores in by_variant.items() if scores}
-    common = [task for task in run.tasks if all(task in scores for scores in by_variant.values())]
-    metrics = main_metrics(run)
-    scored = dict.fromkeys(task for scores in by_variant.values() for task in scores)
-    if not by_variant or not common or not all(metrics[task].is_averaged for task in scored):
+    """Return means by variant over the tasks on which every scored one has a score; none without a common mean."""
+    if not all(metric.is_averaged for metric in main_metrics(run).values()):
         return {}
-    return {name: sum(scores[task] for task in common) / len(common) for name, scores in by_variant.items()}
+    scored = [
+        name for name in variants if any(level(run, SCORE, task, name).is_measured for task in run.tasks)
+    ]
+    groups = [(about, tasks) for about, tasks in common(run, scored) if about.role == SCORE.role]
+    return {name: mean(run, about, tasks, name).value for about, tasks in groups for name in scored}

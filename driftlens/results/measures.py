@@ -450,10 +450,10 @@ def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[
 
 
 def findings(run: DriftRun) -> pd.DataFrame:
-    """Return all rows as a tidy frame with the columns of `_FRAME`: by task, then means over the tasks on which all were measured.
+    """Return all rows as a tidy frame with the columns of `_FRAME`: by task, then means over tasks.
 
-    Changes are from base to merged model, and from that to every calibrated one. An empty task is the mean, an empty
-    `against` no change.
+    Means are over the tasks on which all variants were measured. Changes are from base to merged model, and from that
+    to every calibrated one. An empty task is the mean, an empty `against` no change.
     """
     variants = [*dict.fromkeys(("expert", *run.variants))]
     starts = {"merged": "base", "calibrated": "merged"}

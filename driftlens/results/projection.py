@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from driftlens.config.requests import ProjectionRequest
 from driftlens.runs import layout
 from driftlens.runs.manifest import version_of
-from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.run import DriftRun, open_run, remembered
 from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
 from driftlens.runs.tables import DAMAGED, append_rows, conform, plain_rows, read_table
 from driftlens.runs.writer import attach
@@ -115,7 +115,8 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
                 f"expert's {list(shape)}, for {len(ids)} samples",
                 hint=DAMAGED,
             )
-    labels = _labels(run, settings, ids)
+    known = labels_of(run, settings.task).to_dict()
+    labels = [known.get(sample) for sample in ids]
     measured = {
         role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
     }
@@ -146,13 +147,11 @@ def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     return rows.iloc[kept]
 
 
-def _labels(run: DriftRun, settings: Settings, ids: Sequence[str]) -> list[str | None]:
-    for rows in (run.outputs(settings.task), run.samples(settings.task, layer=settings.layer)):
-        rows = rows[rows["label"].notna()]
-        if len(rows):
-            by_sample = dict(zip(rows["sample_id"], rows["label"], strict=True))
-            return [by_sample.get(sample) for sample in ids]
-    return [None] * len(ids)
+@remembered
+def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
+    """Return the label of every diagnosis sample of a task that has one, by sample id."""
+    rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
+    return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
 
 
 def _measure(

@@ -27,7 +27,15 @@ from threadpoolctl import threadpool_limits
 from driftlens.config.requests import ProjectionRequest, ViewRequest
 from driftlens.results.formatting import printable, signs, unbroken
 from driftlens.results.measures import OUTCOMES, outcomes
-from driftlens.results.projection import MOST_POINTS, Settings, lay_out, load_points, project, thinned
+from driftlens.results.projection import (
+    MOST_POINTS,
+    Settings,
+    labels_of,
+    lay_out,
+    load_points,
+    project,
+    thinned,
+)
 from driftlens.results.verdict import headline, verdict
 from driftlens.runs.layout import THUMB_SIDE
 from driftlens.runs.run import DriftRun, current_state, open_run
@@ -256,7 +264,7 @@ def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
     total, start = sum(sizes.values()), 0
     for task in tasks:
         ids = _ids(run, task)
-        labels = _labels(run, task).reindex(ids).astype(object)
+        labels = labels_of(run, task).reindex(ids).astype(object)
         frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
         rows = thinned(frame, limit, ["label"]).index.to_numpy()
@@ -270,11 +278,6 @@ def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
         run.samples(task)  # says which tasks there are
         return ()
     return run.sample_ids(task)
-
-
-def _labels(run: DriftRun, task: str) -> pd.Series[Any]:
-    rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
-    return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
 
 
 def _planes(
@@ -373,7 +376,7 @@ def _columns(
     by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
     became = {stage: np.full(total, -1) for stage in _repairs(stages)}
     for part in shown:
-        labels = _labels(run, part.task)
+        labels = labels_of(run, part.task)
         _fill(label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
         outputs = run.outputs(part.task)
         for row, stage in enumerate(stages):

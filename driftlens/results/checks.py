@@ -59,7 +59,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _both_ends(value: Any) -> Any:
-    """`{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`, which is relative, as kind and two variants."""
+    """Return kind and two variants of `{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`."""
     if isinstance(value, dict) and set(value) == {"from", "to"}:
         value = {"relative": [value["from"], value["to"]]}
     if not isinstance(value, dict) or len(value) != 1 or not set(value) <= {"points", "relative"}:
@@ -173,7 +173,7 @@ class _Checks(Part):
 
 
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
-    """The checks that a file, or the mapping in it, describes."""
+    """Return the checks that a file, or the mapping in it, describes."""
     if isinstance(source, Mapping):
         raw, where = copy.deepcopy(dict(source)), "checks"
     else:
@@ -182,7 +182,7 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
 
 
 def _table_of(metric: str, table: str | None) -> str:
-    """The table that holds `metric`: the one named, or the only one that has such a column."""
+    """Return the table that holds `metric`: the one named, or the only one that has such a column."""
     columns = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
     if metric not in columns:
         text = "no table has a number" if table is None else f"the table {table!r} has no number"
@@ -196,7 +196,7 @@ def _table_of(metric: str, table: str | None) -> str:
 
 
 def _text_columns(table: str) -> list[str]:
-    """Columns that rows can be chosen by."""
+    """Return the columns that rows can be selected by."""
     columns = [of.name for of in TABLES[table].columns if of.dtype == "str" or of.name == "layer"]
     return [*columns, "variant"] if table == "calibration" else columns
 
@@ -266,7 +266,7 @@ class CheckReport:
     results: tuple[CheckResult, ...]
 
     def count(self, status: Status) -> int:
-        """How many checks ended so."""
+        """Return how many checks ended so."""
         return sum(result.status == status for result in self.results)
 
     @property
@@ -280,7 +280,7 @@ class CheckReport:
         return tuple(result for result in self.results if result.status == "fail")
 
     def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
-        """A row per check, its value written as `kind` says."""
+        """Return a row per check, its value written as `kind` says."""
         columns: dict[str, tuple[Kind, str]] = {
             **{"check": ("text", "title"), "status": ("text", "status"), "value": (kind, "value")},
             **{"wanted": ("text", "wanted"), "margin": (kind, "margin"), "rows": ("count", "n")},
@@ -298,7 +298,7 @@ class CheckReport:
         return self.table()._repr_html_()
 
     def raise_if_failed(self) -> CheckReport:
-        """This report, unless a check failed. One that was skipped or only warns does not.
+        """Return this report unless a check failed. One that was skipped or only warns does not fail.
 
         Raises:
             ChecksFailedError: a check failed; each is named with its value and bound.
@@ -311,7 +311,7 @@ class CheckReport:
 
 
 def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
-    """The verdicts on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
+    """Return the results of checks on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
 
     Args:
         run: a run, or its folder.
@@ -354,7 +354,7 @@ def _judge_group(
     shown: Sequence[str],
     absent_tasks: Sequence[str],
 ) -> CheckResult:
-    """The verdict on one group of rows; `shown` are the columns that tell them apart."""
+    """Return the result for one group of rows; `shown` are the columns that tell them apart."""
     lacking = _lacking(rows, shown, absent_tasks)
     measured = np.flatnonzero(rows["value"].notna())
     values = rows["value"].to_numpy(dtype=float)[measured]
@@ -391,12 +391,12 @@ def _judge_group(
 
 
 def _exact(value: float) -> str:
-    """A number with all digits that matter and no exponent."""
+    """Format a number with all digits that matter and no exponent."""
     return format(Decimal(f"{value:.10g}"), "f")
 
 
 def _judged_row(check: Check, values: Array) -> int | None:
-    """The row whose value is judged; None where it is no row's."""
+    """Return the row whose value is judged; None if an aggregate is."""
     if check.agg == "worst":
         margins = [_margin(relation, bound, values) for relation, bound in check.bounds.items()]
         return int(np.min(margins, axis=0).argmin())
@@ -406,7 +406,7 @@ def _judged_row(check: Check, values: Array) -> int | None:
 
 
 def _margin(relation: _Relation, bound: float, value: _Numeric) -> _Numeric:
-    """How far a value is on the right side of a bound."""
+    """Return how far a value is on the right side of a bound."""
     return value - bound if relation in (">=", ">") else bound - value
 
 
@@ -418,7 +418,7 @@ def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> Check
 
 
 def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]] | str:
-    """The rows that a check is about, the columns that tell them apart, the tasks it is about; or why there are none.
+    """Return the rows of a check, the columns that tell them apart, and its tasks; or why there are none.
 
     The metric stands in the column `value`, NaN where it was not measured; of a change of mean drift, `low` and `high`
     are the ends of its 95 % interval.
@@ -451,7 +451,7 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
 
 
 def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
-    """The table's rows with the metric as `value`, where it exists; or why there is none."""
+    """Return the table's rows with the metric as `value`; or why there is none."""
     rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
     if rows.empty:
         return f"the run has no rows in its table {check.home!r}"
@@ -466,7 +466,7 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
 
 
 def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
-    """Which rows, by column, with the index of the layer."""
+    """Return the values that select rows, by column, with the index of the layer."""
     wanted = dict(check.where)
     if check.home == "params" and not {"scope", "path"} & set(wanted):
         wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
@@ -483,7 +483,7 @@ def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
 
 
 def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool) -> pd.DataFrame:
-    """Change of each row from one variant to another; NaN where one lacks the row, or a relative one starts from 0."""
+    """Return the change of each row between variants; NaN if one lacks it, or a relative one starts from 0."""
     sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
     both = pd.concat(sides, axis=1, keys=["start", "end"])
     size = both["start"].abs()
@@ -492,7 +492,7 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relati
 
 
 def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
-    """The rows with what is known of their changes' intervals, those of shares of a score left out."""
+    """Return the rows with the intervals of their changes as far as they are known."""
     ends: list[Interval] = []
     if check.home == "accuracy":
         for task, name in zip(rows["task"], rows["metric"], strict=True):
@@ -522,7 +522,7 @@ def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[st
 
 
 def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
-    """A row in words, by what tells it apart."""
+    """Return a row in words, by what tells it apart."""
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
@@ -547,14 +547,14 @@ _PLACE = {
 
 
 def measured_by(claim: str) -> str:
-    """The command that adds to a run what the claim of this short name is checked on."""
+    """Return the command that adds to a run what the claim of this short name is checked on."""
     _, table, column, _ = _CLAIMS[claim]
     return TABLES[table].filled_by([column])
 
 
 @remembered
 def self_checks(run: DriftRun) -> CheckReport:
-    """The largest error of each claim that a run checks about itself; `metric` is the claim's short name."""
+    """Return the largest error of each claim that a run checks; `metric` is the claim's short name."""
     results = (
         _self_check(run, getattr(run, table)(), column, name, claim, limit)
         for name, (claim, table, column, limit) in _CLAIMS.items()
@@ -587,7 +587,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(report: CheckReport) -> str:
-    """One test suite, called like the run, with a test case per result; a warning passes and says so."""
+    """Return one test suite, named like the run, with a test case per result; a warning passes and says so."""
     counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
     attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
     root = ElementTree.Element("testsuites", attributes)

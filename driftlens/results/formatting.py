@@ -28,12 +28,12 @@ NO_VALUE = "–"
 
 
 def is_measured(value: Any) -> bool:
-    """Whether there is a value; a null of a table is NaN or None here."""
+    """Return True if there is a value; a null of a table is NaN or None here."""
     return value is not None and not (isinstance(value, float) and math.isnan(value))
 
 
 def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
-    """One value as a reader sees it; `gap` where nothing was measured."""
+    """Format one value; `gap` if it was not measured."""
     if not is_measured(value):
         return gap
     if isinstance(value, bool):
@@ -47,7 +47,7 @@ def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number with that many significant digits, as people write them: no exponent before 15 digits."""
+    """Format a number with that many significant digits and no exponent before 15 digits."""
     if not is_measured(value):
         return NOT_MEASURED
     text = f"{value:#.{digits}g}".removesuffix(".")
@@ -60,55 +60,55 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def brief(value: float, sign: str = "") -> str:
-    """Three significant digits without zeros behind them, `sign` as in a format ("+" shows both); no exponent."""
+    """Format a number with three significant digits without trailing zeros or exponent; `sign` as in a format."""
     value += 0.0  # takes the sign off a zero
     text = f"{value:{sign}.3g}"
     return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
 def signed(value: float) -> str:
-    """The same with its sign, as a change is told."""
+    """Format a change as `brief` does, with its sign."""
     return brief(value, "+")
 
 
 def p_value(value: float) -> str:
-    """A p value, never 0."""
+    """Format a p value, never as 0."""
     return "< .001" if value < 0.001 else f"{value:.3f}"
 
 
 def error(value: float) -> str:
-    """Two significant digits with an exponent, for errors that should be tiny."""
+    """Format an error that should be tiny: two significant digits with an exponent."""
     return f"{value:.1e}" if is_measured(value) else NOT_MEASURED
 
 
 def percent(value: float) -> str:
-    """A fraction as a percentage with one decimal."""
+    """Format a fraction as a percentage with one decimal."""
     # Adding zero takes the sign off a zero that was rounded from below.
     return f"{round(100 * value, 1) + 0.0:.1f} %" if is_measured(value) else NOT_MEASURED
 
 
 def points(value: float) -> str:
-    """A change of a fraction in percentage points, signed; empty where it was not measured."""
+    """Format a change of a fraction in percentage points, signed; empty if it was not measured."""
     return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
 
 
 def half(value: float, kind: Kind) -> str:
-    """Half of an interval, a length with two digits."""
+    """Format half of an interval, a length with two digits."""
     return percent(value) if kind == "share" else f"{value:#.2g}".removesuffix(".")
 
 
 def points_interval(low: float, high: float) -> str:
-    """Both ends of an interval in percentage points; empty where it was not measured."""
+    """Format both ends of an interval in percentage points; empty if it was not measured."""
     return f"{points(low)} to {points(high)}" if is_measured(low) else ""
 
 
 def percent_interval(low: float, high: float) -> str:
-    """Both ends of an interval of a relative change, in percent; empty where it was not measured."""
+    """Format both ends of an interval of a relative change, in percent; empty if it was not measured."""
     return f"{points_interval(low, high)} %" if is_measured(low) else ""
 
 
 def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
-    """A number and its 95 % interval where it is known, "79.1 % (77.4 to 80.7 %)"; its n too where wanted."""
+    """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)", and its n if wanted."""
     parts = []
     if is_measured(found.low):
         low, high = (written(end, kind) for end in (found.low, found.high))
@@ -126,24 +126,24 @@ _GLUE = re.compile(
 
 
 def signs(text: str) -> str:
-    """A sentence with the signs of a typesetter, ± and −; what stands between backticks stays."""
+    """Return a sentence with the signs ± and −; code between backticks stays."""
     return with_code(text, lambda part: _MINUS.sub("−", part.replace("+-", "±")), "`{}`".format)
 
 
 def unbroken(text: str) -> str:
-    """A sentence in which no line ends between a number, its sign, its unit and the end of its interval."""
+    """Return a sentence without line breaks between a number, its sign, its unit and its interval."""
     return with_code(text, lambda part: _GLUE.sub("\N{NO-BREAK SPACE}", part), "`{}`".format)
 
 
 def setting_text(value: object) -> str:
-    """A setting's value: lists without brackets, "none" for None."""
+    """Format a setting's value: lists without brackets, "none" for None."""
     if value is None:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def size(num_bytes: int) -> str:
-    """An amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
+    """Format an amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
     for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * step:
             amount = num_bytes / step
@@ -153,7 +153,7 @@ def size(num_bytes: int) -> str:
 
 
 def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
-    """What stands between backticks by `code`, all else by `plain`; a backtick without its twin is a letter."""
+    """Map text between backticks by `code`, all else by `plain`; an unpaired backtick is a letter."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return plain(text)
@@ -161,7 +161,7 @@ def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters: a name in a run must not steer the terminal.
+    """Return `text` on one line, without control characters: a name in a run must not steer the terminal.
 
     Narrow and unbreakable spaces, which Python takes for unprintable and many fonts lack, are plain ones.
     """
@@ -236,7 +236,7 @@ class Table(Part):
         rows: Sequence[Sequence[object]],
         note: str = "",
     ) -> Table:
-        """A table of these rows; what is missing or not finite becomes None. `kinds` are the headings, in order."""
+        """Return a table of these rows; what is missing or not finite becomes None. `kinds` are by heading."""
         columns = tuple(
             Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
             for head, kind in kinds.items()
@@ -253,7 +253,7 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """A table of rows by name: by heading, how its values are written and what they are called in a row."""
+        """Return a table of rows by name: `columns` has by heading the format and the key in a row."""
         kinds = {head: kind for head, (kind, _) in columns.items()}
         cells = [[row.get(key) for _, key in columns.values()] for row in rows]
         return cls.of(name, title, kinds, cells, note)
@@ -269,7 +269,7 @@ class Table(Part):
         return any(cell is None for row in self.rows for cell in row)
 
     def frame(self) -> pd.DataFrame:
-        """The rows under their headings."""
+        """Return the rows under their headings."""
         return pd.DataFrame(
             {
                 column.name: pd.Series(
@@ -280,7 +280,7 @@ class Table(Part):
         )
 
     def shown(self) -> Iterator[Shown]:
-        """The columns as a reader sees them: a number with its interval, ends without a number, before and after."""
+        """Yield the columns as a reader sees them: a number with its interval, ends alone, before and after."""
         places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
         for name, place in places.items():
             if place not in taken:
@@ -289,7 +289,7 @@ class Table(Part):
                 yield Shown(head, self.columns[place].kind, group, joints)
 
     def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
-        """The texts of one cell with what stands behind each: only the first where others are missing or the same."""
+        """Return the texts of one cell with their joints: only the first if others are missing or the same."""
         values = [row[at] for at in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
@@ -302,7 +302,7 @@ class Table(Part):
         ]
 
     def texts(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
-        """The headings, then the rows as a reader sees them."""
+        """Return the headings, then the rows as a reader sees them."""
         columns, lines = [*self.shown()], list[list[str]]()
         for row in self.rows:
             cells = ["".join(map("".join, self.cell(row, shown, gap))) for shown in columns]
@@ -310,7 +310,7 @@ class Table(Part):
         return [[shown.head for shown in columns], *lines]
 
     def notes(self) -> str:
-        """The note, and what a dash means where there is one."""
+        """Return the note, and the meaning of a dash if there is one."""
         return " ".join(filter(None, (self.note, _GAPS if self.has_gaps else "")))
 
     def __repr__(self) -> str:
@@ -329,12 +329,12 @@ class Table(Part):
 
 
 def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
-    """The columns of a number and of both ends of its interval, for `Table.from_rows`."""
+    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`."""
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 
 def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    """Heading, places and joints of the cell that the column `name` begins."""
+    """Return heading, places and joints of the cell that starts with the column `name`."""
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
         shown = tuple(places[stem + end] for end in ends if stem + end in places)

@@ -94,7 +94,7 @@ def finding(
     *,
     paired: bool | None = None,
 ) -> Finding:
-    """The row of these numbers."""
+    """Return the row of these numbers."""
     return Finding(
         *numbers.ends, numbers.n, about=about, task=task, variant=variant, against=against, paired=paired
     )
@@ -104,7 +104,7 @@ _FRAME = ("measure", "task", "variant", "against", "value", "low", "high", "n", 
 
 
 def pairing(paired: Mapping[str, bool | None]) -> str:
-    """How the intervals of changes were taken, by the name of each: in pairs of samples, or as if of other samples."""
+    """Say how intervals of changes were taken, by the name of each: paired by sample, or as if of other samples."""
     apart = [name for name, is_paired in paired.items() if not is_paired]
     if not paired:
         return ""
@@ -119,13 +119,13 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
 
 
 def paired_by_task(rows: Sequence[Finding]) -> dict[str, bool]:
-    """By task, whether all changes on it that have an interval are paired."""
+    """Return by task whether all changes on it that have an interval are paired."""
     measured = [row for row in rows if is_measured(row.low)]
     return {row.task: all(other.paired for other in measured if other.task == row.task) for row in measured}
 
 
 def change_in_words(measure: Measure, before: float, change: Interval) -> str:
-    """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
+    """Return a change with its interval: a share's in points, a length's relative, else in its own unit.
 
     Where the interval holds 0, no change is claimed. Empty where nothing is compared.
     """
@@ -155,7 +155,7 @@ SCORE = Measure("score", "share", "lower", "test", "score")
 
 
 def _feature_levels(run: DriftRun) -> Iterator[Finding]:
-    """Means over diagnosis samples, with Student's interval; relative drift takes the expert's norm as known."""
+    """Yield means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
     for task, variant, values in zip(rows["task"], rows["variant"], numbers, strict=True):
@@ -174,7 +174,7 @@ def _feature_levels(run: DriftRun) -> Iterator[Finding]:
 def _feature_changes(
     before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float
 ) -> Iterator[Finding]:
-    """What changes from one variant to another, by Student's t; nothing where the samples of one are not stored.
+    """Yield changes between two variants, by Student's t; nothing if the samples of one are not stored.
 
     `scale` is relative drift by drift: the expert's norm, taken as known.
     """
@@ -189,7 +189,7 @@ def _feature_changes(
 
 
 def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
-    """Whether equal sample ids of two runs mean the same samples of a task; None where a run does not tell.
+    """Return whether equal sample ids of two runs mean the same samples of a task; None if a run doesn't say.
 
     Ids alone don't: two data sets may both count from 0. The runs have to say what theirs are ids of.
     """
@@ -208,7 +208,7 @@ def drift_changes(
     column: str = "drift_l2",
     layer: int | str | None = None,
 ) -> dict[int, MeanChange]:
-    """How the mean of a column of the sample table changes, by index of the layers that both have stored.
+    """Return how the mean of a column of the sample table changes, by index of the layers that both stored.
 
     Paired where both measured the very same samples, and nothing else is known to be common.
     """
@@ -232,12 +232,12 @@ def drift_changes(
 
 
 def _measure_of(metric: Metric) -> Measure:
-    """The measure of the frame that a metric is."""
+    """Return the measure of a metric."""
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
 def _score_levels(run: DriftRun) -> Iterator[Finding]:
-    """What every variant scores by what each task is judged by, with the table's interval."""
+    """Yield every variant's score by the task's main metric, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
     numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
@@ -249,7 +249,7 @@ def _score_levels(run: DriftRun) -> Iterator[Finding]:
 def changed_score(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
 ) -> Finding:
-    """How a score changes: by the single results of the same test samples where they are stored, else by the counts.
+    """Return the change of a score: by results of the same test samples if they are stored, else by the counts.
 
     Without single results the interval of a share takes both for independent, and is wider than it need be.
     """
@@ -276,7 +276,7 @@ def changed_score(
 def paired_answers(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
 ) -> tuple[Paired, str] | None:
-    """The change of a share of right answers on the samples that both stored, and which split these are.
+    """Return the change of a share of right answers on the samples that both stored, and their split.
 
     None where the metric is no share, no sample has both answers, or the runs are not known to have the same samples.
     The split reads "test" where single results of test samples are stored, or, by runs older than these, where the
@@ -300,7 +300,7 @@ def paired_answers(
 
 @remembered
 def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
-    """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
+    """Return by sample id whether each test, or each labelled diagnosis sample, was answered rightly."""
     if split == "test":
         return results(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
@@ -311,7 +311,7 @@ def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split
 
 @remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """A variant's score on test samples with its interval and their number; NaN and 0 without."""
+    """Return a variant's score on test samples with its interval and their number; NaN and 0 without."""
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -322,7 +322,7 @@ def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval
 
 @remembered
 def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
-    """What each scored task is judged by: accuracy where it was measured, else the first metric of the list."""
+    """Return the main metric of each scored task: accuracy if it was measured, else the first of the list."""
     rows, order = run.accuracy(), [*METRICS]
     rows = rows[rows["value"].notna() & rows["task"].isin(run.tasks)]
     mains: dict[str, Metric] = {}
@@ -334,7 +334,7 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
 
 
 def _flips(run: DriftRun) -> Iterator[Finding]:
-    """The share of diagnosis samples that a variant decides otherwise than the expert, with Wilson's interval."""
+    """Yield the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
     for (task, variant), flipped in rows.groupby(["task", "variant"], sort=False)["flipped"]:
@@ -342,7 +342,7 @@ def _flips(run: DriftRun) -> Iterator[Finding]:
 
 
 def share_true(column: pd.Series[Any]) -> Interval:
-    """The share of samples of which it is true, with Wilson's interval."""
+    """Return the share of samples for which the column is true, with Wilson's interval."""
     n = int(column.count())
     return share_of_samples(int(column.sum()) / n if n else math.nan, n)
 
@@ -378,7 +378,7 @@ def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Fin
 
 
 def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
-    """What a variant has on a task; NaN where that was not measured."""
+    """Return what a variant has on a task; NaN if that was not measured."""
     row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
     return row or finding(_measure_of(metric) if metric else of, Interval(math.nan), task, variant)
@@ -392,7 +392,7 @@ def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -
 def changes_between(
     before: DriftRun, after: DriftRun, of: Measure, task: str, pair: tuple[str, str]
 ) -> Mapping[str, Finding]:
-    """What changes from a variant of one run to a variant of another, by `Measure.role`, for `of` and its kin."""
+    """Return changes from a variant of one run to a variant of another, by `Measure.role`."""
     source = _BY_ROLE[of.role]
     if source.changes is None:
         return {}
@@ -402,7 +402,7 @@ def changes_between(
 
 
 def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Finding:
-    """How a measure changes on a task from one variant to another; without ends where its samples are not stored."""
+    """Return how a measure changes on a task; without ends if the samples of a variant are not stored."""
     if row := _changes(run, _BY_ROLE[of.role], task, pair).get(of.role):
         return row
     start, end = (level(run, of, task, variant) for variant in pair)
@@ -410,13 +410,13 @@ def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Find
 
 
 def mean(run: DriftRun, of: Measure, tasks: Sequence[str], variant: str) -> Finding:
-    """The mean of what a variant has on these tasks."""
+    """Return the mean of what a variant has on these tasks."""
     over = mean_over_tasks([level(run, of, task, variant) for task in tasks])
     return replace(finding(of, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
-    """How the mean over these tasks changes: the difference of both means, with the error of changes by task."""
+    """Return how the mean over tasks changes: the difference of both means, with the error of changes by task."""
     by_task = [change(run, of, task, pair) for task in tasks]
     start, end = (mean(run, of, tasks, variant).value for variant in pair)
     over = replace(mean_over_tasks(by_task), value=end - start)
@@ -425,7 +425,7 @@ def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[st
 
 
 def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
-    """Every measure that was taken of all these variants on at least one task, and those tasks."""
+    """Return every measure that was taken of all these variants on at least one task, and those tasks."""
     groups = [(about, run.tasks) for about in _AVERAGED]
     metrics = main_metrics(run)
     for group in dict.fromkeys("" if metric.is_averaged else metric.name for metric in metrics.values()):
@@ -477,13 +477,13 @@ def findings(run: DriftRun) -> pd.DataFrame:
 
 
 def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
-    """The single results of a task's test samples by sample id; empty where none are stored."""
+    """Return the single results of a task's test samples by sample id; empty if none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
 
 
 def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
-    """The metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
+    """Return the metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
     n = len(values)
     if metric.kind == "share":
         return share_of_samples(round(float(values.sum())) / n, n)
@@ -493,7 +493,7 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
 
 
 def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
-    """How a metric of the same samples, [n] each, changes, with a 95 % interval by drawing them again, both alike.
+    """Return how a metric of the same samples, [n] each, changes, with a paired bootstrap interval.
 
     Not for shares: for these `mcnemar` is exact.
     """
@@ -504,7 +504,7 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
 
 
 def _draws(n: int) -> Array:
-    """How often each of n samples counts: first once each, then as drawn again, the same for the same n."""
+    """Return how often each of n samples counts: first once each, then as resampled, the same for the same n."""
     drawn = np.random.default_rng(0).multinomial(
         n, np.full(n, 1 / n), size=intervals.RESAMPLES if n > 1 else 0
     )
@@ -520,7 +520,7 @@ def _ends(drawn: Array) -> tuple[float, float]:
 
 
 def _statistic(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
-    """The metric for every row of counts, [r]; NaN where it has no value."""
+    """Return the metric for every row of counts, [r]; NaN if it has no value."""
     with np.errstate(all="ignore"):
         if metric.name == "spearman":
             return _correlations(_ranks(values, counts), _ranks(references, counts), counts)
@@ -534,7 +534,7 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
 
 
 def _ranks(values: Array, counts: Array) -> Array:
-    """Rank of every sample among those drawn, equal ones sharing the mean of theirs, [r, n]; without sorting again."""
+    """Return ranks of the resampled values, [r, n], ties sharing their mean, without sorting again."""
     _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
     ordered = counts[:, np.argsort(place, kind="stable")]
     drawn = np.add.reduceat(ordered, np.cumsum(sizes) - sizes, axis=1)
@@ -544,7 +544,7 @@ def _ranks(values: Array, counts: Array) -> Array:
 
 
 def _correlations(x: Array, y: Array, counts: Array) -> Array:
-    """Pearson's correlation of every row of x and y, [r, n] each, samples weighing as often as they were drawn."""
+    """Return Pearson's correlation of every row of x and y, [r, n] each, weighted by counts."""
     whole = counts.sum(axis=1, keepdims=True)
     x, y = (side - (counts * side).sum(axis=1, keepdims=True) / whole for side in (x, y))
     both = (counts * x * y).sum(axis=1)
@@ -567,7 +567,7 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
 
 @remembered
 def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "") -> pd.DataFrame:
-    """A row per sample of a task that was answered by expert, `merged` and, where one is named, the variant `repaired`.
+    """Return a row per sample of a task that was answered by expert, `merged` and, if one is named, `repaired`.
 
     Indexed by sample_id; columns: expert, merged, repaired (whether the answer is right; `repaired` only where one is
     named) and outcome, one of `OUTCOMES`. Empty where right answers aren't known.

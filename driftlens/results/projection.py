@@ -76,7 +76,7 @@ class Settings:
 
 
 def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
-    """The settings, checked."""
+    """Return the settings, checked."""
     method, most = request.method, request.max_points
     drawn = (
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
@@ -104,7 +104,7 @@ class Points:
 
 
 def load_points(run: DriftRun, settings: Settings) -> Points:
-    """The rows that `settings` ask for, thinned evenly over classes where there are too many."""
+    """Return the rows that `settings` ask for, thinned evenly over classes if there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
     shape = arrays["expert"].shape
@@ -135,7 +135,7 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
 
 
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
-    """At most `limit` rows, in order, of each stratum as its size asks for; which ones depends on their ids alone."""
+    """Return at most `limit` rows, in order, stratified; which ones depends on their ids alone."""
     if len(rows) <= limit:
         return rows
     ids = rows["sample_id"].to_numpy(dtype=object)
@@ -157,7 +157,7 @@ def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
 def _measure(
     array: Stored, expert: Stored, role: str, settings: Settings, ids: Sequence[str]
 ) -> tuple[float, float]:
-    """Mean cosine to the expert and mean distance from it; NaN where no cosine exists, a norm being 0."""
+    """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
     cosines, drifts = [], []
     for start in range(0, len(array), _CHUNK):
         own, wanted = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
@@ -204,7 +204,7 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
 
 
 def _why_not(method: Method, num_distinct: int) -> str:
-    """Why a method is replaced by PCA; empty where it is not."""
+    """Return why a method is replaced by PCA; empty if it is not."""
     if num_distinct < _FEWEST_POINTS:
         return f"{num_distinct} distinct points are too few for {_TITLES[method]}; this is PCA"
     if method == "umap":
@@ -229,7 +229,7 @@ def _by_pca(
 
 
 def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array, Array | None]:
-    """Rows in the leading principal components of `fitted`, and the share of variance of each."""
+    """Return rows in the leading principal components of `fitted`, and the share of variance of each."""
     from sklearn.decomposition import PCA
 
     centred = fitted - fitted.mean(axis=0)
@@ -266,14 +266,14 @@ def _by_neighbours(distinct: Array, method: Method, seed: int) -> tuple[Array, d
 
 @contextmanager
 def _silenced() -> Iterator[Any]:
-    """Catches what libraries warn users of; yields a function that lists it."""
+    """Catch warnings of libraries; yield a function that lists them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield lambda: [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
 
 
 def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
-    """One row per role; columns as in `Projection.quality`."""
+    """Return one row per role; columns as in `Projection.quality`."""
     k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
     fits = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
     rows = [
@@ -380,7 +380,7 @@ def project(
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> Projection:
-    """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
+    """Return one joint layout of the expert's and the variants' features; stored coordinates are read.
 
     Features are brought to norm 1; for UMAP and t-SNE they are then reduced to 50 dimensions by PCA. Equal features
     share their place. With fewer than 15 distinct points, or without umap-learn, PCA is drawn instead and a note
@@ -427,7 +427,7 @@ def project(
 def stored_projection(
     run: DriftRun | PathLike, task: str, request: ProjectionRequest = ProjectionRequest()
 ) -> Projection | None:
-    """The layout that `project` stored, for viewers that must not compute; None where there is none.
+    """Return the layout that `project` stored, for viewers that must not compute; None without one.
 
     One made by other versions of the libraries is as good: its coordinates are what was stored. Arguments and errors as
     for `project`; nothing is computed, imported for computing, or written.
@@ -440,12 +440,12 @@ def stored_projection(
 
 
 def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionRequest()) -> Projection:
-    """The layout that is stored, or else one that is computed and not stored: looking never changes a run."""
+    """Return the stored layout, or one that is computed and not stored: looking never changes a run."""
     return stored_projection(run, task, request) or project(run, task, request, store_it=False)
 
 
 def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
-    """SHA-256 of the features of every role, which decide a layout."""
+    """Return SHA-256 digests of the features of every role, which decide a layout."""
     digests = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # says what is missing
@@ -456,12 +456,12 @@ def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
 
 
 def _versions(settings: Settings) -> dict[str, str | None]:
-    """Of the packages that make a layout; None for one that is not installed."""
+    """Return versions of the packages that make a layout; None for one that is not installed."""
     return {name: version_of(name) for name in _LIBRARIES[settings.method]}
 
 
 def _content_key(settings: Settings, features: Mapping[str, str], versions: Mapping[str, str | None]) -> str:
-    """A name for the layout that these features, settings and libraries give, in hexadecimal."""
+    """Return the name of the layout that these features, settings and libraries give, in hexadecimal."""
     parts = {"settings": settings.as_dict(), "parameters": PARAMETERS[settings.method]}
     parts |= {"features": features, "versions": versions}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -489,7 +489,7 @@ def _stored(run: DriftRun, digest: str) -> Projection | None:
 
 
 def _stored_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
-    """The newest projection of these features with these settings, whichever library versions made it."""
+    """Return the newest projection of these features and settings by any library versions."""
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     wanted = {"settings": settings.as_dict(), "features": dict(features)}
     for path, record in [(path, _record(path)) for path in reversed(paths)]:

@@ -30,7 +30,7 @@ from driftlens.utils.variants import is_control, part_of, title
 
 
 def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
-    """A row per task and one for their mean: every model, a change, the drift that is left, the main source."""
+    """Return a row per task and one for their mean: every model, a change, the remaining drift, the main source."""
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
     heads = {variant: title(variant) for variant in judgement.means}
@@ -73,7 +73,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
 
 
 def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str, has_source: bool) -> str:
-    """What the columns of `task_sheet` are of, and how its intervals were taken."""
+    """Return what the columns of `task_sheet` are of, and how its intervals were taken."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
     if judgement.source and has_source:
         num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
@@ -117,7 +117,7 @@ def others_sheet(
 
 
 def summary_sheet(run: DriftRun) -> Table:
-    """A row per task, then their mean: what base, experts, merged and calibrated models score, and their final drift.
+    """Return a row per task, then their mean: scores of all models, and their final drift.
 
     Scores have 95 % intervals; a model that was not measured has no columns.
     """
@@ -155,7 +155,7 @@ def summary_sheet(run: DriftRun) -> Table:
 
 
 def final_sheet(run: DriftRun) -> Table:
-    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside."""
+    """Return how far each variant's final features are from each task's expert, with intervals."""
     final = run.layers(layer="final") if run.manifest.layers else run.layers()
     to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
     rows = []
@@ -182,7 +182,7 @@ def final_sheet(run: DriftRun) -> Table:
 
 
 def routing_sheet(run: DriftRun) -> Table:
-    """Of mixtures of experts, how many tokens go to other experts than in the expert model, and what that changes."""
+    """Return how many tokens go to other experts of a mixture than in the expert model, and what that changes."""
     layers = run.layers()
     rows = [
         (

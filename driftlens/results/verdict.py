@@ -47,7 +47,7 @@ _LOWER = {
 
 
 def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
-    """The command that most likely helps; empty for live modules, which no command can open.
+    """Return the command that most likely helps; empty for live modules, which no command can open.
 
     `side` is -1 where the last model is clearly worse than the experts, `bad` are tasks whose experts are themselves.
     """
@@ -73,7 +73,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
 
 
 def _nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
-    """That another merge is clearly nearer to the experts than the present one, where a comparison says so."""
+    """Yield the sentence that another merge is clearly nearer to the experts, if a comparison says so."""
     if (row := _nearest(compared)) is not None:
         value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
         lower = _LOWER[compared["score"]].format(value)
@@ -82,7 +82,7 @@ def _nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
 
 @remembered
 def comparison(run: DriftRun) -> Mapping[str, Any]:
-    """The newest comparison of the run's merge with others, in the run or beside it; empty where none was made."""
+    """Return the newest comparison of the run's merge with others, in the run or next to it; empty without one."""
     beside = sorted(run.path.parent.glob(f"*/{COMPARISON}")) if run.path.parent.is_dir() else []
     for file in itertools.chain([run.path / MERGES / COMPARISON], beside):
         try:
@@ -96,7 +96,7 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
 
 
 def _is_about(ranking: Mapping[str, Any], run: DriftRun) -> bool:
-    """Whether a comparison that lies elsewhere has the run's name and tasks, and its merge as the present one."""
+    """Return True if a comparison that is stored elsewhere has the run's name, tasks and present merge."""
     merge = run.manifest.merge
     present = next((row for row in ranking["merges"] if row["merge"] == ranking.get("present")), None)
     return (
@@ -108,7 +108,7 @@ def _is_about(ranking: Mapping[str, Any], run: DriftRun) -> bool:
 
 
 def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The best of the merges whose whole interval says that they are nearer than the present one."""
+    """Return the best of the merges whose whole interval says that they are nearer than the present one."""
     nearer = [row for row in compared.get("merges", ()) if row["method"] and (row.get("nearer_low") or 0) > 0]
     return min(nearer, key=lambda row: row["place"], default=None)
 
@@ -187,7 +187,7 @@ class Verdict:
 
 @remembered
 def verdict(run: DriftRun, name: str = "") -> Verdict:
-    """The verdict on the merged model and on one calibration: `name`, or the one that was added last."""
+    """Return the verdict on the merged model and on one calibration: `name`, or the one that was added last."""
     uncalibrated = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
     merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
@@ -226,7 +226,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
 
 
 def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
-    """That most of what the merge or the calibration changes is lost to the number type that it is saved in."""
+    """Return sentences about changes that are mostly lost to the number type in which they are saved."""
     of_merge = (run.manifest.merge or {}).get("change") if merged == "merged" else None
     of_calibration = run.calibration_info(calibration_of(after) or "").change if after else None
     records = {"the merge": of_merge, "the calibration": of_calibration}
@@ -241,7 +241,7 @@ def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
 def _judged_by(
     run: DriftRun, merged: str, after: str
 ) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
-    """What models are judged by, the tasks on which all were measured, and the models; None without any."""
+    """Return the measure that compares models, the tasks on which all were measured, and the models."""
     wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
     scored = [name for name in wanted if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
     is_scored = bool({merged, after} & {*scored})
@@ -261,7 +261,7 @@ def _sentences(
     failed: int,
     nearer: Sequence[str],
 ) -> tuple[str, ...]:
-    """The verdict in words, of levels on the worst task, `which` calibration it is, and how many checks `failed`.
+    """Return the verdict in words; `which` names the calibration, `failed` counts failed checks.
 
     `nearer` says which merge is nearer to the experts, and what a number type loses.
     """
@@ -289,7 +289,7 @@ def _sentences(
 
 
 def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """Those sentences that fit in, each beside all of a lower rank, in the order given."""
+    """Return the sentences that fit in with all of a lower rank, in the order given."""
     left, fitting = MOST_WORDS, set[str]()
     for _, text in sorted(ranked, key=lambda entry: entry[0]):
         left -= num_words(text)
@@ -298,12 +298,12 @@ def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 
 
 def num_words(text: str) -> int:
-    """Words and numbers; a command is one."""
+    """Count words and numbers; a command is one."""
     return len(re.findall(r"`[^`]*`|\S*\w\S*", text))
 
 
 def shareable(run: DriftRun, text: str) -> str:
-    """A sentence or command for a file that others read: where the run lies tells them nothing, and may name who."""
+    """Return a sentence or command without the path of the run, for a file that others read."""
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
@@ -317,7 +317,7 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
 
 
 def _of_means(judgement: Verdict) -> str:
-    """What every model has, side by side."""
+    """Return every model's mean in a sentence."""
     what, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
     over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
     counts = [f"{len(judgement.tasks)} tasks"] * (len(judgement.tasks) > 1) + [f"n = {n}"] * bool(n)
@@ -334,7 +334,7 @@ def _called(variant: str) -> str:
 
 
 def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
-    """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
+    """Yield a sentence per model and what it is compared with; units and numbers of tasks are given once."""
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
         clauses = "; ".join(
             _of_gap(gap, judgement, counting, is_first=gap is judgement.gaps[0]) for gap in gaps
@@ -359,7 +359,7 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
 
 
 def change_of_gap(gap: Gap, kind: Kind) -> str:
-    """How much it is with the longer half of its interval, signed where it isn't clear which way.
+    """Return a change with the longer half of its interval, signed if it isn't clear which way.
 
     Where that half would reach 0 and the interval doesn't, both ends stand there instead.
     """
@@ -376,7 +376,7 @@ def change_of_gap(gap: Gap, kind: Kind) -> str:
 
 
 def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
-    """On how many tasks the change is clear, first those that go the way of the mean."""
+    """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
     if sides[other] and not (is_first and gap.side):
@@ -390,7 +390,7 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
 
 
 def _source_of(run: DriftRun, variant: str) -> Source | None:
-    """The layer with the largest share of a variant's final drift; None where no share was measured."""
+    """Return the layer with the largest share of a variant's final drift; None if no share was measured."""
     by_layer = shares(run, variant)
     if not by_layer:
         return None
@@ -402,7 +402,7 @@ def _source_of(run: DriftRun, variant: str) -> Source | None:
 
 @remembered
 def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
-    """Every layer's share of the final drift, the largest first: the mean over tasks, and that of every task."""
+    """Return every layer's share of the final drift, the largest first: its mean over tasks, and by task."""
     rows = run.layers(task, variant) if variant else run.layers().head(0)
     by_layer: dict[int, tuple[Interval, list[float]]] = {}
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
@@ -413,7 +413,7 @@ def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tu
 
 
 def share_of(row: Mapping[Any, Any]) -> Interval:
-    """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
+    """Return a layer's share of the final drift from its row, with its interval, which older runs lack."""
     values = [plain(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
     share, low, high = (math.nan if value is None else float(value) for value in values)
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
@@ -465,7 +465,7 @@ class Headline:
 
 @remembered
 def headline(run: DriftRun, name: str = "") -> Headline:
-    """The headline of a run, and of one calibration: `name`, or the one that was added last."""
+    """Return the headline of a run, and of one calibration: `name`, or the one that was added last."""
     judged = verdict(run, name)
     ordered = sorted(judged.means, key=lambda variant: ORDER.index(part_of(variant)))
     num_tasks = len(judged.tasks)
@@ -479,7 +479,7 @@ def headline(run: DriftRun, name: str = "") -> Headline:
 
 
 def _closed(judged: Verdict) -> Interval:
-    """The repair's share of the way to the experts; of drift that of the way to none."""
+    """Return the repair's share of the gap to the experts; of drift, the share that it takes away."""
     repair, behind = judged.gap(judged.after, judged.merged), judged.gap(judged.merged, "expert")
     if repair is None:
         return Interval(math.nan)
@@ -489,12 +489,12 @@ def _closed(judged: Verdict) -> Interval:
 
 
 def _turned(change: Interval) -> Interval:
-    """The same change the other way round."""
+    """Return the same change in the other direction."""
     return Interval(-change.value, -change.high, -change.low, change.n)
 
 
 def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
-    """The sentence and its tone: first whether the last model is worth using, then what the repair did."""
+    """Return the sentence and its tone: first whether the last model is worth using, then what the repair did."""
     last = judged.after if judged.after in judged.means else judged.merged
     over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
     repair = judged.gap(judged.after, judged.merged)
@@ -522,7 +522,7 @@ def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]
 
 
 def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
-    """That a model is clearly worse than its base; not to use it, where no task says otherwise."""
+    """Return the sentence on a model that is clearly worse than its base."""
     kind, num_tasks = judged.measure.kind, len(judged.tasks)
     if judged.measure.role == RELATIVE.role:
         words = "farther from its experts than the base"
@@ -535,7 +535,7 @@ def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
 
 
 def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, _Tone]:
-    """What there is to say of a merge that nobody repaired and that isn't clearly worse than its base."""
+    """Return sentence and tone for a merge without a repair that isn't clearly worse than its base."""
     if not judged.merged:
         return "No merged model to hold against base and experts", "none"
     if behind is not None and not behind.side:
@@ -569,7 +569,7 @@ def _share(share: Interval) -> str:
 
 
 def sentence(found: Headline) -> str:
-    """The headline where there is nothing but text."""
+    """Return the headline as plain text."""
     return f"{found.text}{f' ({found.so_far})' if found.so_far else ''}."
 
 
@@ -580,7 +580,7 @@ _SYNTHETIC = (
 
 
 def stamps(run: DriftRun) -> list[str]:
-    """What a reader must know before any number, in sentences."""
+    """Return what a reader must know before any number, in sentences."""
     notes = [_SYNTHETIC] if run.manifest.synthetic else []
     state, damage = last_work(run)
     if damage:
@@ -593,7 +593,7 @@ def stamps(run: DriftRun) -> list[str]:
 
 
 def agreement(run: DriftRun) -> Iterator[str]:
-    """How often base and merge decide as the experts do, which is told without labels; nothing without scores."""
+    """Yield how often models decide as the experts do, which needs no labels; nothing without scores."""
     shares = []
     for variant in run.variants:
         flipped = share_true(run.outputs(variant=variant)["flipped"])

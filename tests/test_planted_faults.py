@@ -215,7 +215,7 @@ def prefix_off_by_one(original: Any) -> Any:
     def late(self, view):  # type: ignore[no-untyped-def]
         original(self, view)
         if view.layer.index > 1:
-            self.finals[-2] = view.merged_out
+            self.batch.put(self.file(view.layer.index - 1), view.merged_out)
 
     return late
 
@@ -319,7 +319,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "gauss_legendre", lambda nodes_of: lambda nodes: [(2 * t - 1, w) for t, w in nodes_of(nodes)]
         ),
         "one_point_for_all_nodes": STATE(
-            "_stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))
+            "stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))
         ),
         "mean_left_in_the_norms_derivative": put(
             fixed_weights,

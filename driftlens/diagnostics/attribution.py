@@ -1,24 +1,24 @@
-"""Where the final drift comes from: local mismatches carried through path-averaged Jacobians, and by prefix swaps.
+"""Attribution of the final drift to layers: by path-averaged Jacobians, and by prefix swaps.
 
-Both splits are fed one `LayerView` after the other, in forward order, all of one batch and variant, reference "expert".
-Adjoint attribution says how much each layer's local mismatch moves one number (a loss, a margin, the final drift): a
-covector at the final feature is pulled back through the path-averaged Jacobians, and its product with each layer's
-local mismatch is that layer's part of the change. One pull-back serves all layers, where carrying every mismatch
-forward costs one product per pair of layers.
+e_L = sum over l of A_L ... A_{l+1} m_l (Prop. 2, Eq. 5). How much each layer's local mismatch m_l moves one number (the
+final drift, a loss, a margin) is <A_{l+1}' ... A_L' u, m_l> with that number's covector u at the final feature. One
+sweep from the last layer to the first pulls u back for all layers. Carrying every mismatch forward would cost a product
+per pair of layers. Entry point: `PullBack`, which is fed one `LayerView` after the other, in forward order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.func import vjp
+from torch.func import vjp, vmap
 
-from driftlens.engine.pool import LayerMap
+from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.sites import GROUPS, parameter_groups
-from driftlens.engine.walk import LayerView, Split, smooth_layer, smooth_split
+from driftlens.engine.walk import FeatureStore, LayerView, WaitingBatch, decompose, smooth_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
@@ -27,65 +27,27 @@ from driftlens.linalg.state import (
     inner,
     norm,
     relative_error,
+    stack_item,
+    stacked,
     subtract,
 )
-from driftlens.models.chain import SideInputs
+from driftlens.models.chain import Layer, Routes, SideInputs
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 from driftlens.utils.devices import moved
 from driftlens.utils.diagnostic import diagnostic
-from driftlens.utils.errors import ShapeError
 
 SCORE_PANELS = 8
 """Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One layer on one batch, as the walk saw it: the merged layer `call`, both models' features before it, and its m.
-
-    `nodes` are those of its path-averaged Jacobian's quadrature.
-    """
-
-    call: Callable[[State], State]
-    expert_in: State
-    merged_in: State
-    local_mismatch: State
-    nodes: int
-
-
+@diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
 @dataclass(frozen=True)
 class Target:
     """A number whose change [n] from expert to variant is to be explained: <covector, e_L> for every sample."""
 
     covector: Tensor
     change: Tensor
-
-
-@diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
-def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
-    """<A_{l+1}' ... A_L' u, m_l> for every layer l in forward order and sample, [L, n]; u is at the last boundary.
-
-    By Prop. 2 (Eq. 5) they sum to <u, e_L>, up to the quadrature error of the Jacobians.
-    Source: FeatCal (arXiv:2605.13030), Eq. 5, read from the left.
-    """
-    return torch.stack([inner(step.local_mismatch, u) for step, u in pulled_back(steps, covector)][::-1])
-
-
-def pulled_back(steps: Sequence[Step], covector: State) -> Iterator[tuple[Step, State]]:
-    """Every layer with the covector at its own output, the last layer first; arguments as for `adjoint_parts`."""
-    for step in reversed(steps):
-        yield step, covector
-        if step is not steps[0]:
-            covector = PathJacobian(step.call, step.expert_in, step.merged_in, step.nodes).vjp(covector)
-
-
-def drift_target(expert: Tensor, variant: Tensor) -> Target:
-    """The final drift itself: u = e_L / |e_L|^2, so that the parts are shares and sum to 1. NaN without drift."""
-    drift = variant - expert
-    energy = drift.flatten(1).square().sum(dim=1)
-    each = energy.reshape(-1, *[1] * (drift.dim() - 1))
-    return Target(drift / each, torch.where(energy > 0, 1.0, torch.nan))
 
 
 def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
@@ -169,7 +131,7 @@ class JacobianSettings:
         tolerance: |p - A e| / |p| below which no more nodes are added.
         samples: how many diagnosis samples are looked at, the first ones.
         spectral: whether spectral norms are estimated (dear).
-        contributions: whether local mismatches are carried to the final feature; else Jacobians are only checked.
+        contributions: whether shares of the final drift are recorded; else Jacobians are only checked.
         prefix: whether the prefix-swap split is computed too.
         random: whether random directions are pushed along, to compare the gain along the drift with theirs.
         seed: of the random directions.
@@ -203,6 +165,75 @@ class LayerSensitivity:
     spectral_residual: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Step:
+    """One layer of one variant on one batch, met on the way back.
+
+    Attributes:
+        routes: of a mixture of experts, where tokens of the crossed pass went: A is taken along them.
+        expert_in: the expert's features before the layer; `merged_in` the variant's. Empty at the first layer.
+        local_mismatch: m, and with the jumps of tokens that go elsewhere, see `smooth_split`.
+        jump: those jumps alone; empty where tokens have no routes.
+        propagation: p = e - m.
+        covectors: the targets' covectors at the layer's output, stacked along a new first axis.
+    """
+
+    layer: Layer
+    variant: str
+    batch: WaitingBatch
+    layer_map: LayerMap
+    routes: Routes | None
+    expert_in: State
+    merged_in: State
+    local_mismatch: State
+    jump: State
+    propagation: State
+    covectors: State
+
+    def parts(self) -> Tensor:
+        """Return <u, m> for every covector and sample, [k, n]."""
+        return vmap(inner, in_dims=(None, 0))(self.local_mismatch, self.covectors)
+
+    def operator(self, nodes: int) -> PathJacobian:
+        """Return the path-averaged Jacobian of the layer."""
+        side = self.batch.side.along(self.routes)
+        return PathJacobian(lambda state: self.layer_map(state, side), self.expert_in, self.merged_in, nodes)
+
+    def checked(self, settings: JacobianSettings, nodes: int) -> tuple[LayerSensitivity, State]:
+        """Return the sensitivity of the layer and A' u; nodes double until A e is close enough to p."""
+        drift_in = floating(subtract(self.merged_in, self.expert_in))
+        random = self._random(drift_in, settings.seed)
+        # The drift checks the quadrature; its gain is compared with that of a random direction.
+        vectors = stacked([drift_in, random] if settings.random else [drift_in])
+        operator = self.operator(nodes)
+        pushed, pulled = operator.products(vectors, self.covectors)
+        while 2 * operator.nodes <= settings.max_nodes:
+            if not relative_error(stack_item(pushed, 0), self.propagation) > settings.tolerance:
+                break  # also where nothing propagates: the error is NaN
+            operator = replace(operator, nodes=2 * operator.nodes)
+            pushed, pulled = operator.products(vectors, self.covectors)
+        spectral = _spectral_norm(operator, drift_in) if settings.spectral else (None, None)
+        sensitivity = LayerSensitivity(
+            error=norm(subtract(stack_item(pushed, 0), self.propagation)),
+            size=norm(self.propagation),
+            nodes=operator.nodes,
+            random_gain=norm(stack_item(pushed, 1)) / norm(random) if settings.random else None,
+            spectral_norm=spectral[0],
+            spectral_residual=spectral[1],
+        )
+        return sensitivity, pulled
+
+    def _random(self, state: State, seed: int) -> State:
+        """Draw normal directions on the CPU, so on any device alike; they are zero on padding."""
+        generator = torch.Generator().manual_seed((seed + self.layer.index) * 1_000_003 + self.batch.start)
+        drawn = {
+            name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
+            for name, leaf in state.items()
+        }
+        masks = {name: mask for name in drawn if (mask := self.batch.side.mask(name)) is not None}
+        return drawn | {name: drawn[name] * mask[..., None].to(drawn[name]) for name, mask in masks.items()}
+
+
 @diagnostic(
     "sample_contributions",
     table="samples",
@@ -223,71 +254,98 @@ class LayerSensitivity:
     option="jacobian",
 )
 @dataclass
-class Contributions:
-    """P_{l->L} m_l for every layer l: each local mismatch carried to the final feature.
+class PullBack:
+    """Pulls covectors at the final feature back through all layers of some variants.
 
-    e_L = sum over l of P_{l->L} m_l with P_{l->L} = A_L ... A_{l+1} (Prop. 2, Eq. 5). With quadrature the sum misses
-    e_L by a remainder, which `remainder` reports and no share contains.
+    `add` keeps the features at every boundary in the store; `steps` goes back through them.
+
+    Attributes:
+        sensitivities: by variant and layer, of the first batch. The other batches take the nodes that it needed.
     """
 
+    pool: ModelPool
+    task: str
+    variants: Sequence[str]
     settings: JacobianSettings = field(default_factory=JacobianSettings)
-    vectors: State = field(default_factory=dict)
-    sensitivities: dict[int, LayerSensitivity] = field(default_factory=dict)
-    final_drift: State = field(default_factory=dict)
-    seen: int = 0
+    store: FeatureStore = field(default_factory=FeatureStore)
+    file_prefix: str = ""
+    batches: dict[int, WaitingBatch] = field(default_factory=dict, init=False)
+    sensitivities: dict[tuple[str, int], LayerSensitivity] = field(default_factory=dict, init=False)
+    _routes: dict[tuple[str, int, int], Routes] = field(default_factory=dict, init=False)
 
     def add(self, view: LayerView) -> None:
-        """Carry the vectors so far through one more layer and add the layer's own mismatch."""
-        _require_next(view, self.seen)
-        self.seen += 1
-        split = smooth_split(view)
-        carried = self._carried(view, split) if view.layer.index > 1 else {}
-        if self.settings.contributions:
-            self.vectors = {
-                name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
-                for name, leaf in split.local_mismatch.items()
-            }
-        self.final_drift = split.drift
+        """Keep the features after a layer, and its local mismatch."""
+        if view.start not in self.batches:
+            name = f"{self.file_prefix}{view.start}"
+            self.batches[view.start] = WaitingBatch(self.store, name, view.side, view.start, view.stop)
+        batch, split, layer = self.batches[view.start], smooth_split(view), view.layer.index
+        if view.variant == self.variants[0]:
+            batch.put(f"expert-{layer}", view.expert_out)
+        batch.put(f"merged-{view.variant}-{layer}", view.merged_out)
+        batch.put(f"mismatch-{view.variant}-{layer}", split.local_mismatch)
+        if view.routes:
+            self._routes[view.variant, view.start, layer] = view.routes["crossed"].given()
+            jump = subtract(split.local_mismatch, decompose(view).local_mismatch)
+            batch.put(f"jump-{view.variant}-{layer}", jump)
 
-    def _carried(self, view: LayerView, split: Split) -> State:
-        """Return A v for every vector so far and record the sensitivity; nodes double until A e is close to p."""
-        settings, propagation = self.settings, split.propagation
-        drift_in = floating(subtract(view.merged_in, view.expert_in))
-        random = _random_like(drift_in, settings.seed + view.layer.index, view)
-        # The drift checks the quadrature; its gain is compared with that of a random direction.
-        riders = [drift_in, random] if settings.random else [drift_in]
-        vectors = _stacked(self.vectors, riders)
-        operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, settings.nodes)
-        pushed = operator.jvps(vectors)
-        image = _item(pushed, -len(riders))
-        while 2 * operator.nodes <= settings.max_nodes:
-            if not relative_error(image, propagation) > settings.tolerance:  # NaN: nothing propagates
-                break
-            operator = replace(operator, nodes=2 * operator.nodes)
-            pushed = operator.jvps(vectors)
-            image = _item(pushed, -len(riders))
-        spectral = _spectral_norm(operator, drift_in) if settings.spectral else (None, None)
-        self.sensitivities[view.layer.index] = LayerSensitivity(
-            error=norm(subtract(image, propagation)),
-            size=norm(propagation),
-            nodes=operator.nodes,
-            random_gain=norm(_item(pushed, -1)) / norm(random) if settings.random else None,
-            spectral_norm=spectral[0],
-            spectral_residual=spectral[1],
+    def ends(self, batch: WaitingBatch, variant: str) -> tuple[State, State]:
+        """Return the final features of the expert and a variant on one batch."""
+        last = len(self.pool.chain.layers)
+        return batch.get(f"expert-{last}"), batch.get(f"merged-{variant}-{last}")
+
+    def final_drift(self, batch: WaitingBatch, variant: str) -> State:
+        """Return e_L, the covector whose parts over |e_L|^2 are the shares of the final drift."""
+        expert, merged = self.ends(batch, variant)
+        return subtract(merged, expert)
+
+    def steps(self, covectors: Mapping[tuple[int, str], State]) -> Iterator[Step]:
+        """Yield every layer of each batch and variant, the last layer first.
+
+        Args:
+            covectors: by start of the batch and variant, at the final feature, stacked along a new first axis.
+        """
+        covectors, first = dict(covectors), next(iter(self.batches))
+        for layer in reversed(self.pool.chain.layers):
+            maps = {name: self.pool.layer_map(name, layer, self.task) for name in self.variants}
+            if layer.index > 1:
+                self.pool.expect(self.variants, layer.index - 1)
+            nodes = self.settings.nodes
+            for start, batch in self.batches.items():
+                for variant in self.variants:
+                    step = self._step(layer, variant, batch, maps[variant], covectors[start, variant])
+                    yield step
+                    if layer.index == 1:
+                        continue
+                    if start == first:
+                        found, pulled = step.checked(self.settings, nodes)
+                        self.sensitivities[variant, layer.index] = found
+                        nodes = found.nodes
+                    else:
+                        pulled = step.operator(nodes).products({}, step.covectors)[1]
+                    covectors[start, variant] = pulled
+            maps.clear()  # before the next layer is read
+
+    def _step(
+        self, layer: Layer, variant: str, batch: WaitingBatch, layer_map: LayerMap, covectors: State
+    ) -> Step:
+        names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
+        mismatch = batch.get(names["mismatch"])
+        drift = subtract(batch.get(names["merged"]), batch.get(f"expert-{layer.index}"))
+        routes = self._routes.get((variant, batch.start, layer.index))
+        before = layer.index - 1
+        return Step(
+            layer=layer,
+            variant=variant,
+            batch=batch,
+            layer_map=layer_map,
+            routes=routes,
+            expert_in=batch.get(f"expert-{before}") if before else {},
+            merged_in=batch.get(f"merged-{variant}-{before}") if before else {},
+            local_mismatch=mismatch,
+            jump=batch.get(names["jump"]) if routes else {},
+            propagation=subtract(drift, mismatch),
+            covectors=covectors,
         )
-        return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
-
-    def shares(self) -> Tensor:
-        """<P_{l->L} m_l, e_L> per layer and sample, [L, n]; divide by `energy` for shares of the final drift."""
-        return torch.stack([inner(_item(self.vectors, i), self.final_drift) for i in range(self.seen)])
-
-    def energy(self) -> Tensor:
-        """|e_L|^2 per sample, [n]."""
-        return inner(self.final_drift, self.final_drift)
-
-    def remainder(self) -> State:
-        """e_L minus the sum of all contributions."""
-        return {name: leaf - self.vectors[name].sum(dim=0) for name, leaf in self.final_drift.items()}
 
 
 @diagnostic(
@@ -304,24 +362,34 @@ class PrefixSwaps:
     nonlinearity.
     """
 
-    finals: list[State] = field(default_factory=list)
-    """After the last layer: the final feature when the first l layers are the expert's, l = 0..L."""
+    batch: WaitingBatch
+    variant: str
+    seen: int = field(default=0, init=False)
+    ends: tuple[State, State] = field(default=({}, {}), init=False)
 
     def add(self, view: LayerView) -> None:
-        """Run the merged layer on every prefix, and start one more prefix behind the expert's layer."""
-        _require_next(view, max(0, len(self.finals) - 1))
-        if view.layer.index == 1:
-            self.finals = [view.merged_out, view.expert_out]
-            return
-        # The merged path itself and the expert's prefix up to here are known from the walk already.
-        between = [view.crossed_layer(state) for state in self.finals[1:-1]]
-        self.finals = [view.merged_out, *between, view.crossed_out, view.expert_out]
+        """Run the merged layer on every prefix, and start one more prefix after the expert's layer."""
+        self.seen = view.layer.index
+        for prefix in range(1, self.seen - 1):
+            self.batch.put(self.file(prefix), view.crossed_layer(self.batch.get(self.file(prefix))))
+        if self.seen > 1:  # the expert's prefix up to here is known from the walk already
+            self.batch.put(self.file(self.seen - 1), view.crossed_out)
+        self.ends = view.merged_out, view.expert_out
+
+    def file(self, prefix: int) -> str:
+        """Return the name under which the batch holds what the expert's first `prefix` layers lead to."""
+        return f"prefix-{self.variant}-{prefix}"
+
+    def finals(self) -> list[State]:
+        """Return the feature after the last layer seen when the first l layers are the expert's, for every l."""
+        merged, expert = self.ends
+        return [merged, *(self.batch.get(self.file(prefix)) for prefix in range(1, self.seen)), expert]
 
     def shares(self) -> Tensor:
         """<c_l, e_L> per layer and sample, [L, n]; their sum over layers is |e_L|^2 to rounding."""
-        drift = subtract(self.finals[0], self.finals[-1])
-        steps = zip(self.finals, self.finals[1:], strict=False)
-        return torch.stack([inner(subtract(before, after), drift) for before, after in steps])
+        finals = self.finals()
+        drift = subtract(finals[0], finals[-1])
+        return torch.stack([inner(subtract(before, after), drift) for before, after in pairwise(finals)])
 
 
 @diagnostic(
@@ -355,35 +423,6 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
         }
         for at, group in enumerate(order)
     }
-
-
-def _require_next(view: LayerView, seen: int) -> None:
-    if view.reference != "expert" or view.layer.index != seen + 1:
-        raise ShapeError(
-            f"want layer {seen + 1} with reference 'expert', got layer {view.layer.index} with {view.reference!r}",
-            hint="Feed the views of one batch and one variant in the order of the walk.",
-        )
-
-
-def _item(stack: State, index: int) -> State:
-    return {name: leaf[index] for name, leaf in stack.items()}
-
-
-def _stacked(vectors: State, riders: list[State]) -> State:
-    """Riders behind the vectors, if there are any, along the first axis."""
-    last = {name: torch.stack([rider[name] for rider in riders]) for name in riders[0]}
-    return {name: torch.cat([leaf, last[name]]) for name, leaf in vectors.items()} or last
-
-
-def _random_like(state: State, seed: int, view: LayerView) -> State:
-    """Draw normal directions on the CPU, so on any device alike, for a layer and batch; they are zero on padding."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + view.start)
-    drawn = {
-        name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
-        for name, leaf in state.items()
-    }
-    masks = {name: mask for name in drawn if (mask := view.side.mask(name)) is not None}
-    return drawn | {name: drawn[name] * mask[..., None].to(drawn[name]) for name, mask in masks.items()}
 
 
 def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:

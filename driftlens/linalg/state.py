@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +25,12 @@ from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.linalg.fixed_weights import FixedWeights
-from driftlens.utils.errors import IncompatibleModelsError
+from driftlens.utils.errors import NotDifferentiableError
 
 State = dict[str, Tensor]
 
 TOGETHER = 4 << 20
-"""Bytes of vectors, over all nodes, up to which one pass takes all nodes: in small layers calls cost more than sums."""
+"""Bytes of vectors and covectors, over all nodes, up to which one pass takes all nodes: small layers wait for calls."""
 
 NODES = 8
 PANEL = 2.0
@@ -135,28 +135,31 @@ class PathJacobian:
     nodes: int
 
     def jvp(self, vector: State) -> State:
-        """A v for one state-shaped vector v."""
-        return {
-            name: leaf[0] for name, leaf in self.jvps({n: leaf[None] for n, leaf in vector.items()}).items()
-        }
-
-    def jvps(self, vectors: State) -> State:
-        """A v for several vectors at once, stacked along a new first axis; they share every undifferentiated pass."""
-        total: State = {}
-        with forward_mode_attention(), FixedWeights():
-            weights = (weight for _, weight in gauss_legendre(self.nodes))
-            for pushed, weight in zip(self._pushed(vectors), weights, strict=True):
-                _add(total, pushed, weight)
-        return total
+        """Return A v for one state-shaped vector v."""
+        return stack_item(self.products(stacked([vector]), {})[0], 0)
 
     def vjp(self, covector: State) -> State:
-        """A' u for one covector u, a state at the layer's output."""
-        total: State = {}
+        """Return A' u for one covector u, a state at the layer's output."""
+        return stack_item(self.products({}, stacked([covector]))[1], 0)
+
+    def products(self, vectors: State, covectors: State) -> tuple[State, State]:
+        """Return A v for several vectors and A' u for several covectors, each stacked along a new first axis.
+
+        All products share the undifferentiated pass at each node. Either stack may be empty.
+        """
+        nbytes = sum(leaf.nbytes for stack in (vectors, covectors) for leaf in stack.values())
+        nodes = gauss_legendre(self.nodes)
+        together = self.nodes if nbytes * self.nodes <= TOGETHER else 1
+        totals: tuple[State, State] = {}, {}
         with forward_mode_attention(), FixedWeights():
-            for t, weight in gauss_legendre(self.nodes):
-                pull = vjp(self._call, self._point(t))[1]
-                _add(total, pull(covector)[0], weight)
-        return total
+            for first in range(0, self.nodes, together):
+                some = nodes[first : first + together]
+                points = stacked([self._point(t) for t, _ in some])
+                products = vmap(self._products_at, in_dims=(0, None, None))(points, vectors, covectors)
+                for total, of_nodes in zip(totals, products, strict=True):
+                    for index, (_, weight) in enumerate(some):
+                        _add(total, stack_item(of_nodes, index), weight)
+        return totals
 
     def closure(self) -> Tensor:
         """|A (end - start) - (layer(end) - layer(start))| / |layer(end) - layer(start)|, a ratio of sums over samples.
@@ -167,17 +170,19 @@ class PathJacobian:
         change = self.jvp(subtract(self.end, self.start))
         return relative_error(change, exact)
 
-    def _pushed(self, vectors: State) -> Iterator[State]:
-        """J v at every node, for several vectors."""
-        points = (self._point(t) for t, _ in gauss_legendre(self.nodes))
-        if sum(leaf.nbytes for leaf in vectors.values()) * self.nodes > TOGETHER:
-            yield from (self._push(point, vectors) for point in points)
-            return
-        pushed = vmap(self._push, in_dims=(0, None))(_stacked(list(points)), vectors)
-        yield from ({name: leaf[index] for name, leaf in pushed.items()} for index in range(self.nodes))
+    def _products_at(self, point: State, vectors: State, covectors: State) -> tuple[State, State]:
+        """Return J v and J' u at one point."""
 
-    def _push(self, point: State, vectors: State) -> State:
-        return vmap(lambda v: jvp(self._call, (point,), (v,))[1])(vectors)
+        def push(point: State) -> tuple[State, State]:
+            outputs, pushed = vmap(lambda v: jvp(self._call, (point,), (v,)))(vectors)
+            return stack_item(outputs, 0), pushed  # outputs are the same for every vector
+
+        if not covectors:
+            return push(point)[1], {}
+        if not vectors:
+            return {}, vmap(vjp(self._call, point)[1])(covectors)[0]
+        _, pull, pushed = vjp(push, point, has_aux=True)
+        return pushed, vmap(pull)(covectors)[0]
 
     def _point(self, t: float) -> State:
         """The point at t on the segment, floating leaves alone."""
@@ -205,7 +210,7 @@ def forward_mode_attention() -> Iterator[None]:
             undifferentiable = ("vmap: ", "In order to use an autograd.Function")
             if not isinstance(error, NotImplementedError) and not first.startswith(undifferentiable):
                 raise
-            raise IncompatibleModelsError(
+            raise NotDifferentiableError(
                 f"a layer can't be differentiated: {first[:160]}",
                 hint="Phi-3.5-MoE's router asks for numbers, BLOOM's activation is a function of its own. "
                 "Leave its Jacobians out: "
@@ -213,8 +218,14 @@ def forward_mode_attention() -> Iterator[None]:
             ) from error
 
 
-def _stacked(states: list[State]) -> State:
+def stacked(states: Sequence[State]) -> State:
+    """Stack states along a new first axis."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def stack_item(stack: State, index: int) -> State:
+    """Return one state of a stack."""
+    return {name: leaf[index] for name, leaf in stack.items()}
 
 
 def _add(total: State, part: State, weight: float) -> None:

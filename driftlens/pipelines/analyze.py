@@ -38,7 +38,7 @@ from driftlens.experiment.resume import (
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.models.heads import is_of_vocabulary
-from driftlens.pipelines.attribution import adjoint_columns, attribution_of, group_rows
+from driftlens.pipelines.attribution import Explanation, attribution_of
 from driftlens.pipelines.drift import TaskDiagnosis, diagnose, stacked
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.runs import layout
@@ -346,15 +346,13 @@ class Phases:
                 )
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
-        explanation = attribution_of(self.study, task, variants, self.reporter)
+        explanation = self._attributed(self.study, task, variants)
         if explanation is None:
             return
         for warning in explanation.warnings:
             self.writer.warn(warning)
-        if explanation.adjoint:
-            self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
-        if explanation.groups:
-            self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
+        for notice in explanation.notices:
+            self.writer.notice(notice)
         if explanation.layers:
             self.writer.fill("samples", stacked(explanation.samples))
             # Last: by these rows it is known what is explained.
@@ -372,22 +370,22 @@ class Phases:
                 self.writer.fill(table, frame[names], columns)
 
     def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
-        """Add rows of `adjoint` or `groups`, by the nodes that the run's Jacobians have."""
-        study, layers = self.study, open_run(self.writer.folder).layers(task)
+        """Add rows of `adjoint` or `groups`; what else the attribution finds stays as the run has it."""
+        settings = self.study.settings
+        assert settings.jacobian is not None
+        jacobian = dataclasses.replace(settings.jacobian, spectral=False, prefix=False, random=False)
+        settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
+        self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
 
-        def rows_of(variant: str) -> list[dict[str, Any]]:
-            rows = layers[(layers["variant"] == variant) & layers["nodes"].notna()]
-            nodes = dict(zip(rows["layer"], rows["nodes"].astype(int), strict=True))
-            follow = adjoint_columns if option == "adjoint" else group_rows
-            return list(follow(study, task, variant, nodes))
-
-        for variant in self.reporter.track(
-            variants, "explain", lambda variant: f"{option} of task {task}, {variant}"
-        ):
-            rows = study.of_task(task, partial(rows_of, variant))
-            if rows:
-                frame = stacked(rows) if option == "adjoint" else pd.DataFrame(rows)
-                self.writer.append(_FOLLOWED[option], frame, replace=True)
+    def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
+        """Attribute the drift of variants and write the tables of options; None except in the main process."""
+        spill = self.writer.folder / layout.SCRATCH
+        explanation = attribution_of(study, task, variants, spill, self.reporter)
+        if explanation is not None and explanation.adjoint:
+            self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
+        if explanation is not None and explanation.groups:
+            self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
+        return explanation
 
 
 def _frames(diagnosis: TaskDiagnosis) -> dict[str, pd.DataFrame]:

@@ -73,6 +73,10 @@ class IncompatibleModelsError(DriftLensError, ValueError, exit_code=4):
     """The models differ in architecture, parameter names, shapes or kinds of number."""
 
 
+class NotDifferentiableError(IncompatibleModelsError, exit_code=4):
+    """A layer has no derivative that torch can compute."""
+
+
 class DataError(DriftLensError, ValueError, exit_code=4):
     """Images, labels or class names are missing, unreadable or contradict each other."""
 

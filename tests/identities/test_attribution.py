@@ -7,16 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
+from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
-from driftlens.utils.errors import ShapeError
+from tests.identities.carried import carried_forward, remainder, shares_carried, swapped, way_back
 from tests.quick import few
 from tests.zoo.cases import CASES, Family, family
 
 EXACT = JacobianSettings(nodes=4, max_nodes=32, tolerance=1e-7)
 # transformers computes nothing here: every case runs the adapter's own chain, in float64.
 TOLERANCE = 1e-6
+NODES = 16
 
 
 @pytest.fixture(params=few(CASES, ["hf_clip_vit", "masked_decoder", "encoder_decoder"]))
@@ -29,46 +30,47 @@ def views(models: Family, variant: str = "merged") -> list[LayerView]:
         return list(walk(models.pool, "a", [variant], models.batches))
 
 
-def followed(
-    models: Family, settings: JacobianSettings = EXACT
-) -> tuple[Contributions, PrefixSwaps, list[LayerView]]:
-    contributions, swaps = Contributions(settings), PrefixSwaps()
+def test_shares_of_one_way_back_are_those_carried_forward(models: Family) -> None:
     seen = views(models)
+    found = way_back(models, seen, JacobianSettings(nodes=NODES, max_nodes=NODES))
     with torch.no_grad():
-        for view in seen:
-            contributions.add(view)
-            swaps.add(view)
-    return contributions, swaps, seen
+        wanted = shares_carried(seen, NODES)
+    # Relative to the final drift: the same sums in another order, in float64.
+    torch.testing.assert_close(found.shares / found.energy, wanted / found.energy, rtol=1e-9, atol=1e-11)
+    assert len(found.shares) == len(models.chain.layers)
 
 
 def test_contributions_sum_to_the_final_drift_within_the_remainder(models: Family) -> None:
-    contributions, _, seen = followed(models)
+    seen = views(models)
+    found = way_back(models, seen, EXACT)
+    torch.testing.assert_close(found.shares.sum(dim=0), found.energy, rtol=TOLERANCE, atol=0)
     drift = decompose(seen[-1]).drift
-    assert relative_error(subtract(drift, contributions.remainder()), drift) <= TOLERANCE
-    shares = contributions.shares().sum(dim=0) + inner(contributions.remainder(), drift)
-    torch.testing.assert_close(shares, contributions.energy(), rtol=1e-10, atol=0)
-    assert len(contributions.shares()) == len(models.chain.layers)
+    with torch.no_grad():
+        assert norm(remainder(seen, NODES)).sum() <= TOLERANCE * norm(drift).sum()
 
 
 def test_the_last_contribution_is_the_heads_own_mismatch_and_not_carried(models: Family) -> None:
-    contributions, _, seen = followed(models)
-    mismatch = decompose(seen[-1]).local_mismatch
-    for name, leaf in mismatch.items():
-        assert torch.equal(contributions.vectors[name][-1], leaf)
+    seen = views(models)
+    with torch.no_grad():
+        last = carried_forward(seen, NODES)[-1]
+    split = decompose(seen[-1])
+    for name, leaf in split.local_mismatch.items():
+        assert torch.equal(last[name], leaf)
+    found = way_back(models, seen, EXACT).shares[-1]
+    torch.testing.assert_close(found, inner(split.local_mismatch, split.drift), rtol=1e-12, atol=1e-20)
 
 
 def test_prefix_swaps_telescope_exactly(models: Family) -> None:
-    contributions, swaps, _ = followed(models)
-    total = swaps.shares().sum(dim=0)
-    torch.testing.assert_close(total, contributions.energy(), rtol=1e-12, atol=1e-20)
-    assert len(swaps.shares()) == len(models.chain.layers)
+    seen = views(models)
+    shares, drift = swapped(seen).shares(), decompose(seen[-1]).drift
+    torch.testing.assert_close(shares.sum(dim=0), inner(drift, drift), rtol=1e-12, atol=1e-20)
+    assert len(shares) == len(models.chain.layers)
 
 
 def test_each_prefix_is_what_a_model_of_two_halves_gives(models: Family) -> None:
     """Independent of the bookkeeping: the expert's first l layers, then the merged ones, run one by one."""
-    _, swaps, _ = followed(models)
     state, side = models.chain.start(models.batches[0].inputs)
-    for prefix, found in enumerate(swaps.finals):
+    for prefix, found in enumerate(swapped(views(models)).finals()):
         hidden = state
         for layer in models.chain.layers:
             model = "expert:a" if layer.index <= prefix else "merged"
@@ -82,9 +84,10 @@ def test_small_drift_makes_both_splits_agree() -> None:
     gaps = []
     for shrink in (1.0, 0.1):
         models = shrunken(shrink)
-        contributions, swaps, _ = followed(models)
-        energy = contributions.energy().sum()
-        gaps.append(float((contributions.shares() - swaps.shares()).sum(dim=1).abs().max() / energy))
+        seen = views(models)
+        found = way_back(models, seen, EXACT)
+        gap = (found.shares - swapped(seen).shares()).sum(dim=1).abs().max()
+        gaps.append(float(gap / found.energy.sum()))
     assert gaps[1] < 0.2 * gaps[0]
 
 
@@ -111,33 +114,36 @@ def test_jacobian_error_catches_a_wrong_crossed_output(models: Family) -> None:
 
 
 def test_sensitivities_are_recorded_per_layer(models: Family) -> None:
-    contributions, _, seen = followed(models)
-    assert sorted(contributions.sensitivities) == list(range(2, len(models.chain.layers) + 1))
+    seen = views(models)
+    found = way_back(models, seen, EXACT)
+    sensitivities = found.pull_back.sensitivities
+    assert sorted(layer for _, layer in sensitivities) == list(range(2, len(models.chain.layers) + 1))
     for view in seen[1:]:
-        found = contributions.sensitivities[view.layer.index]
-        torch.testing.assert_close(found.size, norm(decompose(view).propagation))
-        assert (
-            float(found.error.sum() / found.size.sum()) <= EXACT.tolerance or found.nodes == EXACT.max_nodes
-        )
+        of_layer = sensitivities["merged", view.layer.index]
+        torch.testing.assert_close(of_layer.size, norm(decompose(view).propagation))
+        assert found.error(view.layer.index) <= EXACT.tolerance or of_layer.nodes == EXACT.max_nodes
 
 
 def test_nodes_rise_until_the_tolerance_is_met_or_the_limit_reached() -> None:
     models = family(CASES["open_clip_vit"], n=3, batch_size=3)
-    loose, _, _ = followed(models, JacobianSettings(nodes=1, max_nodes=32, tolerance=0.5))
-    strict, _, _ = followed(models, JacobianSettings(nodes=1, max_nodes=32, tolerance=1e-10))
-    capped, _, _ = followed(models, JacobianSettings(nodes=1, max_nodes=2, tolerance=1e-30))
-    for layer in (2, 3, 4):
-        assert loose.sensitivities[layer].nodes <= strict.sensitivities[layer].nodes
-    assert {found.nodes for found in capped.sensitivities.values()} == {2}
-    assert max(found.nodes for found in strict.sensitivities.values()) > 2
+
+    def nodes(settings: JacobianSettings) -> list[int]:
+        found = way_back(models, views(models), settings).pull_back.sensitivities
+        return [found["merged", layer].nodes for layer in (2, 3, 4)]
+
+    loose = nodes(JacobianSettings(nodes=1, max_nodes=32, tolerance=0.5))
+    strict = nodes(JacobianSettings(nodes=1, max_nodes=32, tolerance=1e-10))
+    assert all(few <= many for few, many in zip(loose, strict, strict=True)) and max(strict) > 2
+    assert nodes(JacobianSettings(nodes=1, max_nodes=2, tolerance=1e-30)) == [2, 2, 2]
 
 
 @pytest.mark.slow
 def test_spectral_norm_bounds_every_gain() -> None:
     models = family(CASES["open_clip_vit"], n=3, batch_size=3)
-    contributions, _, seen = followed(models, JacobianSettings(spectral=True))
+    seen = views(models)
+    sensitivities = way_back(models, seen, JacobianSettings(spectral=True)).pull_back.sensitivities
     for view in seen[1:]:
-        found = contributions.sensitivities[view.layer.index]
+        found = sensitivities["merged", view.layer.index]
         along = norm(decompose(view).propagation) / norm(subtract(view.merged_in, view.expert_in))
         assert (found.spectral_norm >= along * (1 - 1e-3)).all()
         assert (found.spectral_norm >= found.random_gain * (1 - 1e-6)).all()
@@ -145,19 +151,8 @@ def test_spectral_norm_bounds_every_gain() -> None:
 
 
 def test_without_drift_every_share_is_zero(models: Family) -> None:
-    contributions, swaps = Contributions(EXACT), PrefixSwaps()
-    with torch.no_grad():
-        for view in views(models, variant="expert:a"):
-            contributions.add(view)
-            swaps.add(view)
-    assert contributions.energy().sum() == 0
-    assert contributions.shares().abs().sum() == 0
-    assert swaps.shares().abs().sum() == 0
-
-
-def test_views_out_of_order_are_refused() -> None:
-    seen = views(family(CASES["open_clip_vit"], n=3, batch_size=3))
-    with pytest.raises(ShapeError, match="want layer 1"):
-        Contributions().add(seen[1])
-    with pytest.raises(ShapeError, match="'merged'"):
-        PrefixSwaps().add(dataclasses.replace(seen[0], reference="merged"))
+    seen = views(models, variant="expert:a")
+    found = way_back(models, seen, EXACT)
+    assert found.energy.sum() == 0
+    assert found.shares.abs().sum() == 0
+    assert swapped(seen).shares().abs().sum() == 0

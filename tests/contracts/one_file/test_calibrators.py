@@ -20,10 +20,10 @@ from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.config import load_spec
 from driftlens.config.requests import AnalysisRequest
-from driftlens.diagnostics.attribution import Contributions, JacobianSettings
+from driftlens.diagnostics.attribution import JacobianSettings, PullBack
 from driftlens.engine.walk import decompose, walk
 from driftlens.experiment.resume import reopened
-from driftlens.linalg.state import norm, subtract
+from driftlens.linalg.state import norm, stacked, subtract
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.validate import preflight
@@ -180,16 +180,21 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
     assert {*pool.variant("calibrated:toy").attachments} == {*TASKS}
     pool.dtype = torch.float64
     samples = study.tasks[task].diagnosis
-    contributions = Contributions(JacobianSettings(nodes=16, max_nodes=32, tolerance=1e-10))
+    settings = JacobianSettings(nodes=16, max_nodes=32, tolerance=1e-10)
+    pull_back = PullBack(pool, task, ["calibrated:toy"], settings)
     finals = None
     with torch.no_grad():
         for view in walk(pool, task, ["calibrated:toy"], samples.batches(0, 3)):
             split = decompose(view)
             rest = subtract(subtract(split.drift, split.local_mismatch), split.propagation)
             assert float(norm(rest).max()) <= 1e-12 * float(norm(split.drift).max())
-            contributions.add(view)
+            pull_back.add(view)
             finals = view.merged_out
-    for found in contributions.sensitivities.values():
+        ((start, batch),) = pull_back.batches.items()
+        drift = pull_back.final_drift(batch, "calibrated:toy")
+        for _ in pull_back.steps({(start, "calibrated:toy"): stacked([drift])}):
+            pass
+    for found in pull_back.sensitivities.values():
         assert float(found.error.sum() / found.size.sum()) < 1e-6, "p = A e with the attachment inside A"
     stored = np.asarray(run.features(task, "calibrated:toy", layer="final")[:3], dtype=np.float64)
     assert finals is not None

@@ -171,7 +171,7 @@ class Step:
 
     Attributes:
         routes: of a mixture of experts, where tokens of the crossed pass went: A is taken along them.
-        expert_in: the expert's features before the layer; `merged_in` the variant's. Empty at the first layer.
+        expert_in: the expert's features before the layer; `merged_in` the variant's.
         local_mismatch: m, and with the jumps of tokens that go elsewhere, see `smooth_split`.
         jump: those jumps alone; empty where tokens have no routes.
         propagation: p = e - m.
@@ -281,6 +281,8 @@ class PullBack:
         batch, split, layer = self.batches[view.start], smooth_split(view), view.layer.index
         if view.variant == self.variants[0]:
             batch.put(f"expert-{layer}", view.expert_out)
+            if layer == 1:
+                batch.put("expert-0", view.expert_in)
         batch.put(f"merged-{view.variant}-{layer}", view.merged_out)
         batch.put(f"mismatch-{view.variant}-{layer}", split.local_mismatch)
         if view.routes:
@@ -339,8 +341,8 @@ class PullBack:
             batch=batch,
             layer_map=layer_map,
             routes=routes,
-            expert_in=batch.get(f"expert-{before}") if before else {},
-            merged_in=batch.get(f"merged-{variant}-{before}") if before else {},
+            expert_in=batch.get(f"expert-{before}"),
+            merged_in=batch.get(f"merged-{variant}-{before}" if before else "expert-0"),
             local_mismatch=mismatch,
             jump=batch.get(names["jump"]) if routes else {},
             propagation=subtract(drift, mismatch),

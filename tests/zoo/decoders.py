@@ -308,7 +308,7 @@ def families(*fast: str, some: Collection[str] | None = None) -> list[Any]:
             marks=[
                 pytest.mark.family(name.partition(",")[0]),
                 *paced(name, fast, some),
-                *([pytest.mark.shows(attribution="refused by name")] if name in UNDIFFERENTIABLE else []),
+                *([pytest.mark.shows(attribution="prefix swaps")] if name in UNDIFFERENTIABLE else []),
             ],
         )
         for name, config in (CONFIGS | MORE | MIXTURES).items()

@@ -50,7 +50,7 @@ class Family:
         shows = pytest.mark.shows(
             "drift",
             live=live,
-            attribution="yes" if self.is_smooth else "refused by name",
+            attribution="yes" if self.is_smooth else "prefix swaps",
             sites=f"{share} of a tiny model's blocks",
         )
         family = pytest.mark.family(name.partition(" by ")[0])

@@ -190,11 +190,6 @@ class SampleSet:
         return len(self) * (1 + (0 if self.views is None else self.views.count))
 
     @property
-    def num_batches(self) -> int:
-        """The number of batches; the last one may be smaller."""
-        return -(-len(self.ids) // self.at_once)
-
-    @property
     def at_once(self) -> int:
         """The size of batches where memory bears it, else less."""
         return fitting_batch(self.batch_size)

@@ -365,13 +365,6 @@ def smooth_split(view: LayerView) -> Split:
     return Split(split.drift, added(split.local_mismatch, jump), subtract(split.propagation, jump))
 
 
-def smooth_layer(view: LayerView) -> Callable[[State], State]:
-    """The crossed layer as a map that can be differentiated, see `smooth_split`."""
-    if view.variant_along is None:
-        return view.crossed_layer
-    return partial(view.variant_along, routes=view.routes["crossed"].given())
-
-
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     """What one layer does to the drift of each sample.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, PullBack
-from driftlens.engine.walk import FeatureStore, LayerView, WaitingBatch, smooth_layer, smooth_split
+from driftlens.engine.walk import FeatureStore, LayerView, WaitingBatch, smooth_split
 from driftlens.linalg.state import PathJacobian, State, inner, norm, stacked, subtract
 from tests.zoo.cases import Family
 
@@ -19,7 +20,10 @@ def carried_forward(views: Sequence[LayerView], nodes: int) -> list[State]:
     vectors: list[State] = []
     for view in views:
         if vectors:
-            operator = PathJacobian(smooth_layer(view), view.expert_in, view.merged_in, nodes)
+            layer = view.crossed_layer
+            if view.variant_along is not None:
+                layer = partial(view.variant_along, routes=view.routes["crossed"].given())
+            operator = PathJacobian(layer, view.expert_in, view.merged_in, nodes)
             pushed, _ = operator.products(stacked(vectors), {})
             vectors = [{name: leaf[i] for name, leaf in pushed.items()} for i in range(len(vectors))]
         vectors.append(smooth_split(view).local_mismatch)

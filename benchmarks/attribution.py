@@ -1,56 +1,127 @@
-"""What contributions cost, in bare forward passes."""
+"""What attribution costs, in bare forward passes: of ViT-B/32 shape, and of decoders of growing depth.
+
+Prefix swaps are counted apart: they run every later layer on each prefix, so they grow with the square of the depth.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from time import process_time
 
 import torch
 
 from benchmarks.models import images, vit_b32_pool
-from benchmarks.timing import seconds_of
+from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
+from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, PullBack
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, walk
+from driftlens.linalg.state import stacked
+from driftlens.models.architectures.causal import causal_chain
 from driftlens.pipelines.attribution import BATCH
 
 IMAGES = 32
-BARE = 5
+ROUNDS = 3
+DEPTHS = (14, 32, 64)
 SETTINGS = JacobianSettings(nodes=4, max_nodes=4, random=False)
 
 
 @torch.no_grad()
 def run(device: str) -> str:
-    """Time of contributions as forward vectors (4 nodes), of random directions and of the prefix split."""
-    pool = vit_b32_pool(1, device)
+    """Return CPU time of one pull-back (4 nodes), of random directions and of prefix swaps, in bare forward passes."""
+    costs = _costs(vit_b32_pool(1, device), images(IMAGES, batch_size=BATCH))
+    whole = costs["attribution"]
+    lines = [
+        f"attribution, ViT-B/32 shape, {IMAGES} images, {SETTINGS.nodes} nodes: {whole:.1f} bare forwards (wanted: at "
+        f"most 15); apart: random directions {costs['with random'] - whole:.1f}, prefix swaps {costs['prefixes']:.1f}"
+    ]
+    seconds = {}
+    for depth in DEPTHS:
+        pool, batches = _decoder(depth, device)
+        costs = _costs(pool, batches)
+        seconds[depth] = costs["attribution"] * costs["bare seconds"]
+        lines.append(f"decoder of {depth} blocks: {costs['attribution']:.1f} bare forwards")
+    lines.append(f"64 blocks against 32: {seconds[64] / seconds[32]:.2f} times (wanted: at most 2.2)")
+    return "\n".join(lines)
 
-    def follow(make: Callable[[], Contributions | PrefixSwaps], batch: Batch) -> None:
-        follower = make()
-        for view in walk(pool, "a", ["merged"], [batch]):
-            follower.add(view)
 
-    def bare(batch: Batch) -> None:
-        for _ in forward(pool, "merged", [batch]):
+def _decoder(depth: int, device: str) -> tuple[ModelPool, list[Batch]]:
+    """Return a random Llama of this depth with one expert, and texts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    modules = {}
+    for seed, name in enumerate(("expert:a", "merged")):
+        torch.manual_seed(seed)
+        modules[name] = LlamaForCausalLM(config).eval().to(device)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (IMAGES, 64), generator=generator)
+    batches = [
+        Batch(at, at + BATCH, {"input_ids": tokens[at : at + BATCH].to(device)})
+        for at in range(0, IMAGES, BATCH)
+    ]
+    skeleton = modules["expert:a"]
+    pool = ModelPool(
+        causal_chain(skeleton, batches[0].inputs)[0],
+        skeleton,
+        {name: module_source(module, name) for name, module in modules.items()},
+        device=torch.device(device),
+        dtype=torch.float32,
+        modules=modules,
+    )
+    return pool, batches
+
+
+def _costs(pool: ModelPool, batches: list[Batch]) -> dict[str, float]:
+    """Return the CPU time of each candidate over that of a bare forward pass, in interleaved rounds."""
+
+    def bare() -> None:
+        for _ in forward(pool, "merged", batches):
             pass
 
-    candidates: dict[str, Callable[[], Contributions | PrefixSwaps]] = {
-        "contributions": lambda: Contributions(SETTINGS),
-        "with random": lambda: Contributions(replace(SETTINGS, random=True)),
-        "prefixes": PrefixSwaps,
+    candidates: dict[str, Callable[[], None]] = {
+        "attribution": partial(_pull_back, pool, batches, SETTINGS),
+        "with random": partial(_pull_back, pool, batches, replace(SETTINGS, random=True)),
+        "prefixes": partial(_swap, pool, batches),
+        "bare seconds": bare,
     }
-    # torch.func compiles its rules on first use; one sample is enough for that.
-    follow(lambda: Contributions(SETTINGS), images(1, batch_size=1)[0])
-    seconds: dict[str, float] = defaultdict(float)
-    for batch in images(IMAGES, batch_size=BATCH):
-        # A batch takes seconds, a forward pass a fraction of one: both means, in turn, so that neither is favoured.
-        for name, make in candidates.items():
-            seconds["bare"] += seconds_of(partial(bare, batch), times=BARE) / len(candidates)
-            seconds[name] += seconds_of(partial(follow, make, batch))
-    ratios = {name: seconds[name] / seconds["bare"] for name in candidates}
-    return (
-        f"contributions, ViT-B/32 shape, {IMAGES} images, {SETTINGS.nodes} nodes: {seconds['contributions']:.1f} s, "
-        f"{ratios['contributions']:.1f} bare forwards (wanted: at most 40); apart: random directions "
-        f"{ratios['with random'] - ratios['contributions']:.1f}, prefix split {ratios['prefixes']:.1f}"
-    )
+    _pull_back(pool, batches[:1], SETTINGS)  # torch.func compiles its rules on first use
+    seconds = dict.fromkeys(candidates, 0.0)
+    for _ in range(ROUNDS):
+        for name, work in candidates.items():
+            started = process_time()
+            work()
+            seconds[name] += process_time() - started
+    whole = seconds.pop("bare seconds")
+    return {name: value / whole for name, value in seconds.items()} | {"bare seconds": whole / ROUNDS}
+
+
+def _pull_back(pool: ModelPool, batches: list[Batch], settings: JacobianSettings) -> None:
+    pull_back = PullBack(pool, "a", ["merged"], settings)
+    for view in walk(pool, "a", ["merged"], batches):
+        pull_back.add(view)
+    drifts = {
+        (start, "merged"): stacked([pull_back.final_drift(batch, "merged")])
+        for start, batch in pull_back.batches.items()
+    }
+    for step in pull_back.steps(drifts):
+        step.parts()
+
+
+def _swap(pool: ModelPool, batches: list[Batch]) -> None:
+    swaps: dict[int, PrefixSwaps] = {}
+    pull_back = PullBack(pool, "a", ["merged"])
+    for view in walk(pool, "a", ["merged"], batches):
+        pull_back.add(view)
+        swaps.setdefault(view.start, PrefixSwaps(pull_back.batches[view.start], "merged")).add(view)
+    for swap in swaps.values():
+        swap.shares()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,14 +175,15 @@ class PathJacobian:
         """Return J v and J' u at one point."""
 
         def push(point: State) -> tuple[State, State]:
-            outputs, pushed = vmap(lambda v: jvp(self._call, (point,), (v,)))(vectors)
-            return stack_item(outputs, 0), pushed  # outputs are the same for every vector
+            pair: Any = vmap(lambda v: jvp(self._call, (point,), (v,)))(vectors)
+            return stack_item(pair[0], 0), pair[1]  # outputs are the same for every vector
 
         if not covectors:
             return push(point)[1], {}
         if not vectors:
             return {}, vmap(vjp(self._call, point)[1])(covectors)[0]
-        _, pull, pushed = vjp(push, point, has_aux=True)
+        with_products: Any = vjp(push, point, has_aux=True)
+        _, pull, pushed = with_products
         return pushed, vmap(pull)(covectors)[0]
 
     def _point(self, t: float) -> State:

@@ -126,8 +126,8 @@ def _explained(
             explanation.samples.append(key | {"sample_id": ids, "final_share": final_shares[layer - 1]})
         explanation.warnings += _unconverged(settings, task, variant, rows)
         if traced.parts and "adjoint" in study.settings.options:
-            key = {"task": task, "variant": variant}
-            explanation.adjoint += _adjoint_columns(key, ids, targets[variant], traced.parts[variant])
+            of_variant = {"task": task, "variant": variant}
+            explanation.adjoint += _adjoint_columns(of_variant, ids, targets[variant], traced.parts[variant])
     explanation.groups += [{"task": task, **row} for row in traced.groups]
     return explanation
 

@@ -18,7 +18,7 @@ from torch.func import vjp, vmap
 
 from driftlens.engine.pool import LayerMap, ModelPool
 from driftlens.engine.sites import GROUPS, parameter_groups
-from driftlens.engine.walk import FeatureStore, LayerView, WaitingBatch, decompose, smooth_split
+from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, decompose, smooth_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
@@ -180,7 +180,7 @@ class Step:
 
     layer: Layer
     variant: str
-    batch: WaitingBatch
+    batch: CachedBatch
     layer_map: LayerMap
     routes: Routes | None
     expert_in: State
@@ -269,7 +269,7 @@ class PullBack:
     settings: JacobianSettings = field(default_factory=JacobianSettings)
     store: FeatureStore = field(default_factory=FeatureStore)
     file_prefix: str = ""
-    batches: dict[int, WaitingBatch] = field(default_factory=dict, init=False)
+    batches: dict[int, CachedBatch] = field(default_factory=dict, init=False)
     sensitivities: dict[tuple[str, int], LayerSensitivity] = field(default_factory=dict, init=False)
     _routes: dict[tuple[str, int, int], Routes] = field(default_factory=dict, init=False)
 
@@ -277,7 +277,9 @@ class PullBack:
         """Keep the features after a layer, and its local mismatch."""
         if view.start not in self.batches:
             name = f"{self.file_prefix}{view.start}"
-            self.batches[view.start] = WaitingBatch(self.store, name, view.side, view.start, view.stop)
+            self.batches[view.start] = CachedBatch(
+                self.store, self.task, name, view.side, view.start, view.stop
+            )
         batch, split, layer = self.batches[view.start], smooth_split(view), view.layer.index
         if view.variant == self.variants[0]:
             batch.put(f"expert-{layer}", view.expert_out)
@@ -290,12 +292,12 @@ class PullBack:
             jump = subtract(split.local_mismatch, decompose(view).local_mismatch)
             batch.put(f"jump-{view.variant}-{layer}", jump)
 
-    def ends(self, batch: WaitingBatch, variant: str) -> tuple[State, State]:
+    def ends(self, batch: CachedBatch, variant: str) -> tuple[State, State]:
         """Return the final features of the expert and a variant on one batch."""
         last = len(self.pool.chain.layers)
         return batch.get(f"expert-{last}"), batch.get(f"merged-{variant}-{last}")
 
-    def final_drift(self, batch: WaitingBatch, variant: str) -> State:
+    def final_drift(self, batch: CachedBatch, variant: str) -> State:
         """Return e_L, the covector whose parts over |e_L|^2 are the shares of the final drift."""
         expert, merged = self.ends(batch, variant)
         return subtract(merged, expert)
@@ -309,8 +311,6 @@ class PullBack:
         covectors, first = dict(covectors), next(iter(self.batches))
         for layer in reversed(self.pool.chain.layers):
             maps = {name: self.pool.layer_map(name, layer, self.task) for name in self.variants}
-            if layer.index > 1:
-                self.pool.expect(self.variants, layer.index - 1)
             nodes = self.settings.nodes
             for start, batch in self.batches.items():
                 for variant in self.variants:
@@ -328,7 +328,7 @@ class PullBack:
             maps.clear()  # before the next layer is read
 
     def _step(
-        self, layer: Layer, variant: str, batch: WaitingBatch, layer_map: LayerMap, covectors: State
+        self, layer: Layer, variant: str, batch: CachedBatch, layer_map: LayerMap, covectors: State
     ) -> Step:
         names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
         mismatch = batch.get(names["mismatch"])
@@ -364,7 +364,7 @@ class PrefixSwaps:
     nonlinearity.
     """
 
-    batch: WaitingBatch
+    batch: CachedBatch
     variant: str
     seen: int = field(default=0, init=False)
     ends: tuple[State, State] = field(default=({}, {}), init=False)

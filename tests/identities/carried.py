@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, PullBack
-from driftlens.engine.walk import FeatureStore, LayerView, WaitingBatch, smooth_split
+from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, smooth_split
 from driftlens.linalg.state import PathJacobian, State, inner, norm, stacked, subtract
 from tests.zoo.cases import Family
 
@@ -85,7 +85,7 @@ def way_back(
 def swapped(views: Sequence[LayerView]) -> PrefixSwaps:
     """Prefix swaps of one batch and variant."""
     swaps = PrefixSwaps(
-        WaitingBatch(FeatureStore(), "", views[0].side, views[0].start, views[0].stop), views[0].variant
+        CachedBatch(FeatureStore(), "", "", views[0].side, views[0].start, views[0].stop), views[0].variant
     )
     with torch.no_grad():
         for view in views:

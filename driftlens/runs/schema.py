@@ -213,7 +213,11 @@ LAYERS = Table(
         ),
         *_asked(
             "jacobian",
-            _pure("jacobian_error", "|p - A e| / |p|, A being the path-averaged Jacobian.", "higher"),
+            _pure(
+                "jacobian_error",
+                "|p - A e| / |p|, A being the path-averaged Jacobian; of up to 8 samples.",
+                "higher",
+            ),
             _count("nodes", "nodes", "Quadrature nodes behind A."),
             _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
         ),
@@ -223,7 +227,10 @@ LAYERS = Table(
             _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
         ),
         *_asked(
-            "jacobian", _pure("random_gain_mean", "Mean gain of A on random directions, for comparison.")
+            "jacobian",
+            _pure(
+                "random_gain_mean", "Mean gain of A on random directions, for comparison; of up to 8 samples."
+            ),
         ),
         *_asked(
             "cka", _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0))

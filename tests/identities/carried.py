@@ -69,11 +69,11 @@ def way_back(
     views: Sequence[LayerView],
     settings: JacobianSettings,
     covectors: Sequence[State] = (),
-    task: str = "a",
+    store: FeatureStore | None = None,
 ) -> WayBack:
     """Pull the final drift, and then other covectors, back through all layers of one batch and variant."""
     variant = views[0].variant
-    pull_back = PullBack(models.pool, task, [variant], settings)
+    pull_back = PullBack(models.pool, "a", [variant], settings, store or FeatureStore())
     for view in views:
         pull_back.add(view)
     ((start, batch),) = pull_back.batches.items()

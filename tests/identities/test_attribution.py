@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.walk import LayerView, decompose, walk
+from driftlens.engine.walk import FeatureStore, LayerView, decompose, walk
 from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
 from tests.identities.carried import carried_forward, remainder, shares_carried, swapped, way_back
 from tests.quick import few
@@ -156,3 +157,14 @@ def test_without_drift_every_share_is_zero(models: Family) -> None:
     assert found.energy.sum() == 0
     assert found.shares.abs().sum() == 0
     assert swapped(seen).shares().abs().sum() == 0
+
+
+def test_what_goes_to_disk_gives_the_same_shares(tmp_path: Path) -> None:
+    models = family(CASES["encoder_decoder"], n=3, batch_size=3)
+    seen = views(models)
+    kept = way_back(models, seen, EXACT)
+    with FeatureStore(0, tmp_path / "spilled") as store:
+        stored = way_back(models, seen, EXACT, store=store)
+        assert len(list((tmp_path / "spilled").iterdir())) > len(models.chain.layers)
+        assert torch.equal(stored.parts, kept.parts)
+    assert not (tmp_path / "spilled").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,9 +98,7 @@ def compare_merges(
     compared = []
     for name in ("base", "merged"):
         if name in study.pool:
-            compared.append(
-                _Compared(NamedMethod(name, "", {}), attempt(lambda model=name: scorer.of(model)))
-            )
+            compared.append(_Compared(NamedMethod(name, "", {}), attempt(partial(scorer.of, name))))
     quiet, visible = Reporter(cancel=context.cancel), study.blinded(shown)
     with temporary_folder() as folder:
         for done, merge in enumerate(merges):

@@ -237,10 +237,10 @@ def _statistics(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]
 def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
     """Return what a merge method holds beside the merged model: tensors, whole models, and moments."""
     headers, num_tasks = sizes.source.headers, len(study.tasks)
-    sizes = [torch.Size(header.shape).numel() for header in headers.values()]
+    numbers = [torch.Size(header.shape).numel() for header in headers.values()]
     # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
-    largest = min(max(sizes), PIECE) if method.reads == "entry" else max(sizes)
-    needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(sizes))
+    largest = min(max(numbers), PIECE) if method.reads == "entry" else max(numbers)
+    needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(numbers))
     if method.reads_moments:
         squares = []
         for layer in study.pool.chain.layers:

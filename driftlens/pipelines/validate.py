@@ -153,7 +153,7 @@ def preflight(
     if calibration is not None:
         settings = checks.attempt(
             "calibration",
-            lambda: opening.calibration_settings(spec),
+            lambda: opening.calibration_settings(spec) or {},
             lambda found: f"{calibration.method}: " + ", ".join(f"{name} {found[name]}" for name in found),
         )
     # The sites of a calibration that is refused are unknown; those of the default one are not.
@@ -163,8 +163,9 @@ def preflight(
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and not checks.problems:
         study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
-        for task in () if study is None else study.tasks:
-            _check_adapters(study, task, checks)
+        if study is not None:
+            for task in study.tasks:
+                _check_adapters(study, task, checks)
         if study is not None and not checks.problems:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites

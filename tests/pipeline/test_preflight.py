@@ -31,6 +31,13 @@ def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) 
     assert {"base", "expert of flowers", "expert of shapes", "data of shapes", "head of flowers"} <= subjects
 
 
+def test_a_merge_that_reads_moments_needs_memory_for_them(world: World) -> None:
+    plain, moments = (check(world.spec(merge={"method": method})) for method in ("average", "regmean"))
+    assert not moments.problems, moments.text()
+    needed = [result.needs["analyze"].memory.get("merging", 0) for result in (plain, moments)]
+    assert needed[1] > needed[0]
+
+
 @pytest.mark.parametrize("form", ["open_clip", "hf"])
 def test_real_checkpoints_have_no_problems(real: Path, form: str) -> None:
     tasks = ["clothing10", "sign_digits"]

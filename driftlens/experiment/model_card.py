@@ -1,4 +1,7 @@
-"""The card that travels with a merged or calibrated model: what it was made from, how, and how well it does."""
+"""Model cards of merged and calibrated models: sources, settings and scores.
+
+Entry points: `model_card` for a calibration, `merge_card` for a merge that was not measured.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
@@ -85,10 +89,10 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     judgement = verdict(run, name)
     tasks = task_sheet(run, judgement)
     parents = {model: entry for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
-    models = [(model, _shown(entry.source), _code(entry.digest)) for model, entry in parents.items()]
-    models.append((variant, "this model", _code(manifest.models[variant].digest)))
+    models = [(model, _shown(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()]
+    models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
-    samples = [(task, count, _code(digests[task])) for task, count in info.samples.items()]
+    samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
     known_by = "contents" if is_live(manifest) else "ids"  # of live objects nobody but their content knows
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
@@ -156,7 +160,7 @@ def merge_card(
 
 
 def renew_cards(run: DriftRun) -> None:
-    """Write the cards that lie in a run again, as scores were attached to it since."""
+    """Write the cards of a run again, after scores were attached to it."""
     from driftlens.runs.writer import attach
 
     for name in run.manifest.calibrations:
@@ -167,7 +171,7 @@ def renew_cards(run: DriftRun) -> None:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
+    """Escape text for Markdown and HTML, on one line."""
     return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
 
 
@@ -197,7 +201,7 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
 
 @functools.cache
 def _template() -> jinja2.Template:
-    """Of a card; whatever it shows is escaped, but for `Markup`."""
+    """Load the template of a card; everything but `Markup` is escaped."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -221,7 +225,7 @@ def _rendered(
     results: Sequence[EvalResult] = (),
     **shown: Any,
 ) -> str:
-    """A card; the Hub knows no other parents than its own models, and of paths only the last part is shown."""
+    """Render a card; only models of the Hub become its parents, and of paths only the last part is shown."""
     (library, pipeline), (license_said, left_out) = _hub_terms(architecture), _licenses(origins)
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
     front = ModelCardData(
@@ -243,7 +247,7 @@ def _rendered(
 
 
 def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Library and task of a saved folder; of runs that don't say what it is, by their loader."""
+    """Return library and task of a saved folder; of runs that don't record its class, by their loader."""
     loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
     if EMBEDDED in architecture:
         return "sentence-transformers", _SIMILARITY
@@ -274,7 +278,7 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
 
 
 def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The base's license in the Hub's terms unless an expert states another one, and a sentence on those left out."""
+    """Return the base's license unless an expert states another one, and a sentence on those left out."""
     stated = {model: terms for model, origin in origins.items() if (terms := _license(origin))}
     base = stated.get("base", {})
     if all(terms == base for terms in stated.values()):
@@ -284,20 +288,17 @@ def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _license(origin: str) -> dict[str, Any]:
-    folder = library_folder(origin)
-    card = None if folder is None else folder / "README.md"
-    if card is None or not card.is_file():
-        return {}
-    try:
-        stated = metadata_load(card) or {}
-    except Exception:  # somebody's file: whatever is wrong with it, it states no license
-        return {}
+    folder, stated = library_folder(origin), None
+    if folder is not None and (card := folder / "README.md").is_file():
+        with suppress(Exception):  # an untrusted file: whatever is wrong with it, it states no license
+            stated = metadata_load(card)
+    stated = stated or {}
     terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
     return terms if "license" in terms and all(isinstance(value, str) for value in terms.values()) else {}
 
 
 def _measured(run: DriftRun, name: str) -> list[EvalResult]:
-    """Scores on test samples as the Hub lists results; none with attachments, which whoever loads the weights lacks."""
+    """Return scores on test samples as the Hub lists results; none with attachments, which saved weights lack."""
     import pandas as pd
 
     from driftlens.runs.external_scores import TOOLS, tool_of
@@ -334,7 +335,7 @@ def _measured(run: DriftRun, name: str) -> list[EvalResult]:
 
 
 def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """What was merged and calibrated, and how."""
+    """Yield what was merged and calibrated, and how."""
     info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
     parameters = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
     merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
@@ -356,7 +357,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
 
 
 def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """Which modules were solved for, and how much repair of earlier modules the data supported where there was any."""
+    """Yield the calibrated modules, and how much repair of earlier modules the data supported."""
     rows = run.calibration(name)
     solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
     if solved.empty:  # a trained calibrator solves for none
@@ -378,7 +379,7 @@ def _spec(run: DriftRun) -> Mapping[str, Any]:
 
 
 def _attached(run: DriftRun, name: str) -> Rows:
-    """What another tool has measured of the models that the card is about; empty without."""
+    """Return scores of other tools for the card's models; empty without."""
     rows = run.accuracy()
     is_shown = rows["variant"].isin(["base", "merged", calibrated(name)])
     rows = rows[is_shown & rows["metric"].str.startswith(ATTACHED)].sort_values(
@@ -395,10 +396,6 @@ def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(key, setting_text(value)) for key, value in settings.items()]
 
 
-def _code(digest: str) -> Markup:
-    return Markup(f"`{digest}`")
-
-
 def _listed_versions(installed: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {installed[name]}" for name in _SHOWN_VERSIONS if name in installed)
 
@@ -408,7 +405,7 @@ def _shown(origin: str) -> str:
 
 
 def _hub_id(origin: str) -> str:
-    """The model of the Hub that `origin` is, or a copy of in the Hub's cache; empty where it is neither."""
+    """Return the Hub id of `origin`, or of the model in the Hub's cache that it is; else an empty text."""
     parts = pathlib.PurePath(origin).parts
     cached = next((part for part in parts if part.startswith("models--")), "")
     name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")
@@ -416,7 +413,6 @@ def _hub_id(origin: str) -> str:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """Layer indices as 2 to 13, or listed where they are not consecutive."""
-    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]} to {layers[-1]}"
-    return ", ".join(map(str, layers))
+    """Return layer indices as 2 to 13, or listed where they are not consecutive."""
+    is_range = len(layers) > 2 and [*layers] == [*range(layers[0], layers[-1] + 1)]
+    return f"{layers[0]} to {layers[-1]}" if is_range else ", ".join(map(str, layers))

@@ -1,4 +1,4 @@
-"""Everything one analysis looks at, opened and checked: models side by side, samples, heads, settings."""
+"""The input of one analysis, opened and checked: models, samples, heads, settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """One task's samples and score map.
+    """The samples and score map of one task.
 
     Attributes:
         test: what accuracy is measured on; None when the data has no labels or no classes are known.
@@ -60,7 +60,7 @@ class TaskSamples:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an analysis computes beyond the drift itself.
+    """The settings of an analysis.
 
     Attributes:
         stored_layers: whose rows and features are kept (stem and head always are).
@@ -112,12 +112,12 @@ class Study:
         return self.team.at(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
-        """The score map of a variant for a task; the expert's own for any other name."""
+        """Return the score map of a variant for a task; the expert's own for any other name."""
         data = self.tasks[task]
         return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
 
     def asked(self, task: str) -> Asked:
-        """A task's calibration samples before its expert's score map, which it must have."""
+        """Return a task's calibration samples with its expert's score map, which it must have."""
         samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
         assert samples is not None and head is not None
         return Asked(self.pool, samples, head, self.settings.pool)
@@ -129,21 +129,21 @@ class Study:
 
     @property
     def has_base(self) -> bool:
-        """Whether there is a base to compare with and to take task vectors from."""
+        """True if there is a base to compare with and to take task vectors from."""
         return "base" in self.variants
 
     @property
     def has_views(self) -> bool:
-        """Whether calibrations read copies of samples beside them."""
+        """True if calibrations read augmented copies of samples, too."""
         return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
 
     @property
     def is_told_views(self) -> bool:
-        """Whether somebody has said which copies calibrations read, be it none."""
+        """True if the spec or a request says which copies calibrations read, be it none."""
         return any(samples.views is not None for samples in self.calibration_sets.values())
 
     def viewing(self, views: Views | None) -> Study:
-        """The study with these views of all its calibration samples; with those that they have if there are none."""
+        """Return the study with these views of all its calibration samples; None keeps those that they have."""
         if views is None:
             return self
         tasks = {
@@ -154,24 +154,24 @@ class Study:
 
     @property
     def like(self) -> StateSource:
-        """A model whose dtypes are saved in: the base, or without one an expert, unless others were asked for."""
+        """The model whose dtypes saved models have: the base, or an expert, unless others were requested."""
         like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
         return like if self.out_dtype is None else InDtypes(like, floats_in(like, self.out_dtype))
 
     @property
     def explained_variants(self) -> tuple[str, ...]:
-        """Variants whose drift is traced back to layers."""
+        """The variants whose drift is attributed to layers."""
         return tuple(filter(is_explained, self.variants))
 
     def model_info(self, name: str) -> ModelInfo:
-        """Digest, number of parameters, attachments among them, and origin of a model; reads all its tensors once."""
+        """Return digest, number of parameters with attachments, and origin; read all tensors once."""
         variant, source = self.pool.variant(name), self.pool.source(name)
         return model_info(
             self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
         )
 
     def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
-        """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
+        """Return the study as methods see it: with these calibration samples and no others, and without labels."""
         tasks = {}
         for task, data in self.tasks.items():
             shown = replace(samples[task], labels=None)
@@ -180,7 +180,7 @@ class Study:
 
 
 def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
-    """Digest, number of parameters and origin of a model, with what is attached to it; reads all its tensors once."""
+    """Return digest, number of parameters and origin of a model with its attachments; read all tensors once."""
     from driftlens.runs.manifest import ModelInfo  # a calibration in memory writes no manifest
 
     keys = chain.parameter_keys()

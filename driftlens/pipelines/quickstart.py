@@ -1,4 +1,7 @@
-"""From models alone to a spec: what they are, which data suits them, and how little of it tells why a merge is bad."""
+"""From models alone to a spec: detect the models, choose data, and plan the smallest analysis of a merge.
+
+Entry points: `asked_about` for the models on a command line, then `draft`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _CONFIGS = ("open_clip_config.json", "config.json")
 
 @dataclass(frozen=True)
 class Asked:
-    """Models to ask about: a base (None where a recipe has none), experts by task, and their merge, or how to merge."""
+    """A base (None where a recipe has none), experts by task, and their merge, or the settings of a merge."""
 
     base: str | None
     experts: Mapping[str, str]
@@ -66,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A spec made of what was given, what of it says so, and what was chosen on the way, in sentences."""
+    """A spec, its text, and what was chosen without being asked for, in sentences."""
 
     spec: RunSpec
     text: str
@@ -74,7 +77,7 @@ class Draft:
 
 
 def recipe_in(models: Sequence[str]) -> Recipe | None:
-    """The recipe of mergekit that stands in the place of a base and experts; None where models do.
+    """Read the recipe of mergekit that is given in place of a base and experts; None for models.
 
     Raises:
         SpecError: it is a YAML file of another kind.
@@ -115,12 +118,12 @@ def merge_by_mergekit(recipe: str, out: Path, *, offline: bool) -> None:
 
 
 def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
-    """The models by what they are; of a recipe its own, and the merge behind it, unless there is none yet.
+    """Return the models by their roles; of a recipe its own, and the merge after it, unless there is none yet.
 
     Raises:
         SpecError: they are too few, one is given twice, or one is not there.
     """
-    base, names, chosen = None, dict[str, str](), tuple[str, ...]()
+    base, experts, names, chosen = None, list[str](), dict[str, str](), tuple[str, ...]()
     merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
     if not is_merged:
         models = [*models, ""]
@@ -140,8 +143,11 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
                 f"id; or a recipe of mergekit{' and the folder that it made' * is_merged}.",
             )
         base, merged = models[0], models[-1]
-        pairs = [_task_and_model(expert) for expert in models[1:-1]]
-        experts, names = [place for _, place in pairs], {place: task for task, place in pairs if task}
+        for expert in models[1:-1]:
+            task, sign, place = expert.partition("=")  # TASK=MODEL, unless it is a path
+            is_named = bool(sign) and not expanded(expert).exists()
+            experts.append(place if is_named else expert)
+            names |= {place: task} if is_named and task else {}
     every = [name for name in (base, *experts, merged) if name]
     twice = next((name for name, count in Counter(every).items() if count > 1), None)
     if twice is not None:
@@ -162,14 +168,8 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
     return Asked(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
 
 
-def _task_and_model(expert: str) -> tuple[str, str]:
-    """The task and the model of TASK=MODEL; no task where only a model is given."""
-    task, sign, place = expert.partition("=")
-    return (task, place) if sign and not expanded(expert).exists() else ("", expert)
-
-
 def _tasks(experts: Sequence[str]) -> list[str]:
-    """Names of tasks after the experts' own; where these say nothing, after their folders."""
+    """Name tasks after the experts' files; where these are generic, after their folders."""
     names = list[str]()
     for place in experts:
         parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
@@ -184,7 +184,7 @@ def _tasks(experts: Sequence[str]) -> list[str]:
 
 
 def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: Access = Access()) -> Draft:
-    """A spec of the smallest analysis that tells why; built-in samples are read if there is no data.
+    """Write the spec of a small analysis; built-in samples are read if there is no data.
 
     Args:
         asked: the models.
@@ -201,8 +201,8 @@ def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: A
     )
     loader = architecture.get("loader") or _override(overrides, "architecture.loader")
     source = architecture.get("source") or _override(overrides, "architecture.source")
-    is_image = loader in _IMAGE_LOADERS or (loader == "hf-auto" and _reads_images(source, access))
-    reads = "image" if is_image else "text"
+    config = read_config(source, "config.json", offline=access.offline) if loader == "hf-auto" else None
+    reads = "image" if loader in _IMAGE_LOADERS or reads_images(config or {}) else "text"
     entries, chosen = _entries(asked, data, reads)
     chosen += asked.chosen
     content: dict[str, Any] = {
@@ -244,10 +244,6 @@ def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: A
     return Draft(load_spec(content), to_yaml(content), tuple(chosen))
 
 
-def _reads_images(source: str, access: Access) -> bool:
-    return reads_images(read_config(source, "config.json", offline=access.offline) or {})
-
-
 def _has_text_tower(place: str, access: Access) -> bool:
     keys = open_checkpoint(fetched(place, offline=access.offline), offline=access.offline).headers
     return any(key.endswith("token_embedding.weight") for key in keys)
@@ -258,13 +254,13 @@ def _override(overrides: Sequence[str], key: str) -> str:
 
 
 def _absolute(place: str) -> str:
-    """A path as it means the same from everywhere; Hub ids, and models with an adapter behind a plus, likewise."""
+    """Make paths absolute, also in MODEL+ADAPTER; Hub ids stay as they are."""
     parts = [place] if expanded(place).exists() else place.split("+")
     return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
 
 
 def _architecture(place: str, access: Access) -> dict[str, str]:
-    """Which loader takes a model, by the configuration in its folder, or beside its file."""
+    """Choose the loader of a model by the configuration in its folder, or next to its file."""
     whole = place if expanded(place).exists() else place.partition("+")[0]
     folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
     for name in _CONFIGS if folder is not None else ():
@@ -293,7 +289,7 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
 
 
 def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What the spec says of every task's data, and what was chosen for want of it."""
+    """Return every task's data entry, and a notice where built-in samples were chosen."""
     tasks = [*asked.experts]
     if not data:
         entry, samples = PROBES[reads]
@@ -312,7 +308,7 @@ def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, d
 
 
 def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
-    """How many samples are drawn; of one place for all, most are measured on."""
+    """Return the numbers of samples; where all come from one place, most are measured on."""
     num_left = len(test)
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
@@ -326,7 +322,7 @@ def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int
 
 
 def _judged(view: SplitView, loader: str) -> dict[str, Any]:
-    """How the answers of a task of texts are judged: as classes where they are few, else by how likely they are."""
+    """Choose how answers are scored: as classes where they are few, else by perplexity."""
     answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
     if not all(answers):
         return {}

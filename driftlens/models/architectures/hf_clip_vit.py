@@ -39,7 +39,7 @@ from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.utils.errors import SpecError
 
-LAYOUT = KeyLayout(
+_LAYOUT = KeyLayout(
     loader="hf-clip",
     anchor="embeddings.class_embedding",
     tower="vision_model.",
@@ -53,7 +53,7 @@ class HfClipViT(ClipViT):
     """transformers' CLIP image tower, taken apart."""
 
     name = "hf_clip_vit"
-    layout = LAYOUT
+    layout = _LAYOUT
     library = "transformers"
     supported = "CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel"
     inner = "vision_model"
@@ -96,7 +96,7 @@ adapters.register(HfClipViT.name)(HfClipViT())
 
 
 @loaders.register("hf-clip")
-def load_hf_clip(request: ArchitectureRequest) -> Architecture:
+def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
     """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
     config = read_plain_config(request, "hf-clip")
@@ -109,7 +109,7 @@ def load_hf_clip(request: ArchitectureRequest) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=HfClipViT().chain(skeleton),
-        layout=LAYOUT,
+        layout=_LAYOUT,
         preprocess=preprocess,
         folder=FolderFormat(
             "model.safetensors",
@@ -178,7 +178,7 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
     if config["model_type"] != "clip":
         raise no_text_tower(source)
     model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
-    read_text_side(model, base, LAYOUT)
+    read_text_side(model, base, _LAYOUT)
     tokenizer = _tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
 

@@ -40,7 +40,7 @@ from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, Spe
 from driftlens.utils.files import expanded
 
 CONFIG_FILE = "open_clip_config.json"
-LAYOUT = KeyLayout(
+_LAYOUT = KeyLayout(
     loader="open-clip",
     anchor="class_embedding",
     tower="visual.",
@@ -91,7 +91,7 @@ class OpenClipViT(ClipViT):
     """open_clip's vision transformer, taken apart."""
 
     name = "open_clip_vit"
-    layout = LAYOUT
+    layout = _LAYOUT
     library = "open_clip"
     supported = "open_clip's own vision transformers with class-token or average pooling"
     inner = "visual"
@@ -156,7 +156,7 @@ adapters.register(OpenClipViT.name)(OpenClipViT())
 
 
 @loaders.register("open-clip")
-def load_open_clip(request: ArchitectureRequest) -> Architecture:
+def _load_open_clip(request: ArchitectureRequest) -> Architecture:
     """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not)."""
     require_own_blocks(request, "open-clip")
     source = request.source
@@ -172,7 +172,7 @@ def load_open_clip(request: ArchitectureRequest) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=LAYOUT,
+        layout=_LAYOUT,
         preprocess=preprocess,
         folder=FolderFormat(
             "open_clip_model.safetensors",
@@ -228,7 +228,7 @@ def _text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextT
             hint="Give precomputed class embeddings in `heads.<task>.file`.",
         )
     model = _whole(config, source)
-    read_text_side(model, base, LAYOUT)
+    read_text_side(model, base, _LAYOUT)
     tokenizer = SimpleTokenizer(context_length=model.context_length)
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ def _text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextT
     return TextTower(embed, model.logit_scale.exp().item())
 
 
-SCHEME = "pretrained:"
+_SCHEME = "pretrained:"
 
 log = logging.getLogger("driftlens")
 
@@ -255,7 +255,7 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
         IncompatibleModelsError: the weights were trained with another activation or preprocessing.
         CheckpointError: they can't be had.
     """
-    if not place.startswith(SCHEME):
+    if not place.startswith(_SCHEME):
         return place
     import open_clip
     from huggingface_hub import constants
@@ -266,7 +266,7 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
             f"{place} needs an architecture that open_clip knows by name, not {architecture.source}",
             hint="Write architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or give a file of weights.",
         )
-    tag, tags = place.removeprefix(SCHEME), open_clip.list_pretrained_tags_by_model(model)
+    tag, tags = place.removeprefix(_SCHEME), open_clip.list_pretrained_tags_by_model(model)
     config = open_clip.get_pretrained_cfg(model, tag)
     if not config:
         raise SpecError(

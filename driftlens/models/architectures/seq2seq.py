@@ -68,7 +68,7 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class _Stack:
     """An encoder or a decoder taken apart by itself.
 
     Attributes:
@@ -104,7 +104,7 @@ class Stack:
         return SideInputs(tensors, calls, whole.inputs.values[self.name])
 
 
-class Pair:
+class _Pair:
     """The pieces of an encoder-decoder, as functions of parameters and features; the module stays as it is."""
 
     def __init__(self, whole: Any, example: Mapping[str, Tensor]) -> None:
@@ -119,7 +119,7 @@ class Pair:
         if not any(site.stream for layer in self.decoder.chain.blocks for site in layer.sites):
             raise SpecError("no block of its decoder reads what leaves its encoder")
 
-    def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> Stack:
+    def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> _Stack:
         """One of both, looked at on a batch."""
         path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
         takes = frozenset(inspect.signature(module.forward).parameters)
@@ -133,7 +133,7 @@ class Pair:
         listed, blocks = block_list(module, None)
         tail, answer = _behind_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
-        return Stack(name, stream, path, chain, tail, answer, takes)
+        return _Stack(name, stream, path, chain, tail, answer, takes)
 
     def batch(self, inputs: Any) -> dict[str, Tensor]:
         """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
@@ -209,7 +209,7 @@ class Pair:
             final=self.decoder.left,
         )
 
-    def key(self, stack: Stack, name: str) -> str:
+    def key(self, stack: _Stack, name: str) -> str:
         """What the whole model calls a weight of a stack; of tied ones all the same."""
         key = f"{stack.path}.{name}"
         return self.tied.get(key, (key,))[0]
@@ -230,7 +230,7 @@ class Pair:
             outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
         return outputs
 
-    def _block(self, stack: Stack, block: Layer) -> Layer:
+    def _block(self, stack: _Stack, block: Layer) -> Layer:
         """A stack's block in the chain of both. Norms are left alone, as the paper has it for language models."""
         return replace(
             block,
@@ -246,7 +246,7 @@ class Pair:
 
     def _run_block(
         self,
-        stack: Stack,
+        stack: _Stack,
         block: Layer,
         parameters: Parameters,
         state: State,
@@ -259,7 +259,7 @@ class Pair:
         output = block.call(parameters, {"hidden": state[stack.stream]}, own_side, tap)
         return {**state, stack.stream: output["hidden"]}
 
-    def _tail(self, stack: Stack) -> Layer:
+    def _tail(self, stack: _Stack) -> Layer:
         """What is behind a stack's blocks: of the encoder a layer between two blocks, of the decoder the head."""
         is_head = stack is self.decoder
         head = stack.chain.layers[-1]
@@ -287,7 +287,7 @@ class Pair:
 
     def _run_tail(
         self,
-        stack: Stack,
+        stack: _Stack,
         module: nn.Module,
         sites: tuple[Site, ...],
         parameters: Parameters,
@@ -330,7 +330,7 @@ class Pair:
         decoded = encoded.output
         _, side = self.start(batch)
 
-        def unpadded(stack: Stack, hidden: Tensor) -> Tensor:
+        def unpadded(stack: _Stack, hidden: Tensor) -> Tensor:
             return without_padding(stack.path, hidden, side.mask(stack.stream))
 
         encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded.features]
@@ -398,13 +398,13 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
         IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
-        raise not_seq2seq(whole, "its blocks mix experts")
-    parts = Pair(whole, example)
+        raise _not_seq2seq(whole, "its blocks mix experts")
+    parts = _Pair(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     return parts.chain(), None if head is None else _Scores(whole, parts, head).traced()
 
 
-def not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
+def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
     """The refusal of an encoder-decoder that can't be taken apart, by the name of its kind."""
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(f"{kind} can't be taken apart as an encoder-decoder: {reason}", hint=LIVE)
@@ -415,14 +415,14 @@ class _Scores:
     """What a model does between the finished features of its decoder and its scores, seen without its stacks."""
 
     whole: Any
-    parts: Pair
+    parts: _Pair
     head: Any
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def traced(self) -> LmScores:
         """Return the head, its scale and bias, and what else is done; raise where that maps no score on its own."""
         if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
-            raise not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
+            raise _not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
         cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
         behind = Behind(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
@@ -436,7 +436,7 @@ class _Scores:
         scores = behind.scores(features, score)
         scale = float((inputs[0] / features).median())
         if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
-            raise not_seq2seq(
+            raise _not_seq2seq(
                 self.whole, "what its head reads is not what leaves its decoder, times a number"
             )
         bias = "" if self.head.bias is None else f"{place}.bias"
@@ -446,7 +446,7 @@ class _Scores:
             if torch.equal(shifted, scores):
                 continue
             if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
-                raise not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias of its head")
+                raise _not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias of its head")
             bias, scores = key, outputs
         key = self.parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
         lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
@@ -454,7 +454,7 @@ class _Scores:
             return lm
         for part in (slice(None), slice(1, 4)):
             if not torch.equal(behind(outputs[:, 0, part]), scores[:, 0, part]):
-                raise not_seq2seq(self.whole, "its scores are not made of its head's output, one by one")
+                raise _not_seq2seq(self.whole, "its scores are not made of its head's output, one by one")
         return replace(lm, behind=behind, slope=slope(behind, self.head.out_features))
 
     def _random(self, width: int) -> Tensor:
@@ -470,7 +470,7 @@ class _Scores:
         }
 
 
-class HfSeq2Seq:
+class _HfSeq2Seq:
     """An encoder-decoder of transformers, taken apart."""
 
     name = NAME
@@ -488,7 +488,7 @@ class HfSeq2Seq:
         return seq2seq_chain(module, _EXAMPLE)[0]
 
 
-adapters.register(NAME)(HfSeq2Seq())
+adapters.register(NAME)(_HfSeq2Seq())
 
 _EXAMPLE = {
     "input_ids": torch.zeros(2, 3, dtype=torch.long),
@@ -500,19 +500,19 @@ _EXAMPLE = {
 
 
 @loaders.register("hf-seq2seq")
-def load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
+def _load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
     """The architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
     return _loaded(request, "hf-seq2seq")
 
 
 @loaders.register("hf-t5")
-def load_hf_t5(request: ArchitectureRequest) -> Architecture:
+def _load_hf_t5(request: ArchitectureRequest) -> Architecture:
     """The architecture of a T5, v1.0 or v1.1 (FLAN); its source is a folder or Hub id."""
     return _loaded(request, "hf-t5")
 
 
 def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
-    """See `load_hf_seq2seq`; under the name of a loader."""
+    """See `_load_hf_seq2seq`; under the name of a loader."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

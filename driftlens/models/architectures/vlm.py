@@ -78,7 +78,7 @@ answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 
 
 @dataclass(frozen=True)
-class DecoderOrWhole(Spellings):
+class _DecoderOrWhole(Spellings):
     """Checkpoints of a whole vision-language model, or of a plain language model of the same decoder.
 
     `decoder` names the tensors that both have, as the plain one calls them, by the skeleton's keys.
@@ -106,7 +106,7 @@ class DecoderOrWhole(Spellings):
 
 
 @loaders.register("hf-vlm")
-def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
+def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     """The architecture of a vision-language model; its source is a folder or Hub id."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -128,13 +128,13 @@ def load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         example = processed_example(preprocess, config, source)
         chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
     names, ignored = file_names(skeleton), passed_over(skeleton)
-    plain = plain_names(names, decoder, lm.head)
+    plain = _plain_names(names, decoder, lm.head)
     return Architecture(
         loader="hf-vlm",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=DecoderOrWhole(
+        layout=_DecoderOrWhole(
             [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
         ),
         preprocess=preprocess,
@@ -167,7 +167,7 @@ def decoder_path(whole: Any) -> str:
     return path
 
 
-def plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
+def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
     """The tensors of a decoder and its head by their keys -> what a plain language model calls them."""
     before = f"{decoder}."
     names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
@@ -202,7 +202,7 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
         tower: path of the list of the tower's blocks.
         blind: the chain of its decoder alone.
     """
-    parts = Sighted(whole, tower, blind)
+    parts = _Sighted(whole, tower, blind)
     layers = parts.traced(example)
     return replace(
         blind,
@@ -216,7 +216,7 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
     )
 
 
-class Sighted(BlockRunner):
+class _Sighted(BlockRunner):
     """The pieces of a vision-language model: blocks of the tower, then those of the decoder, and what lies between."""
 
     def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
@@ -230,7 +230,7 @@ class Sighted(BlockRunner):
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """See `BlockRunner.start`; pixels are side inputs, as they come image by image and not sample by sample."""
-        if not is_pictured(inputs):
+        if not _is_pictured(inputs):
             state, side = self.blind.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
             tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
@@ -241,7 +241,7 @@ class Sighted(BlockRunner):
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """See `BlockRunner.library_states`."""
-        sees, named = is_pictured(inputs), raw_inputs(as_the_library(inputs))
+        sees, named = _is_pictured(inputs), raw_inputs(as_the_library(inputs))
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
@@ -265,7 +265,7 @@ class Sighted(BlockRunner):
 
     def require_shared(self, models: Any, inputs: Any) -> None:
         """See `BlockRunner.require_shared`."""
-        if is_pictured(inputs):
+        if _is_pictured(inputs):
             super().require_shared(models, as_the_library(inputs))
         elif self.blind.require_shared is not None:
             self.blind.require_shared(models, inputs)
@@ -279,7 +279,7 @@ class Sighted(BlockRunner):
         native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
         return {"vision": _by_sample(native, side)}
 
-    def tower_block(
+    def _tower_block(
         self,
         position: int,
         sites: tuple[Site, ...],
@@ -301,7 +301,7 @@ class Sighted(BlockRunner):
         stored = {f"vision_{position}": vision} if position in self.kept else {}
         return {**state, **stored, "vision": vision}
 
-    def projector(
+    def _project(
         self,
         path: str,
         slots: Mapping[str, Slot],
@@ -324,7 +324,7 @@ class Sighted(BlockRunner):
             return self._projected(weights, self._tower_outputs(state, side), side)
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
-        """See `projector`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
+        """See `_project`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
         bypassed = [
             (block, lambda *_, output=output, **__: output)
@@ -343,7 +343,7 @@ class Sighted(BlockRunner):
             for block_call, vision in zip(calls, visions, strict=True)
         ]
 
-    def decoder_block(
+    def _decoder_block(
         self,
         position: int,
         sites: tuple[Site, ...],
@@ -404,7 +404,7 @@ class Sighted(BlockRunner):
             if position == self.count:
                 layers.append(replace(projector, index=len(layers) + 1))
             is_tower, block_call = position < self.count, side.call(position)
-            run_block = self.tower_block if is_tower else self.decoder_block
+            run_block = self._tower_block if is_tower else self._decoder_block
             layers.append(
                 Layer(
                     index=len(layers) + 1,
@@ -445,7 +445,7 @@ class Sighted(BlockRunner):
             for site in called
             if site.runs == 1 and rows[site.name] == count
         )
-        layer_call = partial(self.projector, path, slots, sites)
+        layer_call = partial(self._project, path, slots, sites)
         left_alone = no_sites(module, names, sites)
         options: Any = {"no_sites": left_alone, "needs": _AT_IMAGES}
         return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
@@ -500,7 +500,7 @@ class Sighted(BlockRunner):
         blocks = {path: module.get_submodule(path) for path in self.paths}
         tower = dict(list(blocks.items())[: self.count])
         decoder = dict(list(blocks.items())[self.count :])
-        if not is_pictured(inputs.values):
+        if not _is_pictured(inputs.values):
             texts = observe(decoder, forward, keep=keep, is_added_to=True)
             unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
             return Recording(features=[*unseen, *texts.features], output=texts.output)
@@ -516,7 +516,7 @@ class Sighted(BlockRunner):
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
-        counts = [self._num_tokens(row_of(batch, row)) for row in range(len(batch["input_ids"]))]
+        counts = [self._num_tokens(_row_of(batch, row)) for row in range(len(batch["input_ids"]))]
         longest, device = max(counts), batch["input_ids"].device
         ends = torch.tensor(counts).cumsum(0)
         within = torch.arange(longest)[None]
@@ -546,12 +546,12 @@ class Sighted(BlockRunner):
         return native.numel() // native.shape[-1]
 
 
-def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+def _row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """One sample of a batch."""
     return {name: value[row : row + 1] for name, value in batch.items()}
 
 
-def is_pictured(inputs: Any) -> bool:
+def _is_pictured(inputs: Any) -> bool:
     """Return True if a batch has images beside texts."""
     return any(name.startswith("pixel_values") for name in inputs)
 

@@ -182,9 +182,7 @@ class PathJacobian:
             return push(point)[1], {}
         if not vectors:
             return {}, vmap(vjp(self._call, point)[1])(covectors)[0]
-        with_products: Any = vjp(push, point, has_aux=True)
-        _, pull, pushed = with_products
-        return pushed, vmap(pull)(covectors)[0]
+        return push(point)[1], vmap(vjp(self._call, point)[1])(covectors)[0]
 
     def _point(self, t: float) -> State:
         """The point at t on the segment, floating leaves alone."""

@@ -37,8 +37,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     changes += [
         (part, name, {})
         for part in parts
-        for name in vars(part)
-        if name.endswith("_cache") and isinstance(getattr(part, name), dict)
+        if not type(part).__module__.startswith("torch.")  # torch's own parts, most of a block, cache nothing
+        for name, value in vars(part).items()
+        if name.endswith("_cache") and isinstance(value, dict)
     ]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -66,7 +67,7 @@ def _parts(module: nn.Module) -> dict[nn.Module, None]:
 
 def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
     """Return the changes that give the configurations of modules the values in `plain`."""
-    configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
+    configs = {id(config): config for part in parts if (config := vars(part).get("config"))}
     return [
         (config, name, value)
         for config in configs.values()

@@ -163,13 +163,13 @@ def _fill(rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDA
 
 
 def _sensitivity_columns(found: attribution.LayerSensitivity) -> dict[str, float | int]:
-    error, size = float(found.error.double().sum()), float(found.size.double().sum())
+    error, size = float(found.error.cpu().double().sum()), float(found.size.cpu().double().sum())
     columns: dict[str, float | int] = {
         "jacobian_error": error / size if size > 0 else np.nan,
         "nodes": found.nodes,
     }
     if found.random_gain is not None:
-        columns["random_gain_mean"] = float(found.random_gain.double().mean())
+        columns["random_gain_mean"] = float(found.random_gain.cpu().double().mean())
     if found.spectral_norm is not None and found.spectral_residual is not None:
         columns["spectral_norm_mean"] = float(np.nanmean(found.spectral_norm.cpu().double()))
         columns["spectral_residual_max"] = float(np.nanmax(found.spectral_residual.cpu().double()))

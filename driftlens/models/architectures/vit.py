@@ -170,8 +170,11 @@ class ClipViT(ABC):
 
         def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
             pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
+            # Position ids follow the pixels: a pass in float64 may run on the host, next to the one on the device.
+            buffers = {name: value.to(pixels.device) for name, value in tower.named_buffers()}
+            weights = {**buffers, **parameters}
             with tapped(tower, sites, tap):
-                return {"hidden": run_until(first, lambda: call(tower, parameters, (pixels,), {}))}
+                return {"hidden": run_until(first, lambda: call(tower, weights, (pixels,), {}))}
 
         path = prefix + self.embeddings[0].partition(".")[0]
         return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run, sites)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.unsupported import LIVE
 from driftlens.models.chain import IMAGE, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
-from driftlens.models.tracing.hooks import call, evaluating, run_until
+from driftlens.models.tracing.hooks import buffers_on, call, evaluating, run_until
 from driftlens.models.tracing.sites import site_kind, tapped
 from driftlens.utils.errors import DataError, IncompatibleModelsError
 
@@ -171,10 +171,8 @@ class ClipViT(ABC):
         def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
             pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
             # Position ids follow the pixels: a pass in float64 may run on the host, next to the one on the device.
-            buffers = {name: value.to(pixels.device) for name, value in tower.named_buffers()}
-            weights = {**buffers, **parameters}
-            with tapped(tower, sites, tap):
-                return {"hidden": run_until(first, lambda: call(tower, weights, (pixels,), {}))}
+            with buffers_on(tower, pixels.device), tapped(tower, sites, tap):
+                return {"hidden": run_until(first, lambda: call(tower, parameters, (pixels,), {}))}
 
         path = prefix + self.embeddings[0].partition(".")[0]
         return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run, sites)

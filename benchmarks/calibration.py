@@ -19,10 +19,9 @@ from benchmarks.reference_calibration import calibrate as reference
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibratedLayer, Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given
 from driftlens.models.chain import Layer, adapters
 

@@ -13,10 +13,9 @@ from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibratedLayer, Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.architectures.causal import causal_chain

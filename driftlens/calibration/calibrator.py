@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.engine.calibrating import EXPERT, MERGED, Ground, Step
+from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, Ground, Step
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.snapshot import Layerwise
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import moved

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.engine.solver_types import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
-from driftlens.linalg.cholesky import probe, stationarity_error
+from driftlens.engine.calibrating import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
 from driftlens.linalg.ridge import (
+    probe,
     ridge_factor,
     solve_bias,
     solve_layer_norm,
     solve_ridge,
     solve_rms_norm,
+    stationarity_error,
 )
 from driftlens.models.chain import Parameters, Site
 from driftlens.utils.errors import SpecError

@@ -23,10 +23,14 @@ from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
+    CalibratedLayer,
     CalibrationWalk,
     ClosedForm,
     Ground,
+    SiteReport,
+    SiteUpdate,
     Solved,
+    StepProblem,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
 from driftlens.engine.sites import (
@@ -37,7 +41,6 @@ from driftlens.engine.sites import (
     stacked,
     stream_of,
 )
-from driftlens.engine.solver_types import CalibratedLayer, SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.token_weights import (
     NUM_PASSES,
     ExpertGradients,

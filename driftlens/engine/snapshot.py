@@ -22,14 +22,10 @@ from torch import Tensor
 from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
+    CalibratedLayer,
     CalibrationWalk,
     ClosedForm,
     Ground,
-)
-from driftlens.engine.pool import LayerMap
-from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, stacked
-from driftlens.engine.solver_types import (
-    CalibratedLayer,
     LinearProblem,
     NormProblem,
     Problem,
@@ -37,6 +33,8 @@ from driftlens.engine.solver_types import (
     SiteUpdate,
     Wanted,
 )
+from driftlens.engine.pool import LayerMap
+from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, stacked
 from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, OutputCross, OutputSums, add_scaled, single, solve_bytes
 from driftlens.linalg.ridge import Moments, NormMoments

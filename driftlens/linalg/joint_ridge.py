@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
 from driftlens.linalg.gram import JointMoments
+from driftlens.linalg.ridge import Factor, factorize, probe, stationarity_error
 from driftlens.utils.devices import HOST, place_of_sums
 from driftlens.utils.errors import NumericsError
 

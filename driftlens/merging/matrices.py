@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.linalg.cholesky import polar, singular_parts, solve_in_range
+from driftlens.linalg.ridge import polar, singular_parts, solve_in_range
 from driftlens.merging.averages import MATRIX, MOST_STEPS, StepScaling, average, stepped
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.utils.registry import Bounds

@@ -28,10 +28,9 @@ from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import Ground, Step
+from driftlens.engine.calibrating import CalibratedLayer, Ground, SiteReport, Step
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
-from driftlens.engine.solver_types import CalibratedLayer, SiteReport
 from driftlens.engine.walk import require_closed
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models

@@ -31,10 +31,10 @@ from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
+from driftlens.engine.calibrating import CalibratedLayer, SiteReport
 from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, portable_tensors
 from driftlens.engine.sequential import Stepwise
 from driftlens.engine.sites import select_sites, updated_sites
-from driftlens.engine.solver_types import CalibratedLayer, SiteReport
 from driftlens.experiment.loading import OpenModels, head_files
 from driftlens.experiment.merging import merged_within
 from driftlens.experiment.resume import attached_by

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibratedLayer, Ground
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given
 from tests.zoo.cases import family
 from tests.zoo.solvable import WORLDS, World

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.engine.calibrating import LinearProblem, NormProblem, Problem, SiteUpdate
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import LinearProblem, NormProblem, Problem, SiteUpdate
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibratedLayer, Ground
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
 from tests.reference import calibration as reference

@@ -12,9 +12,8 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibratedLayer, Ground
 from driftlens.engine.sites import select_sites
-from driftlens.engine.solver_types import CalibratedLayer
 from driftlens.engine.walk import Given
 from driftlens.utils.devices import exact_products
 from driftlens.utils.distributed import ALONE, Team, joined

@@ -12,7 +12,7 @@ import torch
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.featcal import relative_change
-from driftlens.engine.solver_types import LinearProblem, Problem, SiteReport, SiteUpdate
+from driftlens.engine.calibrating import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.utils.registry import Bounds
 
 

@@ -130,7 +130,7 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, T
             matrix[start:, own_columns], left[start:], left[own_columns].mT, beta=scale, alpha=-1
         )
         column.diagonal().add_(shift)
-        top, failed_minor = torch.linalg.ridge_ex(column[: stop - start])
+        top, failed_minor = torch.linalg.cholesky_ex(column[: stop - start])
         failures.append(failed_minor)
         lower[own_columns, own_columns] = top
         lower[stop:, own_columns] = _solve_rows(top.mT, column[stop - start :], upper=True)

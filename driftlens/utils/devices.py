@@ -82,7 +82,7 @@ def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
 
 
 _FACTORS: Mapping[str, Callable[[Tensor], object]] = {
-    "cholesky": torch.linalg.ridge_ex,
+    "cholesky": torch.linalg.cholesky_ex,
     "eigh": torch.ops.aten._linalg_eigh,
     "svd": torch.ops.aten._linalg_svd,
     "triangular solve": lambda one: torch.linalg.solve_triangular(one, one, upper=False),

@@ -6,7 +6,6 @@ A variant is weights and corrections of their final feature. Everything that com
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInpu
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import features_of
 from driftlens.models.tracing.hooks import buffers_on, plain_experts
+from driftlens.models.tracing.mixtures import assembled
 from driftlens.utils.devices import device_of, moved
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 from driftlens.utils.variants import task_of
@@ -48,35 +48,24 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def _in_one_memory(
-    slots: Mapping[str, Slot], part: Callable[[str], Tensor], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of one fused tensor, by name: each as `part` gives it, copied behind the one before."""
-    whole: Tensor | None = None
-    for place, (name, slot) in enumerate(slots.items()):
-        stored = slot.stored(part(name))
-        whole = stored.new_empty(len(slots), *stored.shape[1:], dtype=dtype) if whole is None else whole
-        whole[place] = stored[0]
-        yield name, slot.own(whole[place : place + 1])
-
-
 def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's parameters, some of them updated; experts of a mixture whose fused tensor changes lie in one memory.
+    """Return a layer's parameters with some of them updated.
 
-    Else every pass would copy them there. `updates` are views of that memory then.
+    The experts of a mixture whose fused tensor changes are copied into one tensor, or every pass would do that;
+    `updates` become views of it.
     """
-    whole = {**parameters, **updates}
+    new = {**parameters, **updates}
     for slots in _stacks(layer).values():
         if not updates.keys().isdisjoint(slots):
-            for name, value in _in_one_memory(slots, whole.__getitem__, whole[next(iter(slots))].dtype):
-                whole[name] = value
-                if name in updates:
-                    updates[name] = value
-    return whole
+            whole = assembled([*slots.values()], [new[name] for name in slots])
+            for row, (name, slot) in enumerate(slots.items()):
+                new[name] = slot.own(whole[row : row + 1])
+    updates.update((name, new[name]) for name in updates)
+    return new
 
 
 def _stacks(layer: Layer) -> dict[str, dict[str, Slot]]:
-    """By key of a fused tensor the parameters that are one row of it each."""
+    """Return the parameters that are one row of a fused tensor each, by the tensor's key."""
     stacks: dict[str, dict[str, Slot]] = {}
     for name, slot in layer.parameters.items():
         if slot.is_stacked:
@@ -160,7 +149,6 @@ class ModelPool:
         self._experts: dict[str, str] = {}
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
-        self._wide_device = device_of(torch.float64, device)
         for name, source in models.items():
             self.add(name, source)
 
@@ -204,7 +192,7 @@ class ModelPool:
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
         wide = copy.copy(self)
-        wide.device = self._wide_device
+        wide.device = device_of(torch.float64, self.device)
         wide.dtype = torch.float64
         wide._modules = {}  # they compute in their own dtype
         return wide
@@ -214,25 +202,12 @@ class ModelPool:
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
         read = self._table if layer.role == "stem" else self._parameter
-        of_stacks = {
-            name: value for slots in _stacks(layer).values() for name, value in self._stack(model, slots)
-        }
+        # One tensor for all experts of a mixture: a pass would put them together otherwise.
+        fused = {key: self._parameter(model, Slot(key)) for key in _stacks(layer)}
         return {
-            name: of_stacks[name] if slot.is_stacked else read(model, slot)
+            name: slot.own(slot.of(fused[slot.key])) if slot.is_stacked else read(model, slot)
             for name, slot in layer.parameters.items()
         }
-
-    def _stack(self, model: str, slots: Mapping[str, Slot]) -> Iterable[tuple[str, Tensor]]:
-        """Parameters of one fused tensor, by name, in one memory; not copied where a live model has them so."""
-        read = self.stored if self.device.type == "cpu" else self._parameter
-        few = {name: read(model, slots[name]) for name in itertools.islice(slots, 2)}
-        if len({part.untyped_storage().data_ptr() for part in few.values()}) == 1 and all(
-            part.dtype == self.dtype for part in few.values()
-        ):
-            return ((name, read(model, slot)) for name, slot in slots.items())
-        return _in_one_memory(
-            slots, lambda name: few.pop(name) if name in few else read(model, slots[name]), self.dtype
-        )
 
     def stored(self, model: str, slot: Slot) -> Tensor:
         """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy."""
@@ -319,18 +294,13 @@ class ModelPool:
         For what only the library does, such as generating text. What is attached for `task` acts inside it, by a
         hook on the module that returns the final feature. See `require_room`.
         """
-        self.require_room(model)
+        module = self._modules[model] if model in self._modules else self.copied(model)
         attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
-            if model not in self._modules:
-                stack.enter_context(buffers_on(self._skeleton, self.device))
-                weights = _weights(self._skeleton)
-                stack.enter_context(_replaced(self._skeleton, weights, self._reader(model)))
-            module = self._modules.get(model, self._skeleton)
             if self.dtype == torch.float64:
                 stack.enter_context(plain_experts(module))
             if attachment is not None:
-                path = _final_module(self.chain)
+                path = final_module(self.chain)
                 hook = behind(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
@@ -374,8 +344,12 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     missing = [key for key in needed if key not in headers]
     unknown = [key for key in headers if key not in wanted]
     if missing or unknown:
-        parts = [f"lacks {_some(missing)}"] if missing else []
-        parts += [f"has {_some(unknown)}, which {chain.architecture} does not know"] if unknown else []
+        parts = [f"lacks {some_of([*map(repr, missing)])}"] if missing else []
+        parts += (
+            [f"has {some_of([*map(repr, unknown)])}, which {chain.architecture} does not know"]
+            if unknown
+            else []
+        )
         raise IncompatibleModelsError(
             f"{source.name} {' and '.join(parts)}",
             hint="Experts, merged model and base must share one architecture; check `architecture` in the spec.",
@@ -396,10 +370,6 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
                 hint="Quantised weights can't be compared; load the model in float16 or wider and save it again.",
                 key=key,
             )
-
-
-def _some(keys: list[str]) -> str:
-    return some_of([*map(repr, keys)])
 
 
 @contextmanager
@@ -490,10 +460,13 @@ def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any
     ]
 
 
-def attachment_tensors(attachments: Attachments, last: int) -> dict[str, Tensor]:
-    """Return all tensors by their names in files, `last/tensor/task`; `last` is the index of the last layer."""
+def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str, Tensor]:
+    """Return all tensors by their names in files, `prefix/tensor/task`.
+
+    The prefix is the last layer's index in a run, and the path of `final_module` in a saved model.
+    """
     return {
-        f"{last}/{name}/{task}": value.detach()
+        f"{prefix}/{name}/{task}": value.detach()
         for task, attachment in sorted(attachments.items())
         for name, value in attachment.tensors().items()
     }
@@ -510,20 +483,7 @@ def attachments_from(
     return {task: make(of_task) for task, of_task in by_task.items()}
 
 
-def portable_tensors(chain: LayerChain, attachments: Attachments, prefix: str = "") -> dict[str, Tensor]:
-    """Return all tensors as `module/tensor/task`, by the path of the module whose output is the final feature.
-
-    `prefix` is what the path begins with where the library's whole model holds the module.
-    """
-    path = f"{prefix}{_final_module(chain)}".rstrip(".") if attachments else ""
-    return {
-        f"{path}/{name}/{task}": value.detach()
-        for task, attachment in attachments.items()
-        for name, value in attachment.tensors().items()
-    }
-
-
-def _final_module(chain: LayerChain) -> str:
+def final_module(chain: LayerChain) -> str:
     """Return the path of the library's module whose output is the final feature; raise where there is none."""
     last = chain.layers[-1]
     path = last.path if last.role == "block" else chain.final

@@ -32,7 +32,7 @@ from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
 from driftlens.engine.calibrating import CalibratedLayer, SiteReport
-from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, portable_tensors
+from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module
 from driftlens.engine.sequential import Stepwise
 from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.experiment.loading import OpenModels, head_files
@@ -578,7 +578,9 @@ class Export:
         if not self._is_file:
             first = next(iter(architecture.chain.blocks[0].parameters.values())).key
             prefix = library_prefix(architecture, self.models.own_form, first)
-        return portable_tensors(architecture.chain, self._attached, prefix)
+        if not self._attached:
+            return {}
+        return attachment_tensors(self._attached, f"{prefix}{final_module(architecture.chain)}".rstrip("."))
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:

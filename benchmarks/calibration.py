@@ -19,10 +19,10 @@ from benchmarks.reference_calibration import calibrate as reference
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import CalibratedLayer, Ground
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.models.chain import Layer, adapters
 
 BLOCKS = 12
@@ -120,8 +120,10 @@ def _calibrated(
         device=first.device,
         dtype=torch.float32,
     )
-    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
-    return list(FeatCal().calibrate(Ground(pool, samples, select_sites(chain), objectives=objectives)))
+    samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
+    return list(
+        FeatCal().calibrate(CalibrationContext(pool, samples, select_sites(chain), objectives=objectives))
+    )
 
 
 def _fitted(models: dict[str, nn.Module], pixels: dict[str, Tensor], _clock: Clock) -> Any:

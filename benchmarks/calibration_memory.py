@@ -15,8 +15,8 @@ import pathlib, resource, sys, torch
 from benchmarks.calibration import _tower
 from benchmarks.models import images
 from driftlens.calibration.featcal import FeatCal
-from driftlens.engine.calibrating import Ground
-from driftlens.engine.walk import Given
+from driftlens.engine.calibrating import CalibrationContext
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.checkpoints.loading import open_checkpoint
@@ -29,10 +29,10 @@ names = ["base", "merged", *(f"expert:{i}" for i in range(count))]
 sources = {name: open_checkpoint(f"{folder}/{i}.safetensors") for i, name in enumerate(names)}
 chain = adapters["open_clip_vit"].chain(skeleton)
 pool = ModelPool(chain, skeleton, sources, device=torch.device(device), dtype=torch.float32)
-samples = {str(task): Given(lambda: images(16, batch_size=8)) for task in range(count)}
+samples = {str(task): InMemoryBatches(lambda: images(16, batch_size=8)) for task in range(count)}
 spill = pathlib.Path(folder, f"spill-{count}")
 sites = select_sites(chain, layers=[2, 3])
-for _ in FeatCal().calibrate(Ground(pool, samples, sites, feature_budget=budget, spill=spill)):
+for _ in FeatCal().calibrate(CalibrationContext(pool, samples, sites, feature_budget=budget, spill=spill)):
     pass
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """

@@ -28,10 +28,10 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.utils.devices import device_name, peak_memory, reset_peak_memory, resolve_device
@@ -155,8 +155,8 @@ def _calibrating(
     def work() -> None:
         sources = {name: module_source(module, name) for name, module in models.items()}
         pool = ModelPool(chain, models["merged"], sources, device=device, dtype=torch.float32)
-        parts = {task: Given(lambda of=of: of) for task, of in batches.items()}
-        for _ in method.calibrate(Ground(pool, parts, select_sites(chain, update=method.update))):
+        parts = {task: InMemoryBatches(lambda of=of: of) for task, of in batches.items()}
+        for _ in method.calibrate(CalibrationContext(pool, parts, select_sites(chain, update=method.update))):
             pass
 
     return work

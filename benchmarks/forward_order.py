@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.featcal import PRESETS, FeatCal
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
 from driftlens.experiment.resume import reopened
 from driftlens.experiment.study import Study
@@ -50,7 +50,7 @@ def main() -> None:
 def _calibrated(study: Study, calibrator: FeatCal, sites: Mapping[int, Collection[str]]) -> Updates:
     samples = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
     with torch.no_grad():
-        layers = calibrator.calibrate(Ground(study.pool, samples, sites))
+        layers = calibrator.calibrate(CalibrationContext(study.pool, samples, sites))
         return {(found.layer, name): value for found in layers for name, value in found.updates.items()}
 
 

@@ -21,10 +21,10 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given, drift_columns, walk
+from driftlens.engine.walk import InMemoryBatches, drift_columns, walk
 from driftlens.models.chain import adapters
 
 TIMES = (1, 2, 4)
@@ -91,8 +91,10 @@ def calibration(method: Callable[[], Calibrator]) -> Callable[[ModelPool, Size],
     """A calibration of all blocks."""
 
     def calibrate(pool: ModelPool, size: Size) -> None:
-        samples = {str(task): Given(lambda: _batches(size)) for task in range(size.tasks)}
-        for _ in method().calibrate(Ground(pool, samples, select_sites(pool.chain), objectives=False)):
+        samples = {str(task): InMemoryBatches(lambda: _batches(size)) for task in range(size.tasks)}
+        for _ in method().calibrate(
+            CalibrationContext(pool, samples, select_sites(pool.chain), objectives=False)
+        ):
             pass
 
     return calibrate

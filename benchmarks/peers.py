@@ -299,19 +299,19 @@ def _trained(
     from driftlens.calibration.surgery import Surgery
     from driftlens.checkpoints.tensor_sources import module_source
     from driftlens.data.samples import Batch
-    from driftlens.engine.calibrating import Ground
+    from driftlens.engine.calibrating import CalibrationContext
     from driftlens.engine.pool import ModelPool
-    from driftlens.engine.walk import Given
+    from driftlens.engine.walk import InMemoryBatches
     from driftlens.models.chain import adapters
 
     models = {"merged": merged, **{f"expert:{task}": expert for task, expert in experts.items()}}
     sources = {name: module_source(model, name) for name, model in models.items()}
     chain = adapters["open_clip_vit"].chain(merged)
     pool = ModelPool(chain, merged, sources, device=torch.device("cpu"), dtype=torch.float32)
-    samples = {task: Given(lambda x=x: [Batch(0, len(x), x)]) for task, x in pixels.items()}
+    samples = {task: InMemoryBatches(lambda x=x: [Batch(0, len(x), x)]) for task, x in pixels.items()}
     return {
         f"{task}.{part}": value
-        for layer in Surgery(steps=STEPS).calibrate(Ground(pool, samples, base=None))
+        for layer in Surgery(steps=STEPS).calibrate(CalibrationContext(pool, samples, base=None))
         for task, attached in layer.attachments.items()
         for part, value in attached.tensors().items()
     }

@@ -15,10 +15,10 @@ import torch
 from benchmarks.calibration import BLOCKS, _batches, _models
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.models.chain import adapters
 from driftlens.utils.distributed import joined
 
@@ -59,11 +59,11 @@ def main() -> None:
     chain = adapters["open_clip_vit"].chain(models["merged"])
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
-    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
+    samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
     with joined() as team:
         team.barrier()
         wall, processor = time.perf_counter(), time.process_time()
-        for _ in FeatCal().calibrate(Ground(pool, samples, select_sites(chain), team=team)):
+        for _ in FeatCal().calibrate(CalibrationContext(pool, samples, select_sites(chain), team=team)):
             pass
         found = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
         (Path(sys.argv[1]) / f"{team.rank}.json").write_text(json.dumps(found))

@@ -22,10 +22,10 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.models.chain import adapters, fused
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
@@ -137,9 +137,11 @@ def _calibrated(
     chain, device = adapters[adapter].chain(merged), next(merged.parameters()).device
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, merged, sources, device=device, dtype=torch.float32)
-    samples = {task: Given(lambda x=x: _batches(x)) for task, x in pixels.items()}
+    samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
     started = time.process_time()
-    layers = list(method.calibrate(Ground(pool, samples, select_sites(chain, update=method.update))))
+    layers = list(
+        method.calibrate(CalibrationContext(pool, samples, select_sites(chain, update=method.update)))
+    )
     seconds = time.process_time() - started
     updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
     model = copy.deepcopy(merged)

@@ -13,10 +13,10 @@ from benchmarks.timing import best_of
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import CalibratedLayer, Ground
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given, drift_columns, walk
+from driftlens.engine.walk import InMemoryBatches, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.chain import LayerChain
@@ -102,10 +102,10 @@ def _featcal(device: torch.device) -> str:
     found: dict[str, Any] = {}
 
     def ours() -> None:
-        read = {task: Given(lambda batches=batches: batches) for task, batches in samples.items()}
+        read = {task: InMemoryBatches(lambda batches=batches: batches) for task, batches in samples.items()}
         calibrator = FeatCal(**PRESETS["flan-t5"])
         sites = select_sites(pool.chain, update=calibrator.update)
-        found["ours"] = list(calibrator.calibrate(Ground(pool, read, sites, objectives=False)))
+        found["ours"] = list(calibrator.calibrate(CalibrationContext(pool, read, sites, objectives=False)))
 
     def theirs() -> None:
         found["theirs"] = reference(models, samples, **PRESETS["flan-t5"])

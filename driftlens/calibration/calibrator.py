@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, Ground, Step
+from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, CalibrationContext, Step
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.snapshot import Layerwise
 from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
@@ -68,7 +68,7 @@ class Calibrator:
         """A calibrator like this one, some of its settings changed."""
         return type(self)(**self.get_params() | settings)
 
-    def calibrate(self, ground: Ground) -> Iterator[CalibratedLayer]:
+    def calibrate(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """What is calibrated, layer by layer in forward order, or task by task where every task has a map of its own.
 
         Raises:
@@ -77,10 +77,10 @@ class Calibrator:
             NumericsError: weights or features are NaN or infinite; names layer, task and sample.
             SingularGramError: a site can't be solved for as asked; names it.
         """
-        self.check(has_base=ground.base is not None)
-        return self.calibrated(ground)
+        self.check(has_base=context.base is not None)
+        return self.calibrated(context)
 
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Yield what is calibrated, by settings that were checked; see `calibrate`."""
         raise NotImplementedError
 
@@ -150,11 +150,11 @@ def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _final_features(ground: Ground, task: str, on_step: OnStep) -> FinalFeatures:
+def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> FinalFeatures:
     """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
-    pool = ground.pool
-    with ground.store() as store:
-        stream = FeatureStream(pool, {task: ground.parts[task]}, (EXPERT, MERGED), store, on_step)
+    pool = context.pool
+    with context.store() as store:
+        stream = FeatureStream(pool, {task: context.parts[task]}, (EXPERT, MERGED), store, on_step)
         for layer in pool.chain.layers:
             expert, merged = (pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED))
             for batch in stream.batches(layer, task):
@@ -213,36 +213,36 @@ class Trained(Calibrator):
         """Train the correction of one task; every step is reported to `course`."""
         raise NotImplementedError
 
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Yield the correction of every task; each task is trained by one process.
 
         Raises:
             NumericsError: weights or features are NaN or infinite.
         """
-        team, last = ground.team, len(ground.pool.chain.layers)
-        rounds = range(0, len(ground.tasks), team.size)
+        team, last = context.team, len(context.pool.chain.layers)
+        rounds = range(0, len(context.tasks), team.size)
         for done, start in enumerate(rounds):
-            tasks, tensors = ground.tasks[start : start + team.size], dict[str, Tensor]()
+            tasks, tensors = context.tasks[start : start + team.size], dict[str, Tensor]()
             if team.rank < len(tasks):
-                trained = self._of_task(ground, tasks[team.rank], done, len(rounds))
+                trained = self._of_task(context, tasks[team.rank], done, len(rounds))
                 tensors = {name: value.detach().cpu() for name, value in trained.tensors().items()}
             for task, of_task in zip(tasks, team.gather(tensors), strict=False):
                 yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
-        ground.on_step(Step(0, "", len(rounds), len(rounds), ""))
+        context.on_step(Step(0, "", len(rounds), len(rounds), ""))
 
-    def _of_task(self, ground: Ground, task: str, done: int, total: int) -> Attachment:
-        last = len(ground.pool.chain.layers)
+    def _of_task(self, context: CalibrationContext, task: str, done: int, total: int) -> Attachment:
+        last = len(context.pool.chain.layers)
 
         def walked(layer: int, task: str) -> None:
-            ground.on_step(Step(layer, task, done, total, f"layer {layer}, task {task}"))
+            context.on_step(Step(layer, task, done, total, f"layer {layer}, task {task}"))
 
         def told(step: int, steps: int, loss: float) -> None:
             label = f"layer {last}, task {task}: step {step} of {steps}"
             progress = (done, total) if total > 1 else (step, steps)
-            ground.on_step(Step(last, task, *progress, label, loss))
+            context.on_step(Step(last, task, *progress, label, loss))
 
-        features = _final_features(ground, task, walked)
-        seed = ground.seed + zlib.crc32(f"{last} {task}".encode())
+        features = _final_features(context, task, walked)
+        seed = context.seed + zlib.crc32(f"{last} {task}".encode())
         with torch.enable_grad():
             return self.train(features, Course(torch.Generator().manual_seed(seed), told))
 

@@ -261,7 +261,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ground:
+class CalibrationContext:
     """What a calibration walks on, whatever the calibrator; nothing of it is modified.
 
     Attributes:
@@ -351,15 +351,15 @@ class CalibrationWalk(ABC):
     process, which adds them in the order of the tasks and solves.
     """
 
-    def __init__(self, ground: Ground, calibrator: ClosedForm) -> None:
-        self.ground, self.calibrator = ground, calibrator
-        self.pool, self.team, self.tasks = self.ground.pool, self.ground.team, self.ground.tasks
+    def __init__(self, context: CalibrationContext, calibrator: ClosedForm) -> None:
+        self.context, self.calibrator = context, calibrator
+        self.pool, self.team, self.tasks = self.context.pool, self.context.team, self.context.tasks
         self.owners = self.team.owners(self.tasks)
-        self.parts = {task: self.ground.parts[task] for task in self.team.mine(self.tasks)}
+        self.parts = {task: self.context.parts[task] for task in self.team.mine(self.tasks)}
         self.sites = {
             index: names
-            for index, names in self.ground.sites.items()
-            if names and index not in self.ground.done
+            for index, names in self.context.sites.items()
+            if names and index not in self.context.done
         }
         self.last = max(self.sites, default=0)
         self.steps = LayerSteps(self.last)
@@ -367,7 +367,7 @@ class CalibrationWalk(ABC):
             self.pool,
             self.parts,
             (EXPERT, MERGED),
-            self.ground.store(),
+            self.context.store(),
             self.tell,
             file_prefix=f"{self.team.rank}-",
         )
@@ -377,11 +377,11 @@ class CalibrationWalk(ABC):
         with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
-                    self.pass_through(layer, self.ground.done.get(layer.index, {}))
+                    self.pass_through(layer, self.context.done.get(layer.index, {}))
                     continue
                 yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
                 done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
-                self.ground.on_step(Step(layer.index, "", done, self.steps.total, label))
+                self.context.on_step(Step(layer.index, "", done, self.steps.total, label))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
@@ -391,7 +391,7 @@ class CalibrationWalk(ABC):
         """Say what is at hand; up to 0, how many steps are left of those before the first layer."""
         doing = f"layer {layer} of {self.last}" if layer > 0 else "weighing tokens"
         done = self.steps.at(layer)
-        self.ground.on_step(Step(layer, task, done, self.steps.total, f"{doing}, task {task}"))
+        self.context.on_step(Step(layer, task, done, self.steps.total, f"{doing}, task {task}"))
 
     @torch.no_grad()
     @exact_products()
@@ -427,7 +427,7 @@ class CalibrationWalk(ABC):
     def _advanced(self, layer: Layer, through: LayerMap) -> dict[str, list[float]]:
         """Sizes of the drift behind the layer of this process's samples, one by one."""
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
-        pooling = self.ground.pooling or self.pool.chain.modality.pool
+        pooling = self.context.pooling or self.pool.chain.modality.pool
         for task in self.parts:
             for batch in self.stream.batches(layer, task):
                 left = self.stream.take(layer, batch, MERGED, through, named="the calibrated model")
@@ -497,7 +497,7 @@ class CalibrationWalk(ABC):
         slot, source = layer.parameters[name], self.pool.source("merged")
         if (expected := slot.shape(source.headers[slot.key].shape)) != value.shape:  # it would be broadcast
             raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
-        dtype = self.ground.stored_in(slot.key)
+        dtype = self.context.stored_in(slot.key)
         # In float64 a solve differs by its own rounding from what it leaves as it is.
         change = written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
         return value.to(dtype).to(self.pool.device, self.pool.dtype), change

@@ -24,9 +24,9 @@ from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
     CalibratedLayer,
+    CalibrationContext,
     CalibrationWalk,
     ClosedForm,
-    Ground,
     SiteReport,
     SiteUpdate,
     Solved,
@@ -128,9 +128,9 @@ class Stepwise(ClosedForm):
     mu: float
     seed: int
 
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Layers are solved in several steps."""
-        return _StepWalk(ground, self).walked()
+        return _StepWalk(context, self).walked()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
         """The second moments of gradients, in float32."""
@@ -170,8 +170,8 @@ class _StepWalk(CalibrationWalk):
 
     calibrator: Stepwise
 
-    def __init__(self, ground: Ground, calibrator: Stepwise) -> None:
-        super().__init__(ground, calibrator)
+    def __init__(self, context: CalibrationContext, calibrator: Stepwise) -> None:
+        super().__init__(context, calibrator)
         self.groups: dict[int, list[Group]] = {}
         self.seen: dict[str, dict[Key, Weighable]] = {}
         self.weighted: dict[str, dict[Key, Weighted]] = {}
@@ -229,7 +229,7 @@ class _StepWalk(CalibrationWalk):
         for at, group in step:
             # Every group is summed up in a pass of its own, and solved before the next; in the main process alone.
             sums = self._sums(layer, student, merged, at, group, streams)
-            problems = (sums.problem(group, merged, has_views=self.ground.has_views) for _ in range(1))
+            problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
             updates, reports = self.solved(layer, problems)
             solved[0].update(updates)
             solved[1].extend(reports)
@@ -279,7 +279,7 @@ class _StepWalk(CalibrationWalk):
 
             gradients = ExpertGradients(
                 self.stream,
-                self.ground.pooling or self.pool.chain.modality.pool,
+                self.context.pooling or self.pool.chain.modality.pool,
                 self.groups,
                 moments=self.calibrator.mu > 0,
                 on_step=tell,
@@ -294,7 +294,7 @@ class _StepWalk(CalibrationWalk):
     @property
     def _num_passes(self) -> int:
         """Back through an expert, a sample: copies, too, are passed through."""
-        return 1 if self.ground.has_views else NUM_PASSES
+        return 1 if self.context.has_views else NUM_PASSES
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -359,7 +359,7 @@ class _StepWalk(CalibrationWalk):
         """Run the expert's layer on a batch: cache what its sites give, add how much their rows count."""
         state = batch.get(EXPERT)
         tapped = {*streams.values()} - {ENTERED}
-        seen, left = self.ground.expert_features.rows_and_output(
+        seen, left = self.context.expert_features.rows_and_output(
             batch, layer, expert, state, tapped, names, stops=stops
         )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):

@@ -23,9 +23,9 @@ from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
     CalibratedLayer,
+    CalibrationContext,
     CalibrationWalk,
     ClosedForm,
-    Ground,
     LinearProblem,
     NormProblem,
     Problem,
@@ -54,9 +54,9 @@ class Layerwise(ClosedForm):
 
     inputs: str = "deployed"
 
-    def calibrated(self, ground: Ground) -> Iterator[CalibratedLayer]:
+    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """All sites of a layer are solved from one snapshot of its features."""
-        return SnapshotWalk(ground, self).walked()
+        return SnapshotWalk(context, self).walked()
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
         """Which moments of a site are wanted; tokens count as the adapter says."""
@@ -322,10 +322,10 @@ class SnapshotWalk(CalibrationWalk):
 
     calibrator: Layerwise
 
-    def __init__(self, ground: Ground, calibrator: Layerwise) -> None:
-        super().__init__(ground, calibrator)
+    def __init__(self, context: CalibrationContext, calibrator: Layerwise) -> None:
+        super().__init__(context, calibrator)
         # Before features are cached there, half of what is free; processes sum up the same sites at the same time.
-        self.room = min(self.team.gather(room_for_sums(self.pool.device, self.ground.feature_budget)))
+        self.room = min(self.team.gather(room_for_sums(self.pool.device, self.context.feature_budget)))
 
     @torch.no_grad()
     @exact_products()
@@ -383,7 +383,7 @@ class SnapshotWalk(CalibrationWalk):
                 groups.setdefault((site.input, wanted), []).append(site)
             else:
                 norms.append(_NormSums(site, wanted.token_weights, dtype))
-        weight, objectives = self.calibrator.task_weight, self.ground.objectives
+        weight, objectives = self.calibrator.task_weight, self.context.objectives
         linear = [
             _LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
         ]
@@ -431,7 +431,7 @@ class SnapshotWalk(CalibrationWalk):
         inputs = {part.sites[0].name for part in linear}
         outputs = {site.name for part in linear for site in part.sites}
         state = batch.get(EXPERT)
-        seen, left = self.ground.expert_features.rows_and_output(
+        seen, left = self.context.expert_features.rows_and_output(
             batch, layer, expert, state, inputs, outputs, stops=not moves
         )
         if moves:
@@ -457,4 +457,4 @@ class SnapshotWalk(CalibrationWalk):
         """The base's parameters of some sites, where there is a base."""
         names = [f"{site.name}.{part}" for site in sites for part in ("weight", "bias")]
         held = [name for name in names if name in layer.parameters]
-        return None if self.ground.base is None else self.pool.parameters(self.ground.base, layer, held)
+        return None if self.context.base is None else self.pool.parameters(self.context.base, layer, held)

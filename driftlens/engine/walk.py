@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class InMemoryBatches:
     """Samples that lie ready, as a `Part`."""
 
     read: Callable[[], Iterable[Batch]]
@@ -131,12 +131,12 @@ class FeatureStream:
         return left
 
     def keep(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
-        """Cache what leaves the layer in the place of what entered; messages call the model `named`."""
+        """Replace a model's features before the layer by those after it; messages call the model `named`."""
         self.watch(layer, batch, named or model, left)
         batch.put(model, left)
 
     def watch(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
-        """Remember one number per sample of what left the layer, for the next `check`."""
+        """Record one number per sample of a layer's output for the next `check`."""
         features = left[layer.stream]
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
         dtype = torch.float64 if has_float64(features.device) else torch.float32
@@ -282,22 +282,22 @@ class CachedBatch:
         return self.store.load(self._states[model])
 
 
-Reference = Literal["expert", "merged"]
-"""Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""
-
-
 @dataclass(frozen=True)
 class LayerView:
-    """One layer, seen on one batch, between one variant ("merged" here, whatever its name) and the task's expert.
+    """The states of one layer on one batch, for one variant and the task's expert.
 
-    All states are of the same samples. `crossed_out` is one model's layer on the other's input: with reference
-    "expert" the merged layer on the expert's features, with "merged" the expert layer on the merged features.
+    Fields named "merged" are of the variant, whatever its name. All states are of the same samples.
+
+    Attributes:
+        crossed_out: the output of the variant's layer on the expert's features.
+        crossed_layer: the map from the expert's features to `crossed_out`.
+        routes: the expert choice per token of a mixture, in the passes `merged`, `expert` and `crossed`.
+        variant_along: for a mixture of experts, (state, routes=) -> output of the variant's layer on these routes.
     """
 
     layer: Layer
     task: str
     variant: str
-    reference: Reference
     start: int
     stop: int
     merged_in: State
@@ -307,11 +307,8 @@ class LayerView:
     crossed_out: State
     side: SideInputs
     crossed_layer: Callable[[State], State]
-    """The map that took the crossing input to `crossed_out`: the merged layer for reference "expert"."""
     routes: Mapping[str, Routes] = field(default_factory=dict)
-    """Of a mixture of experts, where tokens went in the pass that gave `merged`, `expert` and `crossed`."""
     variant_along: Callable[..., State] | None = None
-    """Of a mixture of experts, (state, routes=) -> what leaves the merged layer, tokens being sent there."""
 
     def rerouted(self, by: str) -> State:
         """What leaves the merged layer, minus the same with tokens sent where they went in another pass.
@@ -336,28 +333,23 @@ class Split:
 
 
 def decompose(view: LayerView) -> Split:
-    """Drift, local mismatch and propagation of a layer view.
+    """Split the drift of a layer into local mismatch and propagation, e = m + p exactly.
 
-    With reference "expert": m = merged layer - expert layer, both on expert input; p = merged layer on merged input -
-    merged layer on expert input. With reference "merged": m = merged layer - expert layer, both on merged input;
-    p = expert layer on merged input - expert layer on expert input. Both sum exactly to the drift.
-    Source: FeatCal (arXiv:2605.13030), Prop. 1, Eq. 3.
+    m = merged layer - expert layer, both on the expert's features. p = merged layer on the merged features - merged
+    layer on the expert's. Source: FeatCal (arXiv:2605.13030), Prop. 1, Eq. 3.
     """
-    drift = subtract(view.merged_out, view.expert_out)
-    if view.reference == "expert":
-        return Split(
-            drift, subtract(view.crossed_out, view.expert_out), subtract(view.merged_out, view.crossed_out)
-        )
     return Split(
-        drift, subtract(view.merged_out, view.crossed_out), subtract(view.crossed_out, view.expert_out)
+        drift=subtract(view.merged_out, view.expert_out),
+        local_mismatch=subtract(view.crossed_out, view.expert_out),
+        propagation=subtract(view.merged_out, view.crossed_out),
     )
 
 
 def smooth_split(view: LayerView) -> Split:
-    """The same, parted where the crossed layer can be differentiated: p = A e along the routes of the crossed pass.
+    """Split the drift so that propagation is differentiable: p = A e with the routes of the crossed pass.
 
-    On the way from the expert's features to the merged ones tokens of a mixture of experts jump to other experts, which
-    no Jacobian sees. What that changes counts as the layer's own, so that e = m + p still. Reference "expert".
+    Between the expert's features and the merged ones, tokens of a mixture jump to other experts, which no Jacobian
+    sees. That jump counts as local mismatch, so that e = m + p still holds.
     """
     split, jump = decompose(view), view.rerouted("crossed")
     if not jump:
@@ -424,7 +416,6 @@ def walk(
     variants: Sequence[str],
     batches: Iterable[Batch],
     *,
-    reference: Reference = "expert",
     ids: Sequence[str] = (),
 ) -> Iterator[LayerView]:
     """Layer views in forward order: for each layer, for each batch, for each variant.
@@ -437,15 +428,14 @@ def walk(
         task: whose expert the variants are compared with, and whose attachments count.
         variants: names in the pool.
         batches: the samples, each batch read once.
-        reference: see `Reference`.
         ids: sample ids, for messages.
 
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    expert, is_forth = pool.expert(task), reference == "expert"
+    expert = pool.expert(task)
     models = [expert, *variants]
-    stream = FeatureStream(pool, {task: Given(lambda: batches, ids)}, models)
+    stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches, ids)}, models)
 
     for layer in pool.chain.layers:
         maps = {model: pool.layer_map(model, layer, task) for model in models}
@@ -459,21 +449,21 @@ def walk(
             for variant in variants:
                 if variant != expert:
                     left[variant] = stream.take(layer, batch, variant, through[variant])
-                crossed_map = maps[variant if is_forth else expert]
-                crossed_layer = partial(crossed_map, side=batch.side)
-                of_crossed = Routes() if routes else None
+                crossed_routes = Routes() if routes else None
                 # Models agree at boundary 0, so the stem's crossed output is already known.
-                crossed = (
-                    left[variant if is_forth else expert]
-                    if layer.index == 1
-                    else crossed_map(entered[expert if is_forth else variant], batch.side.along(of_crossed))
-                )
-                passes = {"merged": routes.get(variant), "expert": routes.get(expert), "crossed": of_crossed}
+                if layer.index == 1:
+                    crossed = left[variant]
+                else:
+                    crossed = maps[variant](entered[expert], batch.side.along(crossed_routes))
+                passes = {
+                    "merged": routes.get(variant),
+                    "expert": routes.get(expert),
+                    "crossed": crossed_routes,
+                }
                 yield LayerView(
                     layer=layer,
                     task=task,
                     variant=variant,
-                    reference=reference,
                     start=batch.start,
                     stop=batch.stop,
                     merged_in=entered[variant],
@@ -482,7 +472,7 @@ def walk(
                     expert_out=left[expert],
                     crossed_out=crossed,
                     side=batch.side,
-                    crossed_layer=crossed_layer,
+                    crossed_layer=partial(maps[variant], side=batch.side),
                     routes={name: route for name, route in passes.items() if route is not None},
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
@@ -507,7 +497,7 @@ def layer_states(
 
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
     """
-    stream = FeatureStream(pool, {task: Given(lambda: batches)}, [model])
+    stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
         layer_map = pool.layer_map(model, layer, task)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings, Modules
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import coverage, select_sites, tied_sites
 from driftlens.engine.walk import check_closure
 from driftlens.experiment.live import open_live
@@ -72,7 +72,7 @@ class Fitting(Calibrator):
         live = open_live(given, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = live.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
-        ground = Ground(
+        context = CalibrationContext(
             live.pool,
             {task: samples.calibration or samples.diagnosis for task, samples in live.tasks.items()},
             chosen,
@@ -81,10 +81,10 @@ class Fitting(Calibrator):
         )
         # The base is only read for its weights, so its drift is not checked.
         diagnosis = {task: samples.diagnosis for task, samples in live.tasks.items()}
-        check_closure(live.pool, diagnosis, ("merged",), ground.feature_budget, request.closure_samples)
+        check_closure(live.pool, diagnosis, ("merged",), context.feature_budget, request.closure_samples)
         parameters: dict[ParameterKey, Tensor] = {}
         reports: list[dict[str, Any]] = []
-        for layer in self.calibrate(ground):
+        for layer in self.calibrate(context):
             parameters |= {(layer.layer, name): value for name, value in layer.updates.items()}
             reports += [{"layer": layer.layer, **vars(report)} for report in layer.reports]
         reporter.step("calibrate", max(chosen), max(chosen))

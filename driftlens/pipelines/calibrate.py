@@ -28,7 +28,7 @@ from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibratedLayer, Ground, SiteReport, Step
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport, Step
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
 from driftlens.engine.walk import require_closed
@@ -434,7 +434,7 @@ def _solve(
         reached = max(reached, parts * progress.done + place)
         reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
 
-    ground = Ground(
+    context = CalibrationContext(
         study.pool,
         plan.samples,
         plan.sites,
@@ -448,7 +448,7 @@ def _solve(
         seed=plan.seed,
         like=study.like,
     )
-    for layer in plan.calibrator.calibrate(ground):
+    for layer in plan.calibrator.calibrate(context):
         solution.attachments |= layer.attachments
         if study.team.is_main and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)

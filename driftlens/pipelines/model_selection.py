@@ -19,7 +19,7 @@ from torch import Tensor
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import ExpertFeatures, Ground, Step
+from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures, Step
 from driftlens.engine.pool import Attachment
 from driftlens.experiment.resume import seconds_in
 from driftlens.experiment.study import Study
@@ -343,7 +343,7 @@ class Fitting:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
-        ground = Ground(
+        context = CalibrationContext(
             pool,
             samples,
             self.sites(calibrator.update) if calibrator.takes_sites else {},
@@ -359,7 +359,7 @@ class Fitting:
             expert_features=cache or ExpertFeatures(),
         )
         started = time.perf_counter()
-        for layer in calibrator.calibrate(ground):
+        for layer in calibrator.calibrate(context):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
             attached |= layer.attachments
         seconds, source = time.perf_counter() - started, pool.source("merged")

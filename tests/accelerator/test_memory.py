@@ -25,7 +25,7 @@ from driftlens.utils import devices
 from driftlens.utils.errors import RunError
 from tests.accelerator import turn
 from tests.accelerator.subjects import models, pool_on
-from tests.calibration.helpers import batched, given, ground, updates_of
+from tests.calibration.helpers import batched, context, given, updates_of
 from tests.zoo.world import build
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def solved(
     told: list[str] = []
 
     def work() -> None:
-        on = ground(models(), method.update, pool=pool_on(models(), sim), parts=models().samples(1))
+        on = context(models(), method.update, pool=pool_on(models(), sim), parts=models().samples(1))
         updates.update({name: value.cpu() for name, value in updates_of(method.calibrate(on)).items()})
 
     with halving_batches(1, told.append, sums=True) as done:
@@ -108,7 +108,7 @@ def test_features_that_have_no_room_wait_on_the_host(
         gc.collect()
         turn(limit=limit)
         devices.reset_peak_memory(sim)
-        on = ground(models(), pool=pool_on(models(), sim), parts=parts)
+        on = context(models(), pool=pool_on(models(), sim), parts=parts)
         updates = {name: value.cpu() for name, value in updates_of(FeatCal().calibrate(on)).items()}
         return updates, devices.peak_memory(sim) or 0
 

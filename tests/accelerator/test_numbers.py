@@ -33,7 +33,7 @@ from driftlens.models.tracing.hooks import settle
 from driftlens.utils.diagnostic import diagnostics
 from tests.accelerator import LACKED, turn
 from tests.accelerator.subjects import models, pool_on, same, small, tables
-from tests.calibration.helpers import ground
+from tests.calibration.helpers import context
 from tests.zoo import decoders, live_families, mixtures
 from tests.zoo.hand_made import two_texts
 from tests.zoo.small import TINY
@@ -93,7 +93,7 @@ def solution(name: str, device: torch.device, dtype: torch.dtype = torch.float32
     method = small(name)
     options: dict[str, Any] = {"pool": pool_on(models(), device, dtype), "parts": models().samples(2)}
     takes = method.takes_sites
-    on = ground(models(), method.update, **options) if takes else ground(models(), **options, sites={})
+    on = context(models(), method.update, **options) if takes else context(models(), **options, sites={})
     solved: dict[Any, Tensor] = {}
     for layer in method.calibrate(on):
         solved |= {(layer.layer, key): value for key, value in layer.updates.items()}

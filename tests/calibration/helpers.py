@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import CalibratedLayer, Ground
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from tests.zoo.cases import family
 from tests.zoo.solvable import WORLDS, World
 
@@ -35,14 +35,14 @@ class Subject:
         """All samples in batches of one size."""
         return batched(self.inputs, size or self.n)
 
-    def samples(self, size: int | None = None) -> dict[str, Given]:
+    def samples(self, size: int | None = None) -> dict[str, InMemoryBatches]:
         return {task: given(self.batches(size)) for task in TASKS}
 
 
-def given(batches: Iterable[Batch]) -> Given:
+def given(batches: Iterable[Batch]) -> InMemoryBatches:
     """The samples of a task that these batches are."""
     known = list(batches)
-    return Given(lambda: known)
+    return InMemoryBatches(lambda: known)
 
 
 def batched(inputs: Any, size: int) -> list[Batch]:
@@ -61,15 +61,17 @@ def subject(name: str = "open_clip_vit", n: int = 4, device: str | torch.device 
     return Subject(world, models.pool, models.modules, models.batches[0].inputs, n)
 
 
-def ground(models: Subject, update: Sequence[str] = ("linear", "bias", "norm"), **options: Any) -> Ground:
+def context(
+    models: Subject, update: Sequence[str] = ("linear", "bias", "norm"), **options: Any
+) -> CalibrationContext:
     """All default sites of a subject, on all its samples; `options` replace what is said here."""
     sites = select_sites(models.pool.chain, update=update)
-    return Ground(**{"pool": models.pool, "parts": models.samples(), "sites": sites, **options})
+    return CalibrationContext(**{"pool": models.pool, "parts": models.samples(), "sites": sites, **options})
 
 
 def layers_of(models: Subject, calibrator: Calibrator, **options: Any) -> list[CalibratedLayer]:
-    """Calibrated layers; `options` as for `ground`."""
-    return list(calibrator.calibrate(ground(models, calibrator.update, **options)))
+    """Calibrated layers; `options` as for `context`."""
+    return list(calibrator.calibrate(context(models, calibrator.update, **options)))
 
 
 def calibrated(models: Subject, calibrator: Calibrator, **options: Any) -> dict[tuple[int, str], Tensor]:
@@ -87,7 +89,7 @@ def quiet(epoch: int, total: int, loss: float) -> None:
 
 def trained(models: Subject, method: Any, **options: Any) -> dict[str, Any]:
     """What is attached, by task, by training on batches of two."""
-    on = ground(models, **{"parts": models.samples(2), "sites": {}, **options})
+    on = context(models, **{"parts": models.samples(2), "sites": {}, **options})
     return {task: each for at in method.calibrate(on) for task, each in at.attachments.items()}
 
 

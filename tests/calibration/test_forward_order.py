@@ -15,14 +15,14 @@ from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import Step
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.utils.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
 from tests.calibration.helpers import (
     Subject,
     batched,
     calibrated,
+    context,
     given,
-    ground,
     layers_of,
     subject,
     updates_of,
@@ -168,10 +168,10 @@ def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject,
             raise Cancelled("stop")
 
     with pytest.raises(Cancelled):
-        for layer in FeatCal().calibrate(ground(models, on_step=cancel)):
+        for layer in FeatCal().calibrate(context(models, on_step=cancel)):
             finished[layer.layer] = dict(layer.updates)
     assert list(finished) == [2, 3]
-    rest = FeatCal().calibrate(ground(models, done=finished))
+    rest = FeatCal().calibrate(context(models, done=finished))
     resumed = {(index, name): v for index, new in finished.items() for name, v in new.items()}
     resumed |= updates_of(rest)
     assert largest_difference(resumed, plain) == 0
@@ -186,7 +186,7 @@ def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
             raise Cancelled("stop")
 
     folder = tmp_path / "spill"
-    layers: Any = FeatCal().calibrate(ground(models, feature_budget=1, spill=folder, on_step=cancel))
+    layers: Any = FeatCal().calibrate(context(models, feature_budget=1, spill=folder, on_step=cancel))
     next(layers)
     assert list(folder.iterdir())
     if how == "cancelled":
@@ -209,7 +209,7 @@ def test_features_that_are_not_finite_are_refused_with_layer_task_and_sample(mod
     inputs = models.inputs.clone()
     inputs[2, 0, 0, 0] = float("nan")
     ids = ["zero.png", "one.png", "two.png"]
-    parts = {"a": given(models.batches()), "b": Given(lambda: batched(inputs, 3), ids)}
+    parts = {"a": given(models.batches()), "b": InMemoryBatches(lambda: batched(inputs, 3), ids)}
     with pytest.raises(
         NumericsError, match=r"layer 1 \(conv1\), task 'b', first in sample 'two.png'"
     ) as caught:
@@ -234,11 +234,11 @@ def test_bad_settings_are_refused_before_anything_is_read(models: Subject) -> No
     def never() -> list[Batch]:
         raise AssertionError("samples were read")
 
-    parts = {"a": Given(never)}
+    parts = {"a": InMemoryBatches(never)}
     with pytest.raises(SpecError, match="alpha is 2"):
-        FeatCal(alpha=2).calibrate(ground(models, parts=parts))
+        FeatCal(alpha=2).calibrate(context(models, parts=parts))
     with pytest.raises(SpecError, match="there is no base"):
-        FeatCal().calibrate(ground(models, parts=parts, base=None))
+        FeatCal().calibrate(context(models, parts=parts, base=None))
 
 
 def test_token_weights_the_architecture_does_not_know_are_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.engine.calibrating import CalibratedLayer, Ground
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.sites import select_sites
 from driftlens.linalg.gram import GramSum
 from tests.calibration.helpers import TASKS, batched, given, updates_of
@@ -31,7 +31,9 @@ def layers_of(
     """Some blocks, calibrated."""
     batches = batched(models.batches[0].inputs, size)
     sites = select_sites(models.pool.chain, layers=layers, update=calibrator.update)
-    return list(calibrator.calibrate(Ground(models.pool, {task: given(batches) for task in TASKS}, sites)))
+    return list(
+        calibrator.calibrate(CalibrationContext(models.pool, {task: given(batches) for task in TASKS}, sites))
+    )
 
 
 def experts_calibrated(
@@ -200,8 +202,8 @@ def test_experts_summed_up_in_runs_come_out_as_those_summed_up_at_once(
         most = 0
         sites = select_sites(models.pool.chain, update=calibrator.update)
         parts = {task: given(models.batches) for task in TASKS}
-        ground = Ground(models.pool, parts, sites, feature_budget=budget)
-        return list(calibrator.calibrate(ground)), most
+        context = CalibrationContext(models.pool, parts, sites, feature_budget=budget)
+        return list(calibrator.calibrate(context)), most
 
     monkeypatch.setattr(GramSum, "__init__", counted)
     (whole, many), (parted, few) = walked(1 << 31), walked(1)

@@ -22,7 +22,7 @@ from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import Step
 from driftlens.engine.sites import select_sites
 from driftlens.engine.token_weights import ExpertGradients
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.linalg.gram import JointMoments
 from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
 from driftlens.utils.errors import DataError
@@ -149,7 +149,7 @@ def test_order_of_tasks_and_samples_and_size_of_batches_change_nothing() -> None
     turned = part(models.inputs, torch.tensor([3, 0, 4, 1, 2]))
 
     shuffled = [Batch(0, 2, part(turned, slice(0, 2))), Batch(2, 5, part(turned, slice(2, 5)))]
-    other = {task: Given(lambda: shuffled) for task in reversed(TASKS)}
+    other = {task: InMemoryBatches(lambda: shuffled) for task in reversed(TASKS)}
     for settings in (SMALL, ResidualCal(folds=2, mu=0.5)):
         one, two = calibrated(models, settings), calibrated(models, settings, parts=other)
         for key, value in one.items():

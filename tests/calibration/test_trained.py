@@ -16,9 +16,9 @@ from driftlens.data.samples import Batch
 from tests.calibration.helpers import (
     TASKS,
     Subject,
+    context,
     final_features,
     given,
-    ground,
     subject,
     trained,
 )
@@ -76,7 +76,7 @@ def remaining(models: Subject, method: Any, shown: dict[str, str]) -> float:
     halves = dict(zip(TASKS, models.inputs.split(HALF), strict=True))
     parts = {task: given([Batch(0, HALF, halves[shown[task]])]) for task in TASKS}
     pool = models.pool
-    layers = list(method.calibrate(ground(models, parts=parts, sites={})))
+    layers = list(method.calibrate(context(models, parts=parts, sites={})))
     maps = {task: each for at in layers for task, each in at.attachments.items()}
     total = 0.0
     with torch.no_grad():

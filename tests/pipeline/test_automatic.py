@@ -21,7 +21,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import Between
 from driftlens.config.yaml_text import from_yaml
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import Ground
+from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
 from driftlens.experiment.merging import merged_within
 from driftlens.experiment.resume import reopened
@@ -238,7 +238,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         for part in (0, 1):
             updates = {
                 (layer.layer, parameter): value
-                for layer in calibrator.calibrate(Ground(pool, half(1 - part), sites))
+                for layer in calibrator.calibrate(CalibrationContext(pool, half(1 - part), sites))
                 for parameter, value in layer.updates.items()
             }
             made = with_parameters(pool.chain, pool.source("merged"), study.like, updates)

@@ -17,7 +17,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.config.requests import SweepRequest
 from driftlens.data.corruption import corrupt
 from driftlens.engine import calibrating
-from driftlens.engine.calibrating import ExpertFeatures, Ground
+from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures
 from driftlens.engine.sites import rows_and_output, select_sites
 from driftlens.experiment.resume import reopened
 from driftlens.experiment.study import Study
@@ -69,7 +69,7 @@ def test_cached_expert_features_give_the_same_weights_as_none(
 
     def solved(cache: ExpertFeatures) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
         runs.clear()
-        layers = calibrator.calibrate(Ground(study.pool, samples, sites, expert_features=cache))
+        layers = calibrator.calibrate(CalibrationContext(study.pool, samples, sites, expert_features=cache))
         found = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
         return found, len(runs)
 

@@ -12,9 +12,9 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import CalibratedLayer, Ground
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.sites import select_sites
-from driftlens.engine.walk import Given
+from driftlens.engine.walk import InMemoryBatches
 from driftlens.utils.devices import exact_products
 from driftlens.utils.distributed import ALONE, Team, joined
 from tests.zoo import mixtures
@@ -42,7 +42,7 @@ def models(case: Case) -> dict[str, nn.Module]:
     return {"base": base, "merged": merged, **experts}
 
 
-def samples(case: Case) -> Mapping[str, Given]:
+def samples(case: Case) -> Mapping[str, InMemoryBatches]:
     """Of every task other ones, in one to three batches of unequal sizes."""
     generator = torch.Generator().manual_seed(3)
     batches: dict[str, list[Batch]] = {}
@@ -53,7 +53,7 @@ def samples(case: Case) -> Mapping[str, Given]:
             Batch(start, start + size, case.inputs(generator, size))
             for start, size in zip(starts, sizes, strict=True)
         ]
-    return {task: Given(lambda task=task: batches[task]) for task in TASKS}  # type: ignore[misc]
+    return {task: InMemoryBatches(lambda task=task: batches[task]) for task in TASKS}  # type: ignore[misc]
 
 
 def calibrated(world: str, calibrator: Calibrator, team: Team, *, num_done: int = 0) -> list[CalibratedLayer]:
@@ -63,7 +63,7 @@ def calibrated(world: str, calibrator: Calibrator, team: Team, *, num_done: int 
     done = {}
     if num_done:
         done = {layer.layer: layer.updates for layer in calibrated(world, calibrator, ALONE)[:num_done]}
-    return list(calibrator.calibrate(Ground(pool, samples(case), sites, team=team, done=done)))
+    return list(calibrator.calibrate(CalibrationContext(pool, samples(case), sites, team=team, done=done)))
 
 
 def compare(ours: Sequence[CalibratedLayer], theirs: Sequence[CalibratedLayer]) -> int:

@@ -227,7 +227,8 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
 def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
     """Solve for the scale and, where the norm has one, the shift (Eq. 59); arguments as for `_solve_linear`."""
     moments, pull = problem.moments, anchor or {}
-    scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
+    (site,) = problem.sites
+    scale_name, shift_name = f"{site.name}.weight", f"{site.name}.bias"
     merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
     if shift_name in merged:
         start, pulls = (merged[scale_name], merged[shift_name]), (pull.get(scale_name), pull.get(shift_name))
@@ -236,8 +237,8 @@ def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, la
     else:
         parameters = {scale_name: solve_rms_norm(moments, pull.get(scale_name), lam=lam)}
     report = SiteReport(
-        site=problem.site.name,
-        kind=problem.site.kind,
+        site=site.name,
+        kind=site.kind,
         lam=lam if anchor is not None else 0.0,
         objective_before=_objective(problem, merged, anchor, lam),
         objective_after=_objective(problem, parameters, anchor, lam),
@@ -251,7 +252,7 @@ def _objective(
     problem: NormProblem, parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor] | None, lam: float
 ) -> float:
     """Compute Eq. 57 from the moments alone."""
-    name = problem.site.name
+    name = problem.sites[0].name
     total = problem.moments.misfit(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
     for key, value in (anchor or {}).items():
         total = total + lam * (parameters[key] - value).square().sum()

@@ -6,7 +6,6 @@ features that wait, those beyond a budget on disk.
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +61,7 @@ class LinearProblem:
 class NormProblem:
     """One norm of one layer; `moments` are of all tasks together, each counting 1. The rest as in `LinearProblem`."""
 
-    site: Site
+    sites: tuple[Site]
     moments: NormMoments
     merged: Parameters
     base: Parameters | None
@@ -148,11 +147,6 @@ class SiteUpdate:
     parameters: Mapping[str, Tensor]
     report: SiteReport
 
-    @classmethod
-    def kept(cls, site: Site, num_rows: int) -> SiteUpdate:
-        """Return the update of an expert of a mixture that has too few rows and stays as merged."""
-        return cls({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=num_rows))
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -229,19 +223,16 @@ class ExpertFeatures:
         key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
             return self._passes[key]
-        found = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)
-        num_bytes = self._num_bytes + _bytes_of(*found)
+        passed = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)
+        rows, left = passed
+        tensors = [*rows.inputs.values(), *rows.outputs.values(), *left.values()]
+        # Sites that read the same tensor share its memory.
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        num_bytes = self._num_bytes + sum(storage.nbytes() for storage in storages.values())
         if num_bytes <= self.budget:
             self._num_bytes = num_bytes
-            self._passes[key] = found
-        return found
-
-
-def _bytes_of(rows: SiteRows, state: State) -> int:
-    """Return the memory of all tensors; sites that read the same tensor share it."""
-    tensors: list[Tensor] = [*rows.inputs.values(), *rows.outputs.values(), *state.values()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+            self._passes[key] = passed
+        return passed
 
 
 @dataclass(frozen=True)
@@ -315,10 +306,6 @@ class CalibrationContext:
         """Of all processes, in the order in which they are taken."""
         return sorted(self.parts)
 
-    def stored_in(self, key: str) -> torch.dtype:
-        """The dtype that a tensor of the calibrated model is saved in."""
-        return (self.like or self.pool.source(self.base or "merged")).headers[key].dtype
-
     def store(self) -> FeatureStore:
         """An empty one for the features that wait."""
         return FeatureStore(self.feature_budget, self.spill)
@@ -330,10 +317,13 @@ class ClosedForm:
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
+        inputs: the features that a layer reads while its moments are summed: `deployed` from the calibrated layers
+            before it, `merged` from the merged model, `expert` from the experts.
     """
 
     solve_dtype: str = "float64"
     update: Sequence[str] = ("linear", "bias", "norm")
+    inputs: str = "deployed"
 
     def solve(self, problem: Any) -> Sequence[SiteUpdate]:
         """Return new parameters of a problem's sites."""
@@ -377,11 +367,12 @@ class CalibrationWalk(ABC):
         with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
-                    self.pass_through(layer, self.context.done.get(layer.index, {}))
+                    done = self.context.done.get(layer.index, {})
+                    self.pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
                     continue
                 yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
-                done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
-                self.context.on_step(Step(layer.index, "", done, self.steps.total, label))
+                num_done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
+                self.context.on_step(Step(layer.index, "", num_done, self.steps.total, label))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
@@ -411,41 +402,34 @@ class CalibrationWalk(ABC):
         return self.pool.parameters(expert_of(task), layer)
 
     def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
-        """Take the features through the calibrated layer; the mean drift behind it, by task."""
-        through = LayerMap(layer, replaced(layer, merged, updates))
-        sizes = {
-            task: drift
-            for by_task in self.team.gather(self._advanced(layer, through))
-            for task, drift in by_task.items()
-        }
-        return {
-            task: float(torch.tensor(sizes[task], dtype=torch.float64).mean())
-            for task in self.tasks
-            if sizes.get(task)
-        }
+        """Pass the merged features through the calibrated layer, and return the mean drift after it by task.
 
-    def _advanced(self, layer: Layer, through: LayerMap) -> dict[str, list[float]]:
-        """Sizes of the drift behind the layer of this process's samples, one by one."""
-        drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
+        `updates` become views of the layer's new parameters, see `replaced`.
+        """
+        calibrated_layer = LayerMap(layer, replaced(layer, merged, updates))
         pooling = self.context.pooling or self.pool.chain.modality.pool
+        means: dict[str, Tensor] = {}
         for task in self.parts:
+            sizes = []
             for batch in self.stream.batches(layer, task):
-                left = self.stream.take(layer, batch, MERGED, through, named="the calibrated model")
+                left = self.stream.take(layer, batch, MERGED, calibrated_layer, named="the calibrated model")
                 calibrated, expert = (
-                    layer.vectors(at, batch.side, pooling) for at in (left, batch.get(EXPERT))
+                    layer.vectors(state, batch.side, pooling) for state in (left, batch.get(EXPERT))
                 )
-                drift[task].append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
+                sizes.append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
+            if sizes:
+                means[task] = torch.cat(sizes).mean()
         self.stream.check()
-        sizes = {task: torch.cat(of) for task, of in drift.items() if of}
-        read = iter(torch.cat([*sizes.values()]).tolist() if sizes else ())
-        return {task: [*itertools.islice(read, len(of))] for task, of in sizes.items()}
+        # Read in one copy: every read synchronizes with the device.
+        own = dict(zip(means, torch.stack([*means.values()]).tolist() if means else (), strict=True))
+        drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
+        return {task: drift[task] for task in self.tasks if task in drift}
 
     def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> Solved:
-        """Return new parameters and a report per site, solved in the main process; problems are from one snapshot.
+        """Solve problems of one snapshot in the main process; return new parameters and a report per site.
 
-        Parameters hold only what the dtype can hold that a tensor of the calibrated model will be saved in, so that
-        whatever is computed with them is what the saved model will compute; they are on the pool's device in its dtype.
-        The report has what that rounding leaves of their way from the merged model's.
+        Parameters are rounded to the dtype in which the calibrated model is saved, so that later layers are fitted to
+        what the saved model computes. They are on the pool's device in its dtype. Reports state the rounding loss.
         """
         return self.team.once(partial(self._solve_all, layer, problems))
 
@@ -455,53 +439,48 @@ class CalibrationWalk(ABC):
         reports: list[SiteReport] = []
         for problem in problems:
             started = time.perf_counter()
-            solved = self._solve_one(layer, problem)
+            paths = {site.name: site_path(layer, site) for site in problem.sites}
+            try:
+                # No name for the unrounded solutions: they would be held while the next problem is solved.
+                solved = [self._rounded(layer, update) for update in self._solved_or_kept(problem)]
+            except NumericsError as error:
+                named = ", ".join(paths.values())
+                raise type(error)(
+                    f"layer {layer.index}, {named}: {error.message}",
+                    hint=error.hint,
+                    **{**error.context, "layer": layer.index, "sites": named},
+                ) from error
             seconds = (time.perf_counter() - started) / len(solved)
-            paths = {site.name: site_path(layer, site) for site in _sites(problem)}
             for update in solved:
                 reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
                 updates |= update.parameters
         return updates, reports
 
-    def _solve_one(self, layer: Layer, problem: Problem | StepProblem) -> list[SiteUpdate]:
-        """Solve a problem and round the solution; nothing of the unrounded one is kept while the next is solved."""
-        try:
-            rounded_updates = []
-            for update in self._solved_or_kept(problem):
-                rounded = {
-                    name: self._rounded(layer, name, value) for name, value in update.parameters.items()
-                }
-                change = sum((change for _, change in rounded.values()), Change(""))
-                parameters = {name: value for name, (value, _) in rounded.items()}
-                rounded_updates.append(SiteUpdate(parameters, replace(update.report, change=vars(change))))
-            return rounded_updates
-        except NumericsError as error:
-            named = ", ".join(site_path(layer, site) for site in _sites(problem))
-            raise type(error)(
-                f"layer {layer.index}, {named}: {error.message}",
-                hint=error.hint,
-                **{**error.context, "layer": layer.index, "sites": named},
-            ) from error
-
     def _solved_or_kept(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
-        """Solve a problem; an expert of a mixture that was sent too few tokens stays as it is."""
+        """Solve a problem, or keep an expert of a mixture that received too few tokens."""
         solve = self.calibrator.solve
         if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
             return solve(problem)
         rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
         if min(problem.num_rows) < self.calibrator.least_rows(width):
-            return [SiteUpdate.kept(site, rows) for site in problem.sites]
+            return [
+                SiteUpdate({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=rows))
+                for site in problem.sites
+            ]
         return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
-    def _rounded(self, layer: Layer, name: str, value: Tensor) -> tuple[Tensor, Change]:
-        slot, source = layer.parameters[name], self.pool.source("merged")
-        if (expected := slot.shape(source.headers[slot.key].shape)) != value.shape:  # it would be broadcast
-            raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
-        dtype = self.context.stored_in(slot.key)
-        # In float64 a solve differs by its own rounding from what it leaves as it is.
-        change = written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
-        return value.to(dtype).to(self.pool.device, self.pool.dtype), change
-
-
-def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
-    return [problem.site] if isinstance(problem, NormProblem) else problem.sites
+    def _rounded(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
+        """Round new parameters to the dtype of the saved model."""
+        source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), Change("")
+        saved = (self.context.like or self.pool.source(self.context.base or "merged")).headers
+        for name, value in update.parameters.items():
+            slot = layer.parameters[name]
+            if (
+                expected := slot.shape(source.headers[slot.key].shape)
+            ) != value.shape:  # it would be broadcast
+                raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
+            dtype = saved[slot.key].dtype
+            # In float64 a solve differs by its own rounding from what it leaves as it is.
+            change += written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
+            parameters[name] = value.to(dtype).to(self.pool.device, self.pool.dtype)
+        return SiteUpdate(parameters, replace(update.report, change=vars(change)))

@@ -46,13 +46,7 @@ class Layerwise(ClosedForm):
     """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
 
     What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
-
-    Attributes:
-        inputs: what the layer is fed while its moments are summed up: `deployed`, what the layers calibrated before it
-            really give; `merged`, what the merged model's give, calibrated or not; `expert`, what the expert's give.
     """
-
-    inputs: str = "deployed"
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """All sites of a layer are solved from one snapshot of its features."""
@@ -187,13 +181,18 @@ class _LinearSums:
     def fold_task(self, task: _TaskSums) -> None:
         """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
         inputs, sums = task.inputs, task.outputs
-        total = self._begun(len(sums.target), inputs.rows)
+        if self._total is None:
+            like = inputs.rows
+            self._total = GramSum(len(like), like.dtype, like.device)
+            self._output_cross = like.new_zeros(len(sums.target), len(like))
+            self._rows, self._targets = torch.zeros_like(like), like.new_zeros(len(sums.target))
+            self._weight, self._count = like.new_zeros(()), like.new_zeros(())
         self._count += inputs.num_rows
         weight = self.task_weight(inputs.gram.norm() / inputs.weight_sum)
         # A branch in Python would synchronize with the device for every task and group.
         omega = torch.where(inputs.num_rows > 0, weight, 0.0)
         scale = torch.where(inputs.num_rows > 0, weight / inputs.weight_sum, 0.0)
-        total.add(inputs.gram, scale)
+        self._total.add(inputs.gram, scale)
         add_scaled(self._output_cross, sums.cross, scale)
         if sums.energy is not None:
             energy = scale * sums.energy.to(self._rows)
@@ -203,14 +202,6 @@ class _LinearSums:
         self._weight += omega
         for name, bias in task.biases.items():
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
-
-    def _begun(self, num_outputs: int, like: Tensor) -> GramSum:
-        if self._total is None:
-            self._total = GramSum(len(like), like.dtype, like.device)
-            self._output_cross = like.new_zeros(num_outputs, len(like))
-            self._rows, self._targets = torch.zeros_like(like), like.new_zeros(num_outputs)
-            self._weight, self._count = like.new_zeros(()), like.new_zeros(())
-        return self._total
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """Return what is to be solved; `merged` and `base` are the whole layer's parameters."""
@@ -297,7 +288,7 @@ class _NormSums:
         assert total is not None
         place = total.mean.device
         pulls = None if base is None else _of_sites(base, self.sites, place)
-        return NormProblem(self.site, total, _of_sites(merged, self.sites, place), pulls)
+        return NormProblem((self.site,), total, _of_sites(merged, self.sites, place), pulls)
 
 
 def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
@@ -345,15 +336,11 @@ class SnapshotWalk(CalibrationWalk):
             reports += reports_of_run
             del parts, problems  # their memory serves the features
         drift: dict[str, float] = {}
-        if not is_last:
-            is_deployed = self.calibrator.inputs == "deployed"
-            drift = self.advance(layer, merged, updates if is_deployed else {})
-            drift = drift if is_deployed else {}
+        if not is_last and self.calibrator.inputs == "deployed":
+            drift = self.advance(layer, merged, updates)
+        elif not is_last:
+            self.advance(layer, merged, {})
         return CalibratedLayer(layer.index, updates, reports, drift)
-
-    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """See above; what is done changes no features that come from elsewhere."""
-        super().pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
 
     def _runs(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
         """Return sites in the order in which they are solved, those together that are summed up in one pass."""

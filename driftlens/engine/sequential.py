@@ -29,7 +29,6 @@ from driftlens.engine.calibrating import (
     ClosedForm,
     SiteReport,
     SiteUpdate,
-    Solved,
     StepProblem,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
@@ -50,16 +49,14 @@ from driftlens.engine.token_weights import (
     Weighted,
     groups_of,
     moment_of,
-    require_finite,
     row_counts,
-    weighed,
 )
 from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, JointSums
 from driftlens.linalg.joint_ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, Parameters, Routes, State
 from driftlens.utils.devices import exact_products, moved
-from driftlens.utils.errors import DataError
+from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
@@ -193,11 +190,17 @@ class _StepWalk(CalibrationWalk):
         reports: list[SiteReport] = []
         streams = self._run_all_experts(layer, student, needs_output=not is_last)
         for step in self._steps(groups):
-            solved, of_step = self._solve_step(layer, student, merged, step, streams)
+            solved: dict[str, Tensor] = {}
+            for number, group in step:
+                # Every group is summed in a pass of its own and solved before the next, in the main process alone.
+                sums = self._sums(layer, student, merged, number, group, streams)
+                problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
+                parameters, group_reports = self.solved(layer, problems)
+                solved |= parameters
+                reports += group_reports
             updates |= solved
-            student, solved = merged, {}  # what they were makes room
+            student, solved = merged, {}  # frees the parameters of the last step
             student = replaced(layer, merged, updates)
-            reports += of_step
         for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.drop(_WANTED)
         drift = {} if is_last else self.advance(layer, merged, updates)
@@ -216,25 +219,6 @@ class _StepWalk(CalibrationWalk):
             beside.setdefault(key, []).append((at, group))
         return [[group] for step in beside.values() for group in step]
 
-    def _solve_step(
-        self,
-        layer: Layer,
-        student: Parameters,
-        merged: Parameters,
-        step: Sequence[tuple[int, Group]],
-        streams: Mapping[str, str],
-    ) -> Solved:
-        """New parameters of some groups, solved from one snapshot of what the student feeds them."""
-        solved: Solved = {}, []
-        for at, group in step:
-            # Every group is summed up in a pass of its own, and solved before the next; in the main process alone.
-            sums = self._sums(layer, student, merged, at, group, streams)
-            problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
-            updates, reports = self.solved(layer, problems)
-            solved[0].update(updates)
-            solved[1].extend(reports)
-        return solved
-
     def _begin(self, first: Layer) -> None:
         """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
         for layer in self.pool.chain.layers:
@@ -250,11 +234,20 @@ class _StepWalk(CalibrationWalk):
 
     def _know(self, batch: Batch, waiting: CachedBatch) -> None:
         self.digests[waiting] = batch.digests
-        self.originals[waiting] = batch.copied or self.digests[waiting]
+        self.originals[waiting] = batch.copied or batch.digests
 
     def _know_weights(self) -> None:
-        self.weighted, self.energies = weighed(self.team, self.seen)
+        """Compute token weights of this process's tasks, and gather the energies of all tasks."""
+        self.weighted = {
+            task: {key: entry.weighted() for key, entry in groups.items()}
+            for task, groups in self.seen.items()
+        }
         self.seen = {}
+        own = {
+            task: {key: entry.energy for key, entry in groups.items()}
+            for task, groups in self.weighted.items()
+        }
+        self.energies = {task: by_key for part in self.team.gather(own) for task, by_key in part.items()}
 
     @property
     def _num_early_steps(self) -> int:
@@ -288,8 +281,13 @@ class _StepWalk(CalibrationWalk):
             self.seen[task] = gradients.weigh(
                 task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
             )
-        self.stream.check()
-        require_finite(self.seen)
+            self.stream.check()
+            for (layer, _), entry in self.seen[task].items():
+                if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
+                    raise NumericsError(
+                        f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
+                        hint="In a half-precision dtype, set compute.dtype to float32. Or set weights to uniform.",
+                    )
 
     @property
     def _num_passes(self) -> int:
@@ -438,7 +436,13 @@ class _StepWalk(CalibrationWalk):
             sums.tasks[task] = metric, task_sums[0]
         pending: list[_Rows] = [[] for _ in folds]
         rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
-        for x, targets, sizes in _weighted(rows_by_fold, maps, factor):
+        for x, wanted, root, sizes in rows_by_fold:
+            root = root * factor**0.5
+            x, wanted = x * root, wanted * root
+            # Local and upstream targets side by side, [T, 2 o]: (W - W_m) x, and the wanted output less W x.
+            targets = x @ maps.mT
+            upstream = targets[:, wanted.shape[1] :]
+            torch.sub(wanted, upstream, out=upstream)
             if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
                 _take_in(pending, folds, *task_sums)
             sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
@@ -517,19 +521,6 @@ class _StepWalk(CalibrationWalk):
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
         trace = self.weighted[task][key].trace
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
-
-
-def _weighted(
-    by_fold: Iterator[tuple[Tensor, Tensor, Tensor, list[int]]], maps: Tensor, factor: float
-) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Yield rows and targets [T, 2 o] times the roots of their weights; `maps` [2 o, k] are W - W_m and W."""
-    for x, wanted, root, sizes in by_fold:
-        root = root * factor**0.5
-        x, wanted = x * root, wanted * root
-        targets = x @ maps.mT
-        upstream = targets[:, wanted.shape[1] :]
-        torch.sub(wanted, upstream, out=upstream)
-        yield x, targets, sizes
 
 
 def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:

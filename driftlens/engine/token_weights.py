@@ -20,8 +20,6 @@ from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
 from driftlens.linalg.gram import GramSum, single
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
 from driftlens.utils.devices import near_float64, wide
-from driftlens.utils.distributed import Team
-from driftlens.utils.errors import NumericsError
 from driftlens.utils.variants import expert_of
 
 NUM_PASSES = 2
@@ -97,26 +95,6 @@ def _total(numbers: Sequence[Tensor]) -> float:
 
 Key = tuple[int, int]
 """Layer, and number of the group in it."""
-
-
-def weighed(
-    team: Team, seen: Mapping[str, Mapping[Key, Weighable]]
-) -> tuple[dict[str, dict[Key, Weighted]], dict[str, dict[Key, float]]]:
-    """Return token weights of this process's tasks, and how much every task of all processes counts."""
-    weights = {task: {key: of.weighted() for key, of in groups.items()} for task, groups in seen.items()}
-    energies = {task: {key: of.energy for key, of in groups.items()} for task, groups in weights.items()}
-    return weights, {task: by_key for by_task in team.gather(energies) for task, by_key in by_task.items()}
-
-
-def require_finite(seen: Mapping[str, Mapping[Key, Weighable]]) -> None:
-    """Refuse gradients that are NaN or infinite."""
-    for task, groups in seen.items():
-        for (layer, _), entry in groups.items():
-            if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
-                raise NumericsError(
-                    f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
-                    hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
-                )
 
 
 def row_counts(

@@ -262,15 +262,6 @@ def _objective(
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
-Ridge = Annotated[
-    float, Bounds(low=0), Label("Ridge λ"), "the pull towards the anchor, for Gram matrices of norm 1"
-]
-Rho = Annotated[float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"]
-Alpha = Annotated[float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"]
-Eps = Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"]
-Anchor = Annotated[Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"]
-Precision = Annotated[Literal["float64", "float32"], Label("Precision"), "of sums and solves"]
-
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The paper's text, all CLIP suites; also the defaults of `FeatCal`.
@@ -335,20 +326,30 @@ class FeatCal(ClosedFormBase):
 
     def __init__(
         self,
-        lam: Ridge = 0.05,
-        rho: Rho = 2.0,
-        alpha: Alpha = 0.3,
-        eps: Eps = 1e-8,
+        lam: Annotated[
+            float, Bounds(low=0), Label("Ridge λ"), "pull towards the anchor, for Gram matrices of norm 1"
+        ] = 0.05,
+        rho: Annotated[
+            float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
+        ] = 2.0,
+        alpha: Annotated[
+            float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
+        ] = 0.3,
+        eps: Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"] = 1e-8,
         update: Annotated[
             Sequence[Update],
             Label("Parameters to solve for"),
             "what is solved for: weights of linear modules, their biases, scale and shift of norms",
         ] = UPDATES,
-        anchor: Anchor = "merged",
+        anchor: Annotated[
+            Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
+        ] = "merged",
         last_block_tokens: Annotated[
             str | None, Label("Token weights of the last block"), "how the last block's tokens count"
         ] = None,
-        solve_dtype: Precision = "float64",
+        solve_dtype: Annotated[
+            Literal["float64", "float32"], Label("Precision"), "of sums and solves"
+        ] = "float64",
         inputs: Annotated[
             Literal["deployed", "merged", "expert"], Label("Features fed"), "whose features a layer is fed"
         ] = "deployed",
@@ -413,28 +414,3 @@ class FeatCal(ClosedFormBase):
         if isinstance(problem, LinearProblem):
             return _solve_linear(problem, anchor, lam=self.lam, update=self.update)
         return [_solve_norm(problem, anchor, lam=self.lam)]
-
-
-@calibrators.register("norms")
-class Norms(FeatCal):
-    """FeatCal of norms alone (Eq. 59), the baseline for methods that change more; weights and biases stay as merged."""
-
-    title = "Norms only"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {
-            name: {key: value for key, value in preset.items() if key not in ("update", "last_block_tokens")}
-            for name, preset in PRESETS.items()
-        }
-    )
-    ablations: ClassVar[Sequence[Mapping[str, Any]]] = ({"rho": 1}, {"alpha": 0}, {"anchor": "none"})
-
-    def __init__(
-        self,
-        lam: Ridge = 0.05,
-        rho: Rho = 2.0,
-        alpha: Alpha = 0.3,
-        eps: Eps = 1e-8,
-        anchor: Anchor = "merged",
-        solve_dtype: Precision = "float64",
-    ) -> None:
-        super().__init__(lam, rho, alpha, eps, ("norm",), anchor, None, solve_dtype)

@@ -92,7 +92,10 @@ def select_sites(
     there = {group for layer in chain.layers for group in site_groups(layer).values()}
     for pattern in sites or ():
         if pattern not in there:
-            _require_match(pattern, paths, [group for group in GROUPS if group in there])
+            groups = ", ".join(group for group in GROUPS if group in there)
+            _matching(
+                "site", pattern, paths, f"Use patterns on module paths such as `*.mlp.*`, or one of {groups}."
+            )
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     chosen: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)
@@ -214,14 +217,15 @@ def _percent(share: float) -> str:
     return "under 0.1 %" if text == "0.0 %" and share else text
 
 
-def _require_match(pattern: str, paths: Sequence[str], groups: Sequence[str]) -> None:
-    if not any(fnmatchcase(path, pattern) for path in paths):
+def _matching(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[int]:
+    """Return the positions of the paths that match a glob; raise with the nearest paths if none does."""
+    positions = [position for position, path in enumerate(paths) if fnmatchcase(path, pattern)]
+    if not positions:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
         raise LayerNotFoundError(
-            f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
-            hint=f"Use patterns on module paths such as `*.mlp.*`, or one of {', '.join(groups)}.",
-            nearest=near,
+            f"no {kind} matches {pattern!r}; the nearest are {', '.join(near)}", hint=hint, nearest=near
         )
+    return positions
 
 
 def updated_sites(
@@ -462,12 +466,5 @@ def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
         return list(range(2, count))
     if pattern == "final":
         return [count]
-    indices = [index for index, path in enumerate(paths, start=1) if fnmatchcase(path, pattern)]
-    if not indices:
-        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-        raise LayerNotFoundError(
-            f"no layer matches {pattern!r}; the nearest are {', '.join(near)}",
-            hint=f"Use `blocks`, a pattern such as `{paths[count // 2][:-1]}*`, or layer numbers.",
-            nearest=near,
-        )
-    return indices
+    hint = f"Use `blocks`, a pattern such as `{paths[count // 2][:-1]}*`, or layer numbers."
+    return [position + 1 for position in _matching("layer", pattern, paths, hint)]

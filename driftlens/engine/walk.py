@@ -584,36 +584,6 @@ def tolerance(dtype: str, drift_rel: float) -> float:
     return _RELATIVE[dtype] + _ROUNDING[dtype] / drift_rel
 
 
-def require_closed(rows: Iterable[Mapping[Any, Any]], dtype: str) -> None:
-    """Refuse a run whose drift is not that of ordinary forward passes.
-
-    `rows` are of its layer table, with `closure_error` and `drift_rel`; `dtype` is what its features were computed in.
-    """
-    for row in rows:
-        error, drift = row["closure_error"], row["drift_rel"]
-        if error > 0 and drift > 0 and error > tolerance(dtype, drift):  # false for NaN: nothing was measured
-            limit = tolerance(dtype, drift)
-            raise _not_closed(row["layer"], row["path"], row["task"], row["variant"], error, limit)
-
-
-def _not_closed(
-    layer: int, path: str, task: str, variant: str, error: float, limit: float, model: str = ""
-) -> NumericsError:
-    """Return the error for a drift that the library does not give."""
-    of_model = f"{model}: " if model else ""
-    return NumericsError(
-        f"{of_model}the drift of {variant} behind layer {layer} ({path}), task {task!r}, is not that of ordinary "
-        f"forward passes: closure error {error:.2g}, at most {limit:.1g} is rounding",
-        hint="The layers taken apart are not the model: its blocks may hand on more than features, or the mask leave "
-        "out tokens that others read. Pass blocks= another list or mask=, or wrap the model.",
-        layer=layer,
-        task=task,
-        variant=variant,
-        closure_error=error,
-        tolerance=limit,
-    )
-
-
 class LibraryDrift:
     """The drift of a task's first samples by the models' own library, to compare the walk's drift with.
 
@@ -665,7 +635,18 @@ class LibraryDrift:
         error, limit, is_off = relative_gap(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
-            raise _not_closed(layer.index, layer.path, self._task, variant, error, limit, self._model)
+            raise NumericsError(
+                f"{self._model}: the drift of {variant} after layer {layer.index} ({layer.path}), task "
+                f"{self._task!r}, is not that of ordinary forward passes: closure error {error:.2g}, at most "
+                f"{limit:.1g} is rounding",
+                hint="The blocks may return more than features, or the mask leaves out tokens that others read. Pass "
+                "another list as blocks=, pass mask=, or wrap the model.",
+                layer=layer.index,
+                task=self._task,
+                variant=variant,
+                closure_error=error,
+                tolerance=limit,
+            )
 
 
 def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:

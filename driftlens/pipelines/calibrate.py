@@ -31,7 +31,6 @@ from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport, Step
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
-from driftlens.engine.walk import require_closed
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
 from driftlens.experiment.resume import (
@@ -173,8 +172,6 @@ def open_calibration(
     run = open_run(folder)
     if context.live is None:
         reopening.require_spec(folder, run.manifest)
-    # Nothing can be built on drift that is not that of ordinary forward passes.
-    require_closed(run.layers(variant="merged").to_dict("records"), run.manifest.dtype)
     study, models = reopening.reopened(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )

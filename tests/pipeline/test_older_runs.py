@@ -140,6 +140,6 @@ def test_repairs_by_methods_that_are_gone_are_shown_as_stored(light: DriftRun, t
         assert printed(command, str(folder))[0] == 0
     study, _ = reopened(folder)
     assert "calibrated:maps" not in study.pool and "calibrated:solved" in study.pool
-    again = calibrate(folder, request("more", method="norms"))
+    again = calibrate(folder, request("more", method="featcal"))
     assert {*again.manifest.calibrations} == {"maps", "solved", "more"}
     assert again.manifest.calibrations["solved"].settings["routers"] == "off"

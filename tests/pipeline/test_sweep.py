@@ -315,8 +315,10 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: Path, tmp_path: Path
 ) -> None:
-    run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, methods=["featcal", "norms"]))
-    assert {*run.sweeps()["sweep"]} == {"corruption", "norms:corruption"}
+    run = sweep(
+        folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, methods=["featcal", "residual"])
+    )
+    assert {*run.sweeps()["sweep"]} == {"corruption", "residual:corruption"}
     rows = rows_of(run, "corruption")
     assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}
 
@@ -332,4 +334,4 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
         mine = rows[rows["point"] == point].reset_index(drop=True)
         pd.testing.assert_frame_equal(mine[[*MEASURES]], rows_of(found, "n")[[*MEASURES]])
     assert (rows["drift_rel"][:2].to_numpy() != rows["drift_rel"][2:].to_numpy()).all()
-    assert "none" in sweep_text(run, "corruption") and "fog:5" in sweep_text(run, "norms:corruption")
+    assert "none" in sweep_text(run, "corruption") and "fog:5" in sweep_text(run, "residual:corruption")

@@ -280,7 +280,7 @@ def test_the_file_systems_refusals_are_no_defects(
 @pytest.mark.parametrize(
     "line",
     [
-        "calibrate RUN --name q2 --method norms",
+        "calibrate RUN --name q2 --method featcal",
         pytest.param("report RUN --format md", marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, CalibrationContext, Step
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.snapshot import Layerwise
-from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
+from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import moved
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
@@ -151,7 +151,7 @@ def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> FinalFeatures:
-    """Run the merged model and the task's expert on the task's calibration samples, layer by layer."""
+    """Run the merged model and the task's expert on the calibration samples; pad shorter texts to the longest."""
     pool = context.pool
     with context.store() as store:
         stream = FeatureStream(pool, {task: context.parts[task]}, (EXPERT, MERGED), store, on_step)
@@ -161,15 +161,11 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
                 stream.take(layer, batch, EXPERT, expert, named="the expert model")
                 stream.take(layer, batch, MERGED, merged, named="the merged model")
         stream.check()
-        return _gathered(stream.cached[task], pool.chain.layers[-1], task)
-
-
-def _gathered(waiting: Sequence[CachedBatch], layer: Layer, task: str) -> FinalFeatures:
-    """Return the features of all batches; shorter texts are padded to the longest."""
-    merged, expert = ([batch.get(model)[layer.stream] for batch in waiting] for model in (MERGED, EXPERT))
+        layer, batches = pool.chain.layers[-1], stream.cached[task]
+        merged, expert = ([batch.get(model)[layer.stream] for batch in batches] for model in (MERGED, EXPERT))
+        masks = [batch.side.mask(layer.stream) for batch in batches]
     if merged[0].dim() != 3:
         return FinalFeatures(layer, task, torch.cat(merged), torch.cat(expert))
-    masks = [batch.side.mask(layer.stream) for batch in waiting]
     longest, mask = max(part.shape[1] for part in merged), None
     if any(part.shape[1] < longest for part in merged) or any(counts is not None for counts in masks):
         counts = [

@@ -25,7 +25,6 @@ from driftlens.models.tracing.hooks import buffers_on, plain_experts
 from driftlens.models.tracing.mixtures import assembled
 from driftlens.utils.devices import device_of, moved
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
-from driftlens.utils.variants import task_of
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
@@ -146,7 +145,6 @@ class ModelPool:
         self._skeleton = skeleton
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
-        self._experts: dict[str, str] = {}
         self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         for name, source in models.items():
@@ -159,10 +157,6 @@ class ModelPool:
     def names(self) -> tuple[str, ...]:
         """Names of all models, in the order in which they were added."""
         return tuple(self._models)
-
-    def expert(self, task: str) -> str:
-        """The name of the model fine-tuned on `task`."""
-        return self._experts[task]
 
     def source(self, model: str) -> StateSource:
         """The weights called `model`, as stored."""
@@ -186,8 +180,6 @@ class ModelPool:
         """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
-        if (task := task_of(model)) is not None:
-            self._experts[task] = model
 
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""

@@ -28,7 +28,6 @@ from driftlens.engine.calibrating import (
     CalibrationWalk,
     ClosedForm,
     SiteReport,
-    SiteUpdate,
     StepProblem,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, replaced
@@ -125,6 +124,11 @@ class Stepwise(ClosedForm):
     mu: float
     seed: int
 
+    @property
+    @abstractmethod
+    def num_folds(self) -> int:
+        """The number of folds of the samples; 1 if nothing is held out."""
+
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Layers are solved in several steps."""
         return _StepWalk(context, self).walked()
@@ -140,11 +144,6 @@ class Stepwise(ClosedForm):
         widths = (sum(slot.shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
         return 4 * sum(width**2 for width in widths) if self.mu else 0
 
-    @property
-    @abstractmethod
-    def num_folds(self) -> int:
-        """Parts that the samples fall into; 1 where nothing is held out."""
-
     def require_samples(self, count: int, task: str) -> None:
         """Refuse fewer different samples than folds."""
         if count < self.num_folds:
@@ -153,10 +152,6 @@ class Stepwise(ClosedForm):
                 hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
                 task=task,
             )
-
-    @abstractmethod
-    def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
-        """New parameters of the problem's sites; errors as for `Layerwise`."""
 
 
 class _StepWalk(CalibrationWalk):

@@ -30,6 +30,7 @@ from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
 from driftlens.utils.devices import has_float64, memory, moved
 from driftlens.utils.errors import DataError, NumericsError
+from driftlens.utils.variants import expert_of
 
 OnStep = Callable[[int, str], None]
 """Called with layer index and task before every batch; it may raise, `Cancelled` for instance."""
@@ -185,8 +186,8 @@ class FeatureStore:
 
     budget: int = 0
     folder: Path | None = None
-    _held: int = field(default=0, init=False)
-    _room: dict[torch.device, float] = field(default_factory=dict, init=False)
+    _held: Counter[torch.device] = field(default_factory=Counter, init=False)
+    _limits: dict[torch.device, float] = field(default_factory=dict, init=False)
     _files: set[Path] = field(default_factory=set, init=False)
     _made_folder: bool = field(default=False, init=False)
 
@@ -206,9 +207,9 @@ class FeatureStore:
         sizes = Counter[torch.device]()
         for value in state.values():
             sizes[value.device] += value.nbytes
-        if self.folder is not None and self._held + sizes.total() > self.budget:
+        if self.folder is not None and self._held.total() + sizes.total() > self.budget:
             return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices)
-        full = {place for place, size in sizes.items() if place.type != "cpu" and size > self._left(place)}
+        full = {device for device in sizes if self._held[device] + sizes[device] > self._limit(device)}
         kept = {key: value.cpu() if value.device in full else value for key, value in state.items()}
         self._count(kept, 1)
         return _CachedState(kept, devices)
@@ -230,15 +231,14 @@ class FeatureStore:
 
     def _count(self, state: State, sign: int) -> None:
         for value in state.values():
-            self._held += sign * value.nbytes
-            if value.device.type != "cpu":
-                self._room[value.device] = self._left(value.device) - sign * value.nbytes
+            self._held[value.device] += sign * value.nbytes
 
-    def _left(self, device: torch.device) -> float:
-        if device not in self._room:
-            free = memory(device)
-            self._room[device] = math.inf if free is None else fitting_batch(free[0] // 2)
-        return self._room[device]
+    def _limit(self, device: torch.device) -> float:
+        """Return the bytes that states may take on a device: half of what was free before the first."""
+        if device not in self._limits:
+            free = None if device.type == "cpu" else memory(device)
+            self._limits[device] = math.inf if free is None else fitting_batch(free[0] // 2)
+        return self._limits[device]
 
     def _write(self, folder: Path, name: str, state: State) -> Path:
         from safetensors.torch import save_file
@@ -433,7 +433,7 @@ def walk(
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    expert = pool.expert(task)
+    expert = expert_of(task)
     models = [expert, *variants]
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches, ids)}, models)
 
@@ -604,14 +604,14 @@ class LibraryDrift:
     ) -> None:
         self._task = task
         num_states = len(pool.chain.layers) * (1 + len(variants))
-        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
+        per_sample = waiting_bytes(pool, expert_of(task), samples.load([0]), num_states)
         fitting = max(1, budget // max(1, per_sample))
         # Not fewer samples read, for texts are padded to the longest of their batch.
         self.batch = next(samples.batches()).first(min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(pool.expert(task), inputs)
+        expert = pool.library_states(expert_of(task), inputs)
         self.expert = expert[-1]
         self._drift: dict[str, list[State]] = {
             variant: [
@@ -681,7 +681,7 @@ def check_closure(
     """
     for task, of_task in samples.items():
         library = LibraryDrift(pool, task, variants, of_task, budget, most)
-        models = pool.expert(task), *variants
+        models = expert_of(task), *variants
         passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
             for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):

@@ -118,7 +118,7 @@ class Study:
 
     def asked(self, task: str) -> Asked:
         """Return a task's calibration samples with its expert's score map, which it must have."""
-        samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
+        samples, head = self.tasks[task].calibration, self.head(task, expert_of(task))
         assert samples is not None and head is not None
         return Asked(self.pool, samples, head, self.settings.pool)
 

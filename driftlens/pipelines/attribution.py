@@ -32,6 +32,7 @@ from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import moved
 from driftlens.utils.errors import NotDifferentiableError
 from driftlens.utils.progress import Reporter, TaskMeter
+from driftlens.utils.variants import expert_of
 
 LayerRows = dict[int, dict[str, float | int]]
 """Layer -> columns of the layer table."""
@@ -267,7 +268,7 @@ def _traced(
         parts[step.variant][layer.index].append(step.parts())
         if "groups" in study.settings.options and layer.index in study.settings.stored_layers:
             if expert is None or expert.layer is not layer:
-                expert = study.pool.layer_map(study.pool.expert(pull_back.task), layer, pull_back.task)
+                expert = study.pool.layer_map(expert_of(pull_back.task), layer, pull_back.task)
             drift = pull_back.final_drift(step.batch, step.variant)
             for group, numbers in _group_numbers(expert, step, inner(drift, drift)):
                 groups[step.variant, layer.index, group].append(numbers)

@@ -30,6 +30,7 @@ from driftlens.models.chain import Pool, State
 from driftlens.utils.diagnostic import Diagnostic, Seen
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.progress import Reporter, TaskMeter
+from driftlens.utils.variants import expert_of
 
 Array = NDArray[np.float64]
 Row = dict[str, object]
@@ -120,7 +121,7 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
     recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
     # As many samples at a time as the budget holds at one boundary, in whole batches.
     models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
     length = samples.fitting(per_sample, study.settings.feature_budget)
     for first in range(0, len(samples), length):
         chunk = samples.batches(first, min(first + length, len(samples)))
@@ -217,7 +218,7 @@ def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
 
 def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     """Refuse an expert of adapters unlike peft's own model; return a notice where peft can't run it."""
-    adapters = study.adapters.get(study.pool.expert(task))
+    adapters = study.adapters.get(expert_of(task))
     if adapters is None:
         return ""
     theirs = unmerged(study, adapters, inputs)

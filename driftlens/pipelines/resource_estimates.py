@@ -26,6 +26,7 @@ from driftlens.merging.method import MergeMethod
 from driftlens.models.chain import Layer
 from driftlens.pipelines.drift import unmerged_bytes
 from driftlens.results.formatting import size
+from driftlens.utils.variants import expert_of
 
 _FLOAT16, _FLOAT32, _FLOAT64 = 2, 4, 8
 
@@ -152,7 +153,7 @@ def needs_of(
 def _sizes(study: Study) -> _Sizes:
     pool, (task, data) = study.pool, next(iter(study.tasks.items()))
     chain, source = pool.chain, pool.source(pool.names[0])
-    expert, sample = pool.expert(task), data.diagnosis.load([0])
+    expert, sample = expert_of(task), data.diagnosis.load([0])
     boundary = waiting_bytes(pool, expert, sample)
     state, side = pool.begun(sample)
     out = pool.layer_map(expert, chain.layers[0], "")(state, side)

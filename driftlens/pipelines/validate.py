@@ -40,6 +40,7 @@ from driftlens.utils.errors import DataError, DriftLensError, from_library
 from driftlens.utils.intervals import Interval
 from driftlens.utils.metrics import Metric, metric_called
 from driftlens.utils.progress import Reporter
+from driftlens.utils.variants import expert_of
 
 T = TypeVar("T")
 
@@ -428,7 +429,7 @@ def _score_experts(study: Study, checks: Preflight) -> None:
 @torch.no_grad()
 def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
     """Hold an expert of adapters against peft on one sample, as the analysis does on more."""
-    pool, samples, name = study.pool, study.tasks[task].diagnosis, study.pool.expert(task)
+    pool, samples, name = study.pool, study.tasks[task].diagnosis, expert_of(task)
     if name not in study.adapters:
         return
     if reason := no_room(study):

@@ -49,7 +49,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
     """The choice's record for one draw of samples; test scores and seconds of what it chose and of all candidates."""
     import driftlens as dl
     from driftlens.config.requests import CalibrationRequest
-    from driftlens.pipelines import automatic
+    from driftlens.pipelines import model_selection
     from driftlens.pipelines.calibrate import calibrate
     from driftlens.utils.access import Context
 
@@ -87,7 +87,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
                 continue
             clock = _Clock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
-            with mock.patch.object(automatic, "choose_settings", _fixed(entry)):
+            with mock.patch.object(model_selection, "choose_settings", _fixed(entry)):
                 made = calibrate(made.path, request, Context(on_progress=clock))
             variants[entry["name"]] = f"calibrated:c{number}"
             measure(entry["name"], variants[entry["name"]])

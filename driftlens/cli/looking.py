@@ -165,7 +165,7 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
     """What the choice of the best compares from each preset on; how many views depends on the samples."""
-    from driftlens.pipelines.automatic import titles
+    from driftlens.pipelines.model_selection import titles
 
     presets = kind.presets if kind.candidates else {}
     return {

@@ -1,4 +1,4 @@
-"""The analysis: from a spec to a finished run directory, phase by phase, each of which can be resumed.
+"""Analysis of a spec: measures all variants, phase by phase, and writes a run directory that can be resumed.
 
 Entry points: `analyze`, and `add_to_run` for more diagnostics of a finished run.
 """
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from driftlens.data.sources import Picture
 
 _FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
-"""Options with a table of their own, which known quadratures fill."""
+"""Options of the attribution that fill a separate table."""
 _ROUNDING = 1e-5
-"""Relative to the largest feature: more than products of batches of several sizes differ by in float32."""
+"""Largest difference of equal samples in float32 batches of different sizes, relative to the largest feature."""
 
 
 def analyze(
@@ -70,32 +70,49 @@ def analyze(
     request: AnalysisRequest = AnalysisRequest(),
     context: Context = Context(),
 ) -> DriftRun:
-    """Measure the drift of every variant of a spec and write a run directory."""
+    """Measure the drift of every variant of a spec and write a run directory.
+
+    Args:
+        spec: a spec, its content, or its file.
+        request: output folder, overrides, and what to measure.
+        context: device, progress and cancellation.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        SpecError: the spec is invalid, or an unfinished run has another one.
+        DataError: samples can't be read.
+        CheckpointError: a model can't be read, or it changed since the run was started.
+        NumericsError: the drift differs from that of the models' own library, or of float64.
+    """
     resolved = load_spec(spec, request.overrides)
     out = request.out or Path("runs", resolved.name)
-    # First of all: nothing need be opened to see that a setting is wrong.
+    # First, because invalid settings are found without opening anything.
     if resolved.merge is not None:
         merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
     calibration_settings(resolved)
     study, models = open_study(resolved, access=context.access)
-    # A run says how it pooled, also where its spec left that to the models.
+    # The stored spec states the pooling, also where it was left to the models.
     layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
     resolved = resolved.model_copy(update={"layers": layers})
     team = context.access.team
-    goes_on = team.once(lambda: request.resume and (out / "manifest.json").exists())
-    if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
+    resumes = team.once(lambda: request.resume and (out / layout.MANIFEST).exists())
+    if resumes:  # before the lock: a refusal must not turn a finished run into a failed one
         team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
     text = resolved.dump()
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
     again = f"`{command_to_resume(out)}{less}` goes on"
-    begun = writing(team, partial(RunWriter.resume, out) if goes_on else create)
-    with begun as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
+    opened = writing(team, partial(RunWriter.resume, out) if resumes else create)
+    with opened as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         def begin() -> None:
-            if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
+            if not (
+                writer.folder / layout.SPEC
+            ).exists():  # the run was killed after its manifest was written
                 write_text_atomic(writer.folder / layout.SPEC, text)
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             changes = task_vectors(models)
@@ -120,11 +137,11 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     """Refuse to resume with another spec, or with checkpoints that changed since the run hashed them."""
     manifest = read_manifest(folder)
     if manifest.spec_digest != spec.digest():
-        # The digest that an earlier version wrote counts keys that were taken out since.
-        begun = spec if is_live(manifest) else load_spec(folder / layout.SPEC)
-        if is_live(manifest) or begun != spec:
+        # The digest of an earlier version includes keys that were removed since.
+        stored = spec if is_live(manifest) else load_spec(folder / layout.SPEC)
+        if is_live(manifest) or stored != spec:
             raise SpecError(
-                f"{folder} was begun with {difference(begun.as_dict(), spec.as_dict()) or 'another spec'}",
+                f"{folder} was begun with {difference(stored.as_dict(), spec.as_dict()) or 'another spec'}",
                 hint=f"Resume with `{command_to_resume(folder)}`, choose another --out, or replace it with --force.",
             )
     reopening.require_same_models(manifest, study, reporter)
@@ -148,15 +165,15 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
 
 def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
-    """Measure in place what a run lacks: scores, the attribution of drift to layers, optional diagnostics.
+    """Measure what a run lacks: scores, the attribution of drift to layers, optional diagnostics.
 
     Args:
         path: the run directory.
         context: device, progress and cancellation.
-        add: options of optional diagnostics, such as `cka`; variants that have them are left as they are.
+        add: options of optional diagnostics, such as `cka`; variants that have them are left unchanged.
 
     Returns:
-        The run, opened anew.
+        The run, reopened.
 
     Raises:
         RunError: the analysis of the run is unfinished.
@@ -190,7 +207,14 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases that measure variants of the study's pool into a run; `prefix` begins their names."""
+    """The phases that measure variants of the study's pool and write to a run.
+
+    Attributes:
+        writer: of the run.
+        study: the opened models and samples.
+        reporter: receives progress.
+        prefix: of the phases' names.
+    """
 
     writer: RunWriter
     study: Study
@@ -198,7 +222,7 @@ class Phases:
     prefix: str = ""
 
     def analyze(self, *, attribution: bool = True, weights: bool = True) -> None:
-        """Measure drift and accuracy of all tasks, then task vectors, then, with `attribution`, sources of drift."""
+        """Measure drift and accuracy, then task vectors (`weights`), then the sources of drift (`attribution`)."""
         study = self.study
         self._run("digests", partial(self._digest, study.pool.names))
         self.measure((*study.variants, "expert"))
@@ -208,7 +232,7 @@ class Phases:
             self.explain(study.explained_variants)
 
     def measure(self, variants: Sequence[str]) -> None:
-        """Measure drift and accuracy; `expert` is each task's own."""
+        """Measure drift and accuracy; `expert` stands for each task's expert."""
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
@@ -221,46 +245,50 @@ class Phases:
             self._run(f"evaluate:{task}", partial(self._score, task, variants), self.study)
 
     def complete(self, variants: Sequence[str]) -> None:
-        """Add digests of models, and their task vectors."""
+        """Add digests and task vectors of models."""
         self._run("digests", partial(self._digest, variants))
         if self.study.has_base:
             self._run("params", partial(self._compare_parameters, variants), self.study)
 
     def explain(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
-        """Attribute drift to layers, for tasks and variants whose rows lack that."""
+        """Attribute drift to layers, for tasks and variants whose rows lack it."""
         if self.study.settings.jacobian is None:
             return
-
-        def _explained() -> set[tuple[str, str]]:
-            rows = open_run(self.writer.folder).layers()
-            filled = rows.groupby(["task", "variant"])[_columns_of_attribution(add)].count().gt(0).all(axis=1)
-            return {*filled[filled].index}
-
-        explained = self.study.team.once(_explained)
+        first = {column.option: column.name for column in reversed(LAYERS.columns)}
+        parts = ("contributions", "prefix", "jacobian.spectral")
+        needed = ["jacobian_samples", *(first[name] for name in add if name in parts)]
+        columns = [self._present("layers", [name]) for name in needed]
         for task in self.study.tasks:
-            missing = [name for name in variants if is_explained(name) and (task, name) not in explained]
-            # A phase that was stopped behind its last row is recorded as done now.
+            missing = [
+                name
+                for name in variants
+                if is_explained(name) and not all((task, name) in filled for filled in columns)
+            ]
+            # A phase that was interrupted after its last row is only recorded.
             if missing or f"{self.prefix}explain:{task}" in self.writer.manifest.phases:
                 work = partial(self._explain, task, missing)
                 self._run(f"explain:{task}", work, self.study, again=bool(missing))
 
     def add(self, add: Sequence[str]) -> None:
-        """Measure optional diagnostics for variants that lack them: one phase per option or walk, and task."""
-        team, tasks = self.study.team, self.study.tasks
+        """Measure optional diagnostics for variants that lack them, in one phase per task and pass."""
+        tasks = self.study.tasks
         for option, table in _FOLLOWED.items():
-            present = team.once(partial(self._present, table)) if option in add else set()
-            for task in tasks if option in add else ():
+            if option not in add:
+                continue
+            present = self._present(table)
+            for task in tasks:
                 lacking = [name for name in self.study.explained_variants if (task, name) not in present]
                 if lacking:
                     work = partial(self._follow, option, task, lacking)
                     self._run(f"explain:{option}:{task}", work, self.study, again=True)
         entries = [entry for entry in chosen(add) if entry.option]
         for task in tasks:
-            there = [
-                team.once(partial(self._present, entry.table, [column.name for column in entry.columns]))
-                for entry in entries
+            filled = [
+                self._present(entry.table, [column.name for column in entry.columns]) for entry in entries
             ]
-            lacking = [name for name in self.study.variants if any((task, name) not in of for of in there)]
+            lacking = [
+                name for name in self.study.variants if any((task, name) not in present for present in filled)
+            ]
             if lacking:
                 work = partial(self._walk, task, lacking, entries)
                 named = "+".join(dict.fromkeys(entry.option for entry in entries))
@@ -272,15 +300,18 @@ class Phases:
         run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
     def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
-        """Return tasks and variants with rows in a table, and a number in one of these columns if any are named."""
-        rows = getattr(open_run(self.writer.folder), table)()
-        if columns:
-            present = [name for name in columns if name in rows]
-            rows = rows[rows[present].notna().any(axis=1)] if present else rows[:0]
-        return set(zip(rows["task"], rows["variant"], strict=True))
+        """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""
+
+        def read() -> set[tuple[str, str]]:
+            rows = getattr(open_run(self.writer.folder), table)()
+            if columns:
+                rows = rows[rows.reindex(columns=columns).notna().any(axis=1)]
+            return set(zip(rows["task"], rows["variant"], strict=True))
+
+        return self.study.team.once(read)
 
     def _digest(self, names: Sequence[str]) -> None:
-        """Record digest, size and origin of these models of the study's pool."""
+        """Record digest, size and origin of models of the study's pool."""
         self.writer.describe(models=self.study.team.each(names, self.study.model_info))
 
     def _compare_parameters(self, variants: Sequence[str]) -> None:
@@ -310,7 +341,7 @@ class Phases:
                 self.writer.append(name, pd.DataFrame(rows), replace=True)
 
     def _diagnosed(self, study: Study, task: str) -> TaskDiagnosis:
-        """Diagnose a task, with the base's drift from the run where the base is not among the variants."""
+        """Measure a task, with the base's drift from the run if the base is not among the variants."""
         base = None
         if "base" in study.pool and "base" not in study.variants:
             rows = open_run(self.writer.folder).samples(task, "base")
@@ -335,15 +366,12 @@ class Phases:
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
-            if variant in variants:  # the expert's may be in the run, too
+            if variant in variants:  # the expert's features may be in the run already
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
             _store_shown(writer, task, study.tasks[task])
             if _are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
-                writer.notice(
-                    f"{task}: all samples have the same final feature, so its numbers are of one input; look whether "
-                    "the samples are what they should be"
-                )
+                writer.notice(f"{task}: all samples have the same final feature. Check the samples")
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
         explanation = self._attributed(self.study, task, variants)
@@ -355,7 +383,7 @@ class Phases:
             self.writer.notice(notice)
         if explanation.layers:
             self.writer.fill("samples", stacked(explanation.samples))
-            # Last: by these rows it is known what is explained.
+            # Last, because these rows mark a variant as explained.
             self.writer.fill("layers", pd.DataFrame(explanation.layers))
 
     def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
@@ -370,7 +398,7 @@ class Phases:
                 self.writer.fill(table, frame[names], columns)
 
     def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
-        """Add rows of `adjoint` or `groups`; what else the attribution finds stays as the run has it."""
+        """Add rows of `adjoint` or `groups`; other results of the attribution are kept as stored."""
         settings = self.study.settings
         assert settings.jacobian is not None
         jacobian = dataclasses.replace(settings.jacobian, spectral=False, prefix=False, random=False)
@@ -378,7 +406,7 @@ class Phases:
         self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
 
     def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
-        """Attribute the drift of variants and write the tables of options; None except in the main process."""
+        """Attribute the drift of variants and write the tables of options; return None except in the main process."""
         spill = self.writer.folder / layout.SCRATCH
         explanation = attribution_of(study, task, variants, spill, self.reporter)
         if explanation is not None and explanation.adjoint:
@@ -399,12 +427,18 @@ def _columns(entries: Iterable[Diagnostic], table: str) -> list[Column]:
 
 
 def _are_alike(features: NDArray[np.floating[Any]]) -> bool:
-    """Return True if several samples have one feature [n, d], up to the rounding of batches of other sizes."""
+    """Return True if several samples have equal features [n, d], up to rounding."""
     return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    """Record models, layers, samples and classes before anything is computed."""
+    """Record models, layers, samples and classes before anything is computed.
+
+    Args:
+        writer: of the run.
+        study: the opened models and samples.
+        synthetic: True if the data is generated, as in the demo.
+    """
     pool = study.pool
     writer.describe(
         synthetic=synthetic,
@@ -440,7 +474,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
 
 
 def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
-    """Keep thumbnails or short texts of a task's diagnosis samples, in their order."""
+    """Store thumbnails or shortened texts of a task's diagnosis samples, in their order."""
     ids = data.diagnosis.ids[:MOST_THUMBS]
     if data.diagnosis.texts is not None:
         texts, half = [data.diagnosis.text(position).input for position in range(len(ids))], LONGEST_TEXT // 2
@@ -455,7 +489,7 @@ def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
 
 
 def thumb(picture: Picture) -> NDArray[np.uint8]:
-    """Return the whole picture, [side, side, 3], with grey bars where it is not square."""
+    """Return the whole image, [side, side, 3], with grey bars if it is not square."""
     from PIL import Image, ImageOps
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
@@ -464,13 +498,13 @@ def thumb(picture: Picture) -> NDArray[np.uint8]:
 
 
 def _addable() -> tuple[str, ...]:
-    """Return the options of all diagnostics that can be left out of an analysis."""
+    """Return the options of all optional diagnostics."""
     declared = [column.option for table in TABLES.values() for column in table.columns]
     return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
 
 
 def _asking(study: Study, add: Collection[str]) -> Study:
-    """Return the study that measures these options too; its attribution is on."""
+    """Return the study with these options switched on."""
     for name in add:
         if name not in _addable():
             raise SpecError(
@@ -480,16 +514,8 @@ def _asking(study: Study, add: Collection[str]) -> Study:
     settings = study.settings
     jacobian = settings.jacobian
     if jacobian is not None:
-        named = {field: field in add for field in ("contributions", "prefix")}
-        named["spectral"] = "jacobian.spectral" in add
-        jacobian = dataclasses.replace(jacobian, **{name: True for name, is_on in named.items() if is_on})
+        fields = {"contributions": "contributions", "prefix": "prefix", "jacobian.spectral": "spectral"}
+        jacobian = dataclasses.replace(jacobian, **{fields[name]: True for name in add if name in fields})
     return dataclasses.replace(
         study, settings=dataclasses.replace(settings, options=settings.options | {*add}, jacobian=jacobian)
     )
-
-
-def _columns_of_attribution(add: Collection[str]) -> list[str]:
-    """Return the layer table's columns without which a variant's attribution lacks some of these options."""
-    first = {column.option: column.name for column in reversed(LAYERS.columns)}
-    parts = ("contributions", "prefix", "jacobian.spectral")
-    return ["jacobian_samples", *(first[name] for name in add if name in parts)]

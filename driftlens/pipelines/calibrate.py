@@ -1,6 +1,6 @@
-"""Calibrate the merged model of a finished run: plan, solve layer by layer, save, and measure like any variant.
+"""Calibration of a finished run: plan, solve layer by layer, save, and measure like any other variant.
 
-Entry point: `calibrate`. What is solved is kept in a scratch folder of the run until the variant is complete.
+Entry point: `calibrate`. Solved layers are kept in a scratch folder of the run until the variant is complete.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of, task_of
 
 _PHASE = "calibrate"
-"""The phase of the progress events of the solving walk."""
-_SURE = 200
-"""Diagnosis samples of a task, at most, on which the certainty of its expert is measured."""
+"""The phase of progress events while layers are solved."""
+_MAX_CONFIDENCE_SAMPLES = 200
+"""Diagnosis samples per task on which the confidence of its expert is measured, at most."""
 
 
 def calibrate(
@@ -90,26 +90,31 @@ def calibrate(
     *,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
-    """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
+    """Calibrate the merged model of a finished run, which gains the variant `calibrated:NAME` and its control.
 
-    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are measured,
-    and nothing of it before. Where its drift comes from is added after that.
+    Existing rows keep their exact values. The variant becomes visible to readers once its drift and accuracy are
+    measured; the attribution of its drift to layers follows.
 
     Args:
         path: the run directory.
-        request: what to calibrate with.
-        context: where and how to run.
-        on_measured: called with the run as soon as drift and accuracy are there.
+        request: method, settings and samples.
+        context: device, progress and cancellation.
+        on_measured: called with the run once drift and accuracy are measured.
 
     Returns:
-        The run, opened anew.
+        The run, reopened.
+
+    Raises:
+        SpecError: a setting is invalid, or the name is taken.
+        DataError: there are too few samples, or they changed.
+        SingularGramError: a layer has no unique solution.
     """
     folder, team = pathlib.Path(path), context.access.team
     begins = request.replace or request.resume
     if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
         team.once(lambda: _export_finished(folder, request, context))
         return open_run(folder)
-    # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
+    # Refuse before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
     plan, study, scratch = opened.plan, opened.study, opened.scratch
     _require_free_name(request, opened, opened.manifest)
@@ -125,7 +130,7 @@ def calibrate(
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = functools.partial(RunWriter.resume, folder)
     with writing(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
-        # Another process may have been faster while the models were being opened.
+        # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
         reporter = context.reporter(writer.progress)
         phases = Phases(writer, study, reporter, f"{_phase(plan)}:")
@@ -144,7 +149,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class OpenCalibration:
-    """A reopened run with a calibration's plan; `words` are the command-line options that ask for it again."""
+    """A reopened run with a calibration's plan; `words` are the command-line options that repeat it."""
 
     folder: pathlib.Path
     manifest: Manifest
@@ -155,19 +160,19 @@ class OpenCalibration:
 
     @property
     def scratch(self) -> _Scratch:
-        """The folder of what is solved before the calibration is finished."""
+        """The folder of solved layers."""
         return _Scratch(self.folder, self.plan.name)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that the solution depends on, as plain values."""
+        """The inputs of the solution as plain values."""
         return self.plan.identity(self.manifest, self.study)
 
 
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """Open the run's models and samples with a request's plan; nothing is written."""
+    """Open a run's models and samples and plan the requested calibration; nothing is written."""
     require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:
@@ -187,11 +192,9 @@ def open_calibration(
 
 
 def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context: Context) -> None:
-    """Save the model of a finished calibration, if it is the one that is asked for.
-
-    A request with nothing but the name opens no samples, and no models other than the one that gives the form.
-    """
+    """Save the model of a finished calibration if it has the requested settings."""
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
+    # A request with only a name needs no samples and no models other than the base.
     if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
         opened = open_calibration(folder, request, dataclasses.replace(context, access=access))
         _require_free_name(request.changed(resume=True), opened, manifest)
@@ -211,23 +214,21 @@ def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context:
 
 
 def _export_of(request: CalibrationRequest, opened: OpenCalibration) -> Export | None:
-    """Return where else the model is saved."""
+    """Return the requested export, if any."""
     if request.save_weights is None:
         return None
     plan = opened.plan
-    # The calibration that has the name is not an earlier part of the one that replaces it.
+    # A calibration that is being replaced is no earlier part of the new one.
     is_new = not request.resume or (request.replace and plan.name in opened.manifest.calibrations)
     return Export(opened.folder, plan.name, plan.method, opened.models, request.save_weights, is_new)
 
 
 def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest) -> None:
-    """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same."""
+    """Refuse the name of a finished calibration, unless it is replaced or has equal settings."""
     name, finished = opened.plan.name, manifest.calibrations.get(opened.plan.name)
     if finished is None or request.replace:
         return
-    hint = (
-        f"Choose another --name, or replace it with --replace; {how_to_save(opened.folder, name, manifest)}."
-    )
+    hint = f"Choose another --name or add --replace; {how_to_save(opened.folder, name, manifest)}."
     if not request.resume:
         raise SpecError(f"the run has a calibration {name!r} already", hint=hint)
     if text := _difference(opened.plan, finished, is_chosen=request.auto):
@@ -235,7 +236,8 @@ def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, man
 
 
 def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
-    """Return in what a finished calibration differs from what the plan would make; a choice has its own settings."""
+    """Return how a finished calibration differs from the plan; empty if it doesn't."""
+    # The settings of an automatic choice are its result, so its starting point is compared instead.
     names = ["samples", "out_dtype", "sites", "sample_digests"]
     names += [] if is_chosen else ["method", "settings", "layers", "views"]
     before, now = (
@@ -250,15 +252,17 @@ def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: 
 
 
 def _require_held_out_samples(plan: CalibrationPlan) -> None:
-    """Refuse a choice for a trained calibrator, or with too few samples to hold some out."""
+    """Refuse --auto for a trained calibrator, or with too few samples to hold some out."""
     if not plan.calibrator.takes_sites:
-        raise SpecError(f"{plan.method} has no closed form to choose", hint="Leave out --auto.")
+        raise SpecError(
+            f"{plan.method} has no closed form, so --auto can't be used", hint="Leave out --auto."
+        )
     for task, samples in plan.samples.items():
         folds_of(len(samples), task)
 
 
 def _phase(plan: CalibrationPlan) -> str:
-    """Return the name that the run's phases of a calibration begin with."""
+    """Return the prefix of the calibration's phases."""
     return f"calibrate:{plan.name}"
 
 
@@ -269,15 +273,15 @@ def _solve_and_measure(
     phases: Phases,
     reporter: Reporter,
 ) -> None:
-    """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
+    """Solve, save, and measure drift and accuracy, after which the variant is visible to readers."""
     study, scratch, name = opened.study, opened.scratch, opened.plan.name
     team, replaces = study.team, name in writer.manifest.calibrations
 
     def clear() -> None:
         if not (request.resume and scratch.is_there):
-            scratch.remove()  # first: next to it, a removal that is stopped could be taken for one to resume
+            scratch.remove()  # first, so that an interrupted removal is not resumed as a calibration
             if not replaces:
-                writer.remove_calibration(name)  # the rest of one that was stopped
+                writer.remove_calibration(name)  # leftovers of an interrupted one
 
     lead(team, writer, clear)
     if request.auto:
@@ -320,9 +324,8 @@ def _solve_and_measure(
 def _with_choice(
     request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
 ) -> OpenCalibration:
-    """Return the calibration with what is chosen; what is tried on the way is kept, and so is the choice."""
-    from driftlens.pipelines.automatic import choose_settings
-    from driftlens.pipelines.model_selection import ResultStore
+    """Choose settings and return the calibration with them; scores of candidates and the choice are stored."""
+    from driftlens.pipelines.model_selection import ResultStore, choose_settings
 
     plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
     start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
@@ -341,7 +344,7 @@ def _with_choice(
                 plan.calibrator,
                 plan.sites,
                 _CandidateEvents(reporter, writer, plan.name),
-                ResultStore(scratch.tried, team, scratch.require_there),
+                ResultStore(scratch.tried, team),
                 others=request.method is None,
                 share=request.shrink,
             )
@@ -356,7 +359,7 @@ def _with_choice(
 
 
 class _CandidateEvents(Reporter):
-    """Records what is measured of every candidate among the run's events, for those who watch the run."""
+    """Progress that also writes every candidate's score to the run's events, which the dashboard shows."""
 
     def __init__(self, reporter: Reporter, writer: RunWriter, name: str) -> None:
         self._reporter, self._writer, self._calibration = reporter, writer, name
@@ -369,13 +372,13 @@ class _CandidateEvents(Reporter):
 
 
 def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
-    """Remove the calibration that has the name, but only once all layers of the new one are solved."""
+    """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.scratch
     try:
         run_phase(writer, f"{_phase(plan)}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
         if study.team.is_main and not isinstance(error, Cancelled | RunError):
-            scratch.remove()  # the old one stays, and resuming would fail once more
+            scratch.remove()  # the old one is kept, and resuming would only fail again
         raise
 
     def remove() -> None:
@@ -392,7 +395,7 @@ def _complete(
     phases: Phases,
     export: Export | None,
 ) -> None:
-    """Add what follows the first numbers, as far as it is missing: other measurements, model card, export."""
+    """Add what is missing after drift and accuracy: digests, task vectors, model card, export, attribution."""
     plan, study, folder = opened.plan, opened.study, writer.folder
     study.team.once(opened.scratch.remove)
     info = writer.manifest.calibrations[plan.name]
@@ -418,15 +421,15 @@ def _complete(
 def _solve(
     writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: _Scratch, reporter: Reporter
 ) -> Solution:
-    """Return what a plan solves for or trains, in forward order; layers are kept at once, and resumed from."""
+    """Solve or train the layers of a plan in forward order; each is stored at once, and resumed from."""
     solution, started = Solution(scratch.layers()), time.monotonic() - scratch.seconds
-    metrics: dict[str, float] = {}  # of the last finished layer: enough to plot a curve while it runs
+    metrics: dict[str, float] = {}  # of the last finished layer, for the curve that is plotted meanwhile
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
     def step(progress: Step) -> None:
         nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
-        # A layer may take minutes: its tasks are counted too, so that the remaining time is known soon.
+        # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.
         parts, place = max(1, len(tasks)), tasks.index(progress.task) if progress.task in tasks else 0
         reached = max(reached, parts * progress.done + place)
         reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
@@ -463,13 +466,13 @@ def _solve(
 
 
 def _total(values: Iterable[float | None]) -> float:
-    """Return the sum, or NaN if a value was not computed."""
+    """Return the sum; NaN if a value is None."""
     return sum(math.nan if value is None else value for value in values)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
-    """Return what a reader should know of a calibration, whatever its result."""
-    # Of files, calibration and diagnosis samples never overlap.
+    """Return notices on the samples and the scope of a calibration."""
+    # Samples from files never overlap: splits are drawn without replacement.
     notices = _diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
     notices += _trained_on(plan.samples, study) if plan.automatic else []
     if plan.sites:
@@ -478,15 +481,12 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*notices, *partial, *_anchor(plan, manifest), *_moved_but_not_calibrated(pool, plan.sites)]
     if plan.boundaries:
-        return [
-            *notices,
-            "weights are those of the merged model; what is attached wants to know the task of an input",
-        ]
+        return [*notices, "the weights are the merged model's; its adapters need the task of an input"]
     return [*notices, f"this is {plan.unchanged}"]
 
 
 def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
-    """Return a notice on the anchor if it is not the merged model, in terms of the method that merged it."""
+    """Return a notice on an anchor other than the merged model, in terms of the merge method."""
     if not plan.control:
         return []
     reach, merge = plan.calibrator.anchor_reach, manifest.merge or {}
@@ -497,12 +497,12 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
     if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
         text += f": {merge['title']} with scaling {reach * scaling:g} in place of {scaling:g}"
     elif merge:
-        text += f": {reach:g} times the step that {merge['title']} makes from the base"
+        text += f": {reach:g} times the step of {merge['title']} from the base"
     return [f"{text}; {plan.control} measures it alone"]
 
 
 def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
-    """Return a notice per layer outside the blocks that differs between base and experts but stays as merged."""
+    """Return notices on stem and head if they differ between the models but are not calibrated."""
     experts = [name for name in pool.names if task_of(name) is not None]
     first, *others = [*(["base"] if "base" in pool else []), *experts]
 
@@ -517,45 +517,47 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
         if moved := ", ".join(filter(differs, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
-                "calibrated: it stays as in the merged model"
+                "calibrated: it remains that of the merged model"
             )
     return notices
 
 
 def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """Return a notice per task of which diagnosis samples are among these calibration samples, by content."""
+    """Return notices on tasks whose diagnosis samples are also calibration samples, compared by content."""
     notices = []
     for task, drawn in samples.items():
         solved_on, measured_on = set(drawn.digests), study.tasks[task].diagnosis.digests
         count = sum(sample in solved_on for sample in measured_on)
         if count:
             notices.append(
-                f"{count} of the {len(measured_on)} diagnosis samples of task {task} are among its calibration "
-                "samples, so drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
+                f"{count} of {len(measured_on)} diagnosis samples of task {task} are calibration samples, so drift and "
+                "accuracy of the calibrated model are too good. Pass other samples to calibrate on"
             )
     return notices
 
 
 @torch.no_grad()
 def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """Return a notice if experts were probably trained on these samples, without labels: they are surer of them.
+    """Return a notice if the experts were probably trained on these samples: if they are more confident there.
 
-    The mean probability of the class that each expert chooses is compared with that on diagnosis samples: Welch's t,
-    one-sided, at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of
-    draws of 64 samples that experts were trained on, and of 0.6 to 1.6 % of others.
+    The mean probability of the predicted class is compared with that on diagnosis samples by Welch's t test, one-sided
+    at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of draws of 64
+    training samples, and of 0.6 to 1.6 % of other draws.
     """
     means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
     for task, drawn in samples.items():
         model, head = expert_of(task), study.head(task, expert_of(task))
-        diagnosed = part_of(study.tasks[task].diagnosis, range(min(_SURE, len(study.tasks[task].diagnosis))))
+        diagnosed = part_of(
+            study.tasks[task].diagnosis, range(min(_MAX_CONFIDENCE_SAMPLES, len(study.tasks[task].diagnosis)))
+        )
         if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
-        sure = []
+        confidences = []
         for part in (dataclasses.replace(drawn, views=None), diagnosed):
             features = final_features(study.pool, model, task, part, study.settings.pool)
-            sure.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
-        means.append((float(sure[0].mean()), float(sure[1].mean())))
-        groups += sure
+            confidences.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
+        means.append((float(confidences[0].mean()), float(confidences[1].mean())))
+        groups += confidences
     if not means:
         return []
     error, freedom = standard_error([part / len(means) for part in groups])
@@ -563,17 +565,14 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
         return []
     return [
-        f"experts were probably trained on the calibration samples: they are surer of them ({100 * on_drawn:.1f} % on "
-        f"average) than of the diagnosis samples ({100 * on_diagnosed:.1f} %). What is chosen on such samples "
-        "misleads; bring others"
+        "experts were probably trained on the calibration samples: their mean confidence is "
+        f"{100 * on_drawn:.1f} % there and {100 * on_diagnosed:.1f} % on diagnosis samples. A choice on these is "
+        "unreliable; use others"
     ]
 
 
 class _Scratch:
-    """The folder of one unfinished calibration inside a run, which readers don't see.
-
-    It holds what the calibration began with, from its beginning to its end, and the layers that are solved.
-    """
+    """The hidden folder of an unfinished calibration: its settings and the solved layers."""
 
     def __init__(self, run: pathlib.Path, name: str) -> None:
         self._settings = run / layout.begun_calibration(name)
@@ -582,33 +581,25 @@ class _Scratch:
 
     @property
     def is_there(self) -> bool:
-        """Return True if the calibration was begun and is not finished."""
+        """True if the calibration was started and is not finished."""
         return self._settings.is_file()
 
     @property
     def begun(self) -> dict[str, Any]:
-        """The settings that it began with."""
+        """The settings with which it was started."""
         try:
             return dict(from_json(self._settings.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
-                f"{self._settings} can't be read: {error}", hint="Start afresh without --resume."
+                f"{self._settings} can't be read: {error}", hint="Start again without --resume."
             ) from error
 
-    def require_there(self) -> None:
-        """Refuse to write where the calibration is not any more, which would bring a removed folder back."""
-        if not self.is_there:
-            raise RunError(
-                f"{self._folder} was removed while it was being written to",
-                hint="Nothing more was written there. Start again with a run that is in its place.",
-            )
-
     def remove(self) -> None:
-        """Remove everything."""
+        """Remove the folder."""
         remove_tree(self._folder)
 
     def begin(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Write down the settings, unless that was done before, with the same ones; see `require_same`."""
+        """Write the settings, or require that they equal those already written."""
         if self.is_there:
             self.require_same(settings, asked=asked)
         else:
@@ -616,7 +607,7 @@ class _Scratch:
             write_json_atomic(self._settings, settings)
 
     def require_same(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Refuse settings other than those that were begun with; `asked` is what a choice begins with."""
+        """Refuse settings that differ from the stored ones; `asked` is the starting point of an automatic choice."""
         if not self.is_there:
             return
         then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
@@ -626,18 +617,17 @@ class _Scratch:
         if text := reopening.difference(*sides):
             raise SpecError(
                 f"the interrupted calibration had {text}",
-                hint="Resume with the same settings, models and samples, or start afresh without --resume.",
+                hint="Resume with the same settings, models and samples, or start again without --resume.",
             )
 
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Replace the settings that a choice began with by those that were chosen."""
-        self.require_there()
+        """Replace the starting settings of an automatic choice by the chosen ones."""
         write_json_atomic(self._settings, settings)
         remove_tree(self.tried)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Run a block that, stopped in the middle, leaves nothing to resume."""
+        """Run a block that leaves nothing to resume if it is interrupted."""
         settings = self.begun
         self._settings.unlink()
         yield
@@ -645,16 +635,15 @@ class _Scratch:
 
     @property
     def seconds(self) -> float:
-        """What the layers that are kept took to solve, over all sittings."""
+        """The seconds that the stored layers took to solve, including interrupted jobs."""
         return seconds_in(self._folder)
 
     def layers(self) -> dict[int, CalibratedLayer]:
-        """Return the layers that are kept, by index; their values stay on disk until they are read."""
+        """Return the stored layers by index; their values are read from disk on demand."""
         return {int(path.stem): _read_layer(path) for path in sorted(self._folder.glob("*.safetensors"))}
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
-        """Store one layer's solution, whole or not at all; return what was stored."""
-        self.require_there()
+        """Store one layer's solution atomically, and return it backed by the file."""
         reports = json.dumps([vars(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
         save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})

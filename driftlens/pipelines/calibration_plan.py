@@ -1,4 +1,4 @@
-"""The plan of one calibration, with everything resolved before anything is computed, and the models saved from it.
+"""Calibration plans, whose settings are resolved before anything is computed, and the saving of calibrated models.
 
 Entry points: `plan_calibration`, `save_variants`, and `Export` for a copy that the original library loads.
 """
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from driftlens.config.run import Calibration
 
 _ATTACHED_FILE = "attachments.safetensors"
-"""The file of a saved folder that holds the adapters."""
+"""The file of adapters in a saved folder."""
 
 _LOADER = """\
 import torch
@@ -87,13 +87,21 @@ def attach(model, task, file="{file}"):
 
 @dataclass(frozen=True)
 class CalibrationPlan(Chosen):
-    """A calibration with everything resolved; `sites` are names by layer, `selection` how settings were chosen.
+    """A calibration with all settings resolved.
 
     Attributes:
+        name: of the calibration; its variant is `calibrated:NAME`.
+        method: registered name of the calibrator.
+        calibrator: the calibrator with its settings.
+        sites: names of the modules to solve, by layer.
+        samples: calibration samples by task.
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
-        patterns: that the sites' paths match; none means linear and norm modules inside blocks.
-        boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
-        out_dtype: what is saved in; empty for the base's own.
+        automatic: True if settings were chosen by `--auto`.
+        selection: how they were chosen.
+        patterns: requested patterns of sites; empty means linear and norm modules inside blocks.
+        seed: random seed of the calibrator.
+        boundaries: layers after which a trained calibrator attaches an adapter; it has no sites.
+        out_dtype: dtype of the saved model; empty for the base's.
         shrink: see `CalibrationInfo.shrink`.
     """
 
@@ -114,11 +122,17 @@ class CalibrationPlan(Chosen):
     def with_choice(
         self, calibrator: Calibrator, selection: Mapping[str, Any], study: Study
     ) -> CalibrationPlan:
-        """Return the plan with what `automatic.choose_settings` has found; the pool gains the merge it has kept."""
+        """Return the plan with the choice of `choose_settings`; a chosen merge is added to the pool.
+
+        Args:
+            calibrator: the chosen calibrator.
+            selection: the record of the choice.
+            study: the opened models and samples.
+        """
         calibrator.check(has_base=study.has_base)
         shrink = dict(self.shrink)
         if "share" in selection:
-            # A share that was asked for is not one that the curve was chosen from.
+            # The curve shows how a factor was chosen, so a requested one has none.
             shrink |= {"share": selection["share"]} | ({} if shrink else {"curve": selection["curve"]})
         plan = dataclasses.replace(self, automatic=True, selection=selection, shrink=shrink)
         if "merge" in selection:
@@ -138,33 +152,33 @@ class CalibrationPlan(Chosen):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a choice starts from, as plain values; a finished calibration is recognized by it."""
+        """The starting point of an automatic choice, by which a finished calibration is recognized."""
         start = {"method": self.method, "settings": plain_settings(self.calibrator), "layers": self.layers}
         return start | ({"views": self.views} if self.views else {})
 
     @property
     def variant(self) -> str:
-        """The variant that it makes."""
+        """The variant of the calibrated model."""
         return calibrated(self.name)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """All variants that it makes, the control first."""
+        """All variants of the calibration, the control first."""
         return (self.control, self.variant) if self.control else (self.variant,)
 
     @property
     def layers(self) -> list[int]:
-        """Indices of the layers that are calibrated, or have an adapter attached after them."""
+        """Indices of the layers that are calibrated or followed by an adapter."""
         return sorted({*self.sites, *self.boundaries})
 
     @property
     def views(self) -> dict[str, str]:
-        """The views of the samples that are read in addition, as they were asked for, by task."""
+        """The requested views of the samples, by task."""
         return {task: str(drawn.views) for task, drawn in self.samples.items() if drawn.views is not None}
 
     @property
     def info(self) -> CalibrationInfo:
-        """The entry of the manifest, without what is known only afterwards."""
+        """The entry of the manifest before anything is measured."""
         return CalibrationInfo(
             method=self.method,
             settings=plain_settings(self.calibrator),
@@ -184,7 +198,7 @@ class CalibrationPlan(Chosen):
         )
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
-        """Return everything that the solution depends on, as plain values."""
+        """Return the inputs of the solution as plain values."""
         models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
         info = self.info
         return {
@@ -205,14 +219,24 @@ class CalibrationPlan(Chosen):
 def plan_calibration(
     request: CalibrationRequest, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
-    """Return the plan of a request; `section` is the `calibration` section of the run's spec, which has the rest."""
+    """Resolve a request to a plan.
+
+    Args:
+        request: the requested calibration.
+        section: the `calibration` section of the run's spec, whose settings the request overrides; None without one.
+        study: the opened models and samples.
+
+    Raises:
+        SpecError: a setting doesn't fit the method or the run.
+        DataError: there are too few samples.
+    """
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, is_trained = _method_of(request, section), not calibrator.takes_sites
     samples = {task: _first_of(data.calibration, request.samples, task) for task, data in study.tasks.items()}
     for task, drawn in samples.items():
         if drawn.views is not None:
-            viewed(drawn)  # raises if the views can't be made
+            viewed(drawn)  # raises if the samples have no such views
         if isinstance(calibrator, Stepwise):
             calibrator.require_samples(len(drawn), task)
     patterns, layers = request.sites, request.layers
@@ -220,22 +244,22 @@ def plan_calibration(
         patterns = section.sites
     if is_trained and (layers is not None or patterns is not None):
         raise SpecError(
-            f"{method} was given {'sites' if layers is None else 'layers'}, and it is trained in layers of its own",
-            hint="Leave them out, or choose a method that solves for modules, for example featcal.",
+            f"{method} takes no {'sites' if layers is None else 'layers'}: it is trained in fixed layers",
+            hint="Leave them out, or choose a method that solves modules, such as featcal.",
         )
     chain, update = study.pool.chain, calibrator.update
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=update)
     if control_of(request.name) in study.variants:
         raise SpecError(
-            f"{control_of(request.name)} is a baseline of the run and would be the control of {request.name!r}",
+            f"the control of {request.name!r} would be {control_of(request.name)}, which is a baseline of the run",
             hint="Choose another --name.",
         )
     shrink = request.shrink
     if shrink is not None and not study.has_base:
-        raise SpecError("shrink goes towards the base, and the run has none", hint="Leave shrink out.")
+        raise SpecError("shrink interpolates with the base, but the run has none", hint="Leave shrink out.")
     if shrink is not None and is_trained:
         raise SpecError(
-            f"{method} attaches maps and leaves the weights alone, so that nothing can be shrunk towards the base",
+            f"{method} changes no weights, so they can't be interpolated with the base",
             hint="Leave shrink out, or choose a method that changes weights.",
         )
     return CalibrationPlan(
@@ -254,31 +278,31 @@ def plan_calibration(
 
 
 def _control(name: str, calibrator: Calibrator, study: Study) -> str:
-    """Return the variant that measures the anchor alone; empty where the anchor is the merged model."""
+    """Return the variant of the anchor alone; empty where the anchor is the merged model."""
     return control_of(name) if study.has_base and calibrator.anchor_reach != 1 else ""
 
 
 def _first_of(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
-    """Return the first `count` samples, as drawing fewer would have given, or all."""
+    """Return the first `count` samples, which equal a smaller draw, or all."""
     if samples is None or len(samples) < (count or 1):
         available = 0 if samples is None else len(samples)
-        raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are asked for")
+        raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are requested")
     return samples if count is None else part_of(samples, range(count))
 
 
 def calibrator_of(
     request: CalibrationRequest, section: Calibration | None, *, has_views: bool = False
 ) -> Calibrator:
-    """Return the calibrator with all settings resolved: parameters over preset over spec over defaults.
+    """Return the calibrator with all settings resolved: parameters override preset, spec and defaults, in this order.
 
     Args:
-        request: what is asked for.
-        section: the `calibration` section of the run's spec, or None without one.
-        has_views: samples are read with their views, for which calibrators may have other defaults.
+        request: the requested calibration.
+        section: the `calibration` section of the run's spec; None without one.
+        has_views: True if samples have views, for which calibrators may have other defaults.
     """
     method = _method_of(request, section)
     parameters = dict(calibrators[method].with_views) if has_views else {}
-    if section is not None and section.method == method:  # else its settings are another method's
+    if section is not None and section.method == method:  # another method has other settings
         parameters |= over_preset(method, section.preset, section.parameters)
     parameters |= over_preset(method, request.preset, request.parameters)
     return calibrators[method](**resolve(calibrators[method], parameters, method))
@@ -290,35 +314,34 @@ def _method_of(request: CalibrationRequest, section: Calibration | None) -> str:
 
 
 def method_called(calibrator: Calibrator) -> str:
-    """Return the name under which the calibrator's class, or the one it extends, is registered."""
+    """Return the registered name of the calibrator's class or of its parent."""
     for name, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
             return name
     raise SpecError(
-        f"{calibrator!r} is no registered calibrator",
-        hint="Give an instance, such as dl.FeatCal(), or a name, as dl.calibrate(run, method='featcal', name=...); "
-        f"there are {', '.join(calibrators)}.",
+        f"{calibrator!r} is not a registered calibrator",
+        hint=f"Pass an instance, such as dl.FeatCal(), or a name: {', '.join(calibrators)}.",
     )
 
 
 def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
-    """Return all settings as JSON would give them back."""
+    """Return all settings as JSON values."""
     settings = calibrator.get_params()
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
 def preset_of(calibrator: Calibrator) -> str:
-    """Return the published preset whose values all settings have; empty without one."""
+    """Return the published preset that equals the settings; empty if there is none."""
     settings, kind = calibrator.get_params(), type(calibrator)
-    # What a preset leaves out has to be the calibrator's default, too.
+    # Settings that a preset leaves out must have their defaults.
     return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
 
 
 @dataclass
 class Solution:
-    """What a walk solved: layers by index, and by task what a trained calibrator attaches to the last layer.
+    """Solved layers by index, and adapters after the last layer by task.
 
-    `seconds` is the time of all sittings.
+    `seconds` includes the time of interrupted jobs.
     """
 
     layers: dict[int, CalibratedLayer] = field(default_factory=dict)
@@ -327,7 +350,7 @@ class Solution:
 
     @property
     def reports(self) -> list[tuple[int, SiteReport]]:
-        """One per site, with its layer's index."""
+        """The reports of all sites, with their layers' indices."""
         return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
 
 
@@ -341,18 +364,16 @@ def save_variants(
     info: CalibrationInfo,
     identity: Mapping[str, Any],
 ) -> None:
-    """Write the calibrated model, and its control if there is one, in the base's key names and dtypes.
-
-    The history of every site and `config.yaml`, in which all settings are resolved, are written next to them.
+    """Write the calibrated model and its control, with the base's keys and dtypes, `config.yaml`, and site reports.
 
     Args:
         writer: the run.
-        models: the checkpoints, in whose form the model is saved.
+        models: the checkpoints, which determine the form of the saved model.
         study: the opened models and samples.
-        plan: what was to be calibrated.
-        solution: what was solved for it.
-        info: the entry of the manifest as it is known before anything is measured.
-        identity: what the solution depends on.
+        plan: the plan.
+        solution: its solution.
+        info: the entry of the manifest before anything is measured.
+        identity: the inputs of the solution, see `CalibrationPlan.identity`.
     """
     import pandas as pd
 
@@ -407,7 +428,7 @@ def save_variants(
 
 
 def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
-    """Return the entry of the manifest with what `save_variants` has recorded of a calibration in `config.yaml`."""
+    """Return the entry of the manifest with seconds, notices and changes from `config.yaml`."""
     from driftlens.config.yaml_text import from_yaml
 
     file = run / _config_file(name)
@@ -422,7 +443,7 @@ def _config_file(name: str) -> str:
 
 
 def _unreached(solution: Solution) -> list[str]:
-    """Return a notice on experts of mixtures that stay as merged because too few tokens came to them."""
+    """Return a notice on experts of mixtures that are not calibrated because they received too few tokens."""
     kept = [report for _, report in solution.reports if report.kind == "kept"]
     tokens = {report.site.rpartition(".")[0]: report.num_rows or 0 for report in kept}
     if not tokens:
@@ -430,12 +451,12 @@ def _unreached(solution: Solution) -> list[str]:
     named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
     experts = counted(len(tokens), "expert")
     return [
-        f"too few tokens came to {experts} of mixtures, which stay as merged: {named}; more samples reach more of them"
+        f"{experts} of mixtures received too few tokens and remain as merged: {named}. More samples reach more of them"
     ]
 
 
 def _weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
-    """Return the header of a variant's weights: all that repeating the calibration takes, except the models."""
+    """Return the header of a variant's weights: the settings that reproduce the calibration."""
     return {
         "variant": variant,
         "calibration_method": info.method,
@@ -457,9 +478,10 @@ def with_parameters(
     Args:
         chain: the layers of the model.
         merged: the merged model.
-        like: the base, or what stands for it: a merged model stored in fewer bits must not round the solution.
-        parameters: (layer index, own parameter name) -> value, in the layer's own layout.
+        like: the model with the dtypes of the result, usually the base.
+        parameters: (layer index, parameter name in the layer) -> value, in the layer's layout.
     """
+    # A merged model stored in fewer bits must not round the solution.
     start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
     return Patched(start, fused(chain, parameters, start))
 
@@ -467,7 +489,7 @@ def with_parameters(
 def _anchors(
     chain: LayerChain, merged: StateSource, base: StateSource, reach: float, keys: Collection[ParameterKey]
 ) -> OnDemand[ParameterKey]:
-    """Return Eq. 11, base + reach * (merged - base), for the given parameters, in float64: a calibration's control."""
+    """Return the anchor of Eq. 11, base + reach * (merged - base), for some parameters, in float64."""
 
     def anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
@@ -479,10 +501,9 @@ def _anchors(
 
 @dataclass
 class Export:
-    """A calibrated model that a run keeps, to be saved in the form of the base at `target`, with its card.
+    """A stored calibrated model, to be saved at `target` in the form of the base, with a model card.
 
-    What an earlier sitting has saved is not written again, but for its card; `require_place` sets `is_saved`. One that
-    `is_new` has no earlier sitting.
+    `require_place` sets `is_saved` if an interrupted job has saved this model already; then only the card is written.
     """
 
     run: pathlib.Path
@@ -494,34 +515,30 @@ class Export:
     is_saved: bool = False
 
     def require_kept(self, manifest: Manifest) -> None:
-        """Refuse weights that are not those which were measured."""
+        """Refuse weights that differ from the measured ones."""
         from driftlens.experiment.model_card import calibration_command
 
         info, weights = manifest.calibrations[self.name], self._weights
         again = calibration_command(self.name, info, str(self.run), replace=True, save_weights=self.target)
-        hint = (
-            f"`{again}` solves for them once more."
-            if again
-            else "Choose once more, with --auto and --replace."
-        )
+        hint = f"Solve again: `{again}`" if again else "Choose again with --auto --replace."
         measured = manifest.models.get(calibrated(self.name))
         stored = model_info(self._architecture.chain, self._model(weights), self._attached, "")
         if measured is not None and stored.digest != measured.digest:
-            raise CheckpointError(f"{weights} is not the model that was measured: it has changed", hint=hint)
+            raise CheckpointError(f"{weights} has changed since it was measured", hint=hint)
 
     def require_place(self) -> None:
-        """Refuse a place that can't be written to, and is not taken by this very model."""
+        """Refuse a target that can't be written, unless it holds this model."""
         try:
             is_there = not self.is_new and self.target.exists() and self._weights.is_file()
             self.is_saved = is_there and self._is_same()
-        except DriftLensError:  # it is something else
+        except DriftLensError:  # the target is no such checkpoint
             self.is_saved = False
         if not self.is_saved:
             require_target(self._architecture, self.target)
 
     @torch.no_grad()
     def save(self, info: CalibrationInfo) -> None:
-        """Write the model, and what is attached beside its weights; of one that is there the card alone."""
+        """Write the model, its adapters and its card; only the card if the model is saved already."""
         from driftlens.experiment.model_card import model_card
 
         run, heads = open_run(self.run), head_files(self.models)
@@ -573,7 +590,7 @@ class Export:
 
     @property
     def _portable(self) -> dict[str, Tensor]:
-        """What is attached by the paths of the library's own modules."""
+        """The adapters by the paths of the library's modules."""
         architecture, prefix = self._architecture, ""
         if not self._is_file:
             first = next(iter(architecture.chain.blocks[0].parameters.values())).key
@@ -584,7 +601,7 @@ class Export:
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
-    """A card whose Python also hooks in what is attached for a task; the same card where nobody wrote how."""
+    """Extend the card's Python example by the code that attaches adapters, if the adapter defines it."""
     task, first = next(iter(attachments.items()), ("", None))
     code = str(getattr(first, "code", ""))
     if not code:
@@ -596,7 +613,7 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
         model_line = next((index for index, line in enumerate(lines) if line.startswith("model")), None)
         if model_line is None:
             return card(f"{usage}{loader}")
-        lines.insert(model_line + 1, f"attach(model, {task!r})  # the task that the inputs are of\n")
+        lines.insert(model_line + 1, f"attach(model, {task!r})  # the task of the inputs\n")
         return card(f"{loader}{''.join(lines)}")
 
     return extended

@@ -1,4 +1,4 @@
-"""Merges of the same experts compared: which is nearest to them, on samples that no method has read.
+"""Comparison of merge methods: merges of the same experts, ranked by their distance from them on held-out samples.
 
 Entry points: `wanted_merges`, then `compare_merges`.
 """
@@ -21,7 +21,7 @@ from driftlens.experiment.merging import merged_source
 from driftlens.experiment.study import Study
 from driftlens.merging.method import merge_called, merge_methods
 from driftlens.pipelines.model_selection import (
-    LANE,
+    CANDIDATE_MODEL,
     HeldOutScorer,
     NamedMethod,
     Values,
@@ -44,7 +44,7 @@ _MEASURES = ("hellinger", "drift_rel")
 
 
 class _Compared(NamedTuple):
-    """A model, its scores or why it can't be made, and the seconds that its merge took; None without a merge."""
+    """A model, its scores or the error of its merge, and the seconds that the merge took; None without a merge."""
 
     model: NamedMethod
     result: Values | DriftLensError
@@ -52,7 +52,7 @@ class _Compared(NamedTuple):
 
 
 def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
-    """Return the merges asked for by method and settings, `all` being every method; see `named_methods`."""
+    """Return the requested merges; `all` means every method, see `named_methods`."""
     return named_methods(
         asked,
         merge_methods,
@@ -67,20 +67,23 @@ def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[Nam
 def compare_merges(
     spec: RunSpec, merges: Sequence[NamedMethod], context: Context = Context()
 ) -> dict[str, Any]:
-    """Rank merges by how near their final features and class probabilities are to the experts', as plain values.
+    """Rank merges by the distance of their final features and class probabilities from the experts'.
 
-    No label is read. Where one of the methods reads calibration samples, they get three quarters and all are judged
-    on the fourth; otherwise on all. `behind` is by how much one is farther from the experts than the first, with an
-    interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
-    `nearer` is by how much one is nearer than the `present` one, which the spec names or makes.
-
-    That is compared too, and so is the base. Of the `merges`, best first, one that can't be made has a `reason` instead
-    of numbers.
+    No label is read. If a method reads calibration samples, methods get three quarters of them and are scored on the
+    last quarter; otherwise all are scored on all samples. The base and the merge of the spec are compared, too.
 
     Args:
         spec: the experts and their data.
-        merges: what to compare, see `wanted_merges`.
-        context: where and how to run.
+        merges: the merges to compare, see `wanted_merges`.
+        context: device, progress and cancellation.
+
+    Returns:
+        Plain values. `merges` has a row per model, best first: `behind` is the difference from the first model and
+        `nearer` the gain over the `present` merge, both with intervals that hold for all pairs together (Bonferroni).
+        A merge that failed has a `reason` instead of numbers.
+
+    Raises:
+        DriftLensError: all merges failed.
     """
     study, models = open_study(spec, access=context.access)
     merges, present = _with_present(spec, merges)
@@ -88,11 +91,11 @@ def compare_merges(
     shown, samples = _samples(study, held_out=held_out)
     reporter, done, name = context.reporter(), 0, ""
 
-    def tell(task: str, model: str) -> None:
+    def report(task: str, model: str) -> None:
         label = f"expert of {task}" if model == expert_of(task) else f"{name} on {task}"
         reporter.step(_PHASE, done, len(merges), label)
 
-    scorer = HeldOutScorer(study, samples, tell)
+    scorer = HeldOutScorer(study, samples, report)
     for task in samples:
         scorer.expert(task)
     compared = []
@@ -110,8 +113,8 @@ def compare_merges(
                 method = merge_called(merge.method, merge.settings)
                 source = merged_source(models, method, visible, beside=folder / "merged", reporter=quiet)
                 seconds = round(time.perf_counter() - started, 3)
-                study.pool.add(LANE, source)
-                return scorer.of(LANE)
+                study.pool.add(CANDIDATE_MODEL, source)
+                return scorer.of(CANDIDATE_MODEL)
 
             compared.append(_Compared(merge, attempt(scores), seconds))
     require_any([each.result for each in compared if each.model.method])
@@ -127,7 +130,7 @@ def compare_merges(
 
 
 def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
-    """Return the samples that methods may read, and those to judge on; of texts these are the question alone."""
+    """Return the samples that methods may read and those to score on; texts are scored without their answers."""
     shown, judged = {}, {}
     for task, samples in unlabelled(study).items():
         shown[task] = judged[task] = samples
@@ -145,17 +148,18 @@ def _with_present(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequenc
     """Return the merges with the spec's own among them, and the name of that one: "merged" where it is stored."""
     if spec.merge is None:
         return merges, "merged"
-    asked = spec.merge.method, spec.merge.parameters
-    present = merge_called(*asked)
-    names = [merge.name for merge in merges if merge_called(merge.method, merge.settings) == present]
+    present = spec.merge.method, spec.merge.parameters
+    names = [
+        merge.name for merge in merges if merge_called(merge.method, merge.settings) == merge_called(*present)
+    ]
     if names:
         return merges, names[0]
-    added = wanted_merges([asked])
+    added = wanted_merges([present])
     return [*merges, *added], added[0].name
 
 
 def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[dict[str, Any]]:
-    """Return a row for each model that was compared, best first; those that can't be made come last."""
+    """Return a row per model, best first; models that failed come last."""
     ranking = {
         model.name: Scores({task: by_measure[measure] for task, by_measure in result.items()})
         for model, result, _ in compared
@@ -169,7 +173,9 @@ def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[d
         row |= {"settings": dict(model.settings), "reason": ""}
         rows.append(row)
         if isinstance(result, DriftLensError):
-            row["reason"] = result.message.replace(f"features of {LANE} ", f"features of {model.name} ", 1)
+            row["reason"] = result.message.replace(
+                f"features of {CANDIDATE_MODEL} ", f"features of {model.name} ", 1
+            )
             continue
         if seconds is not None:
             row["seconds"] = seconds
@@ -187,7 +193,7 @@ def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[d
 
 
 def _measures(scores: Values) -> dict[str, Any]:
-    """Return means over tasks with their intervals, and those by task."""
+    """Return means over tasks and the means of each task, with intervals."""
     row: dict[str, Any] = {}
     for name in _MEASURES:
         by_task = {task: over_samples(values[name]) for task, values in scores.items() if name in values}

@@ -1,7 +1,7 @@
-"""The drift of one task: rows of the layer, sample and output tables, and the pooled features.
+"""Drift of one task: rows of the layer, sample and output tables, and the pooled features.
 
-A few samples are compared with the models' own forward pass and with float64. Both errors stop the work: numbers of a
-model that was split wrongly, or of products of eight bits, are worse than none. Entry point: `diagnose`.
+The first samples are compared with the models' own forward pass and with a float64 pass. A larger error than rounding
+stops the job, because numbers of a wrongly split model or of low-precision products mislead. Entry point: `diagnose`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Row = dict[str, object]
 
 
 VERIFIED_SAMPLES = 2
-"""Samples of the first task whose drift is computed once more in float64."""
+"""Samples of the first task whose drift is computed again in float64."""
 
 
 @dataclass
 class TaskDiagnosis:
-    """Rows of one task and pooled features [n, d] (float32) by (variant, layer), the expert's too."""
+    """Rows of one task, and pooled features [n, d] (float32) by (variant, layer), with `expert` as a variant."""
 
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -64,10 +64,10 @@ def diagnose(
         study: the models and samples.
         task: the task.
         reporter: receives progress.
-        base: the base's drift [n] by layer, where it is measured already.
+        base: the base's drift [n] by layer if it is measured already.
 
     Raises:
-        NumericsError: the drift is not that of the models' own library, or of float64.
+        NumericsError: the drift differs from that of the models' own library, or of float64.
     """
     diagnosis, data = TaskDiagnosis(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
@@ -115,11 +115,11 @@ def diagnose(
 
 
 def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter) -> _Recorder:
-    """Walk a task's samples through all layers; hold the first ones against the models' own library."""
+    """Run a task's samples through all layers; compare the first ones with the models' own library."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
-    # As many samples at a time as the budget holds at one boundary, in whole batches.
+    # As many whole batches at a time as the feature budget holds at one layer boundary.
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
     length = samples.fitting(per_sample, study.settings.feature_budget)
@@ -139,14 +139,14 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
 def _check_precision(study: Study, task: str, diagnosis: TaskDiagnosis) -> None:
     try:
         diagnosis.precision_error = precision_error(study, task, diagnosis.features)
-    except RuntimeError as error:  # a model's own code may insist on float32
+    except RuntimeError as error:  # a model's code may require float32
         reason = str(error).splitlines()[0]
         diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
     except NumericsError as error:
         if not any(layer.num_experts for layer in study.pool.chain.layers):
             raise
-        tie = "a token whose router is near a tie goes to other experts there"
-        diagnosis.warnings.append(f"{error.message}; of mixtures of experts it may be that {tie}")
+        tie = "the router may send tokens near a tie to other experts in float64"
+        diagnosis.warnings.append(f"{error.message}; in mixtures of experts, {tie}")
 
 
 class _Recorder:
@@ -173,14 +173,14 @@ class _Recorder:
             self._add_model(("expert", view.layer.index), view, view.expert_out, "expert")
 
     def _add_model(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
-        """Keep pooled features and, of a mixture of experts, who went where."""
+        """Add pooled features and, of a mixture, the number of tokens per expert."""
         vectors = view.layer.vectors(state, view.side, self._pool)
-        # A copy: one token of each sample, taken as a view, would keep all tokens of every batch in memory.
+        # A view of one token per sample would keep all tokens of every batch in memory, so copy.
         self._features[key].append(vectors.to("cpu", torch.float32, copy=True).numpy())
         if model in view.routes:
             mask = view.side.mask(view.layer.stream)
             counts = view.routes[model].counts(view.layer.num_experts, mask)
-            # In float64, batch by batch: sums of gates of a lower precision would depend on how many there are.
+            # In float64, so that the sums do not depend on the batch size.
             self.routing[key] = self.routing.get(key, np.zeros(())) + counts.cpu().double().numpy()
 
     def columns(self) -> dict[tuple[str, int], dict[str, Array]]:
@@ -194,44 +194,57 @@ class _Recorder:
 
 
 def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Rows of a table, from its columns part by part."""
+    """Return the rows of a table from parts of its columns."""
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
 def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
-    """Return the columns of one table from all diagnostics that fill some of them."""
+    """Return the columns of one table from all diagnostics that fill it."""
     columns: dict[str, Any] = {}
     shape = () if table == "layers" else (len(seen.variant),)
     for entry in study.settings.measured:
         if entry.table == table:
-            found = entry.measure(seen)
+            values = entry.measure(seen)
             names = {column.name for column in entry.columns} - columns.keys()
-            odd = {name: np.shape(value) for name, value in found.items() if np.shape(value) != shape}
-            if odd or not names >= found.keys():
+            wrong = {name: np.shape(value) for name, value in values.items() if np.shape(value) != shape}
+            if wrong or not names >= values.keys():
                 raise SpecError(
-                    f"diagnostic {entry.name!r} returned {odd or ', '.join(found)}; expected {shape} by {names}",
-                    hint="It returns values by the names of its columns: a number for `layers`, else one per sample.",
+                    f"diagnostic {entry.name!r} returned {wrong or ', '.join(values)}; expected {shape} by {names}",
+                    hint="Return values by column name: a number for `layers`, else one per sample.",
                 )
-            columns |= found
+            columns |= values
     return columns
 
 
 def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
-    """Refuse an expert of adapters unlike peft's own model; return a notice where peft can't run it."""
+    """Refuse an expert whose final features differ from those of its LoRA adapters in peft.
+
+    Args:
+        study: the opened models and samples.
+        task: whose expert is compared; one without adapters is accepted.
+        inputs: one batch of model inputs.
+        expert: the expert's final state on that batch.
+
+    Returns:
+        A notice if peft can't run the adapters; else empty.
+
+    Raises:
+        NumericsError: the features differ by more than rounding.
+    """
     adapters = study.adapters.get(expert_of(task))
     if adapters is None:
         return ""
     theirs = unmerged(study, adapters, inputs)
     if isinstance(theirs, str):
-        return unheld(task, theirs)
+        return f"the features of the expert of {task} were not compared with peft's: {theirs}"
     base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
     error, limit, is_off = relative_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)
     if is_off:
         raise NumericsError(
-            f"the final features of the expert of {task} are not those of its adapters as peft runs them: "
-            f"{error:.2g} of what the adapters change of them is off, at most {limit:.1g} is rounding",
-            hint="Merge them with peft and give that folder: PeftModel.from_pretrained(model, FOLDER)"
+            f"the final features of the expert of {task} differ from peft's: relative error {error:.2g} of the "
+            f"adapters' change, at most {limit:.1g} is rounding",
+            hint="Merge them with peft and use that folder: PeftModel.from_pretrained(model, FOLDER)"
             ".merge_and_unload().save_pretrained(OUT).",
             task=task,
             closure_error=error,
@@ -240,49 +253,48 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     return ""
 
 
-def unheld(task: str, reason: str) -> str:
-    """Return the notice on adapters that peft did not run."""
-    return (
-        f"the features of the expert of {task} were not held against its adapters as peft runs them: {reason}"
-    )
-
-
 def unmerged_bytes(study: Study) -> int:
-    """Return the bytes of the module that `unmerged` loads; 0 where it loads none."""
-    return study.pool.weight_bytes("base") if study.adapters and not no_room(study) else 0
+    """Return the bytes of the module that `unmerged` loads; 0 if it loads none."""
+    return study.pool.weight_bytes("base") if study.adapters and not _peft_obstacle(study) else 0
 
 
-def no_room(study: Study) -> str:
-    """Return why peft can't run adapters: it is missing, or the base exceeds the feature budget; else nothing."""
+def _peft_obstacle(study: Study) -> str:
+    """Return the reason why peft can't run adapters; empty if it can."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
     needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
-    too_large = f"{needed:,.1f} MB of the base don't fit compute.feature_budget, {budget:,.1f} MB"
+    too_large = f"the base takes {needed:,.1f} MB, more than compute.feature_budget, {budget:,.1f} MB"
     return too_large if needed > budget else ""
 
 
 @torch.no_grad()
 def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
-    """Return final states of the base and of an expert's adapters on it, as peft runs them; else the reason why not."""
-    if reason := no_room(study):
+    """Return the final states of the base and of the base with adapters in peft; else the reason why not.
+
+    Args:
+        study: the opened models.
+        adapters: the LoRA adapters of an expert.
+        inputs: one batch of model inputs.
+    """
+    if reason := _peft_obstacle(study):
         return reason
     pool = study.pool
     module = pool.copied("base")
     base = pool.chain.library_states(module, inputs)[-1]
     fitting = adapters.for_modules({name for name, _ in module.named_modules()})
-    unlike = "peft can't put them on the modules as they are taken apart"
+    unlike = "peft finds no such modules in the model"
     if fitting is None:
         return unlike
     settings, tensors = fitting
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
-    # What it starts adapters from is drawn from the one generator of the process.
+    # peft initializes adapters from the process's random generator, whose state must not change.
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         try:
             wrapped = PeftModel(module, LoraConfig(**settings)).eval()
             unexpected = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it has no such module
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             return unlike
     return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
 
@@ -290,10 +302,20 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
 def precision_error(
     study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
 ) -> float:
-    """Return the largest relative error of the pooled drift of the first samples against float64.
+    """Return the largest relative error of the first samples' pooled drift, compared with a float64 pass.
 
-    The float64 pass reads the same weights and shares no product with the run, so that products of fewer bits show,
-    however they came to be chosen. NaN where there is no drift, and for a run that is computed in float64.
+    The float64 pass reads the same weights and reuses no result, so it detects low-precision products of any cause.
+
+    Args:
+        study: the opened models and samples.
+        task: whose diagnosis samples are read.
+        features: pooled features [n, d] by (variant, layer).
+
+    Returns:
+        The error; NaN without drift, and for a run computed in float64.
+
+    Raises:
+        NumericsError: the error is larger than rounding.
     """
     if study.pool.dtype == torch.float64:
         return math.nan
@@ -301,7 +323,7 @@ def precision_error(
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
     first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
-    # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
+    # One variant at a time, because float64 embeddings take four times the memory of bfloat16 files.
     views = itertools.chain.from_iterable(
         walk(exact_pool, task, [variant], first) for variant in study.variants
     )
@@ -323,10 +345,10 @@ def precision_error(
         limit = tolerance(dtype, float(size / scale))
         if error > limit:
             raise NumericsError(
-                f"the drift of {view.variant} behind layer {view.layer.index} ({view.layer.path}), task {task!r}, is "
-                f"{error:.2g} off that computed in float64; at most {limit:.1g} is rounding",
-                hint="Something computes products in fewer bits than the features have: TF32, bfloat16 or autocast "
-                "inside the model. Switch it off, or compute in float64.",
+                f"the drift of {view.variant} after layer {view.layer.index} ({view.layer.path}), task {task!r}, "
+                f"differs from float64: relative error {error:.2g}, at most {limit:.1g} is rounding",
+                hint="Products are computed in a lower precision (TF32, bfloat16 or autocast inside the model). Switch "
+                "it off, or compute in float64.",
                 layer=view.layer.index,
                 task=task,
                 precision_error=error,

@@ -1,12 +1,18 @@
-"""What `--auto`, sweeps and comparisons of merges share: named methods, held-out scores, repeated calibrations."""
+"""Model selection on held-out samples: scores, repeated calibrations, and the choice of `calibrate --auto`.
+
+Sweeps and comparisons of merges use `named_methods`, `HeldOutScorer` and `Fitter`. Entry point of the choice:
+`choose_settings`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -16,23 +22,30 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.automatic import LEVEL, Decision, Scores, decide, folds_of
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
+from driftlens.checkpoints.tensor_sources import Between, StateSource, TensorsSource
+from driftlens.config.data import Views
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures, Step
 from driftlens.engine.pool import Attachment
+from driftlens.engine.sites import updated_sites
+from driftlens.experiment.merging import merged_within
 from driftlens.experiment.resume import seconds_in
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import lengths
+from driftlens.merging.method import Merge, merge_called
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
 from driftlens.models.saving import save_state_dict
-from driftlens.pipelines.calibration_plan import with_parameters
+from driftlens.pipelines.calibration_plan import method_called, plain_settings, preset_of, with_parameters
 from driftlens.pipelines.evaluation import final_features
 from driftlens.utils.devices import memory, wide
 from driftlens.utils.distributed import ALONE, Team
-from driftlens.utils.errors import Cancelled, CheckpointError, DriftLensError, RunError
-from driftlens.utils.intervals import Interval, mean_interval
+from driftlens.utils.errors import Cancelled, CheckpointError, DriftLensError, RunError, SpecError
+from driftlens.utils.files import temporary_folder
+from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.utils.progress import Reporter
 from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of
@@ -42,12 +55,24 @@ T = TypeVar("T")
 Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
 """Scores of a model by task and measure, `hellinger` or `drift_rel`, one per sample."""
 
-LANE = "lane"
-"""Name in the study's pool of the candidate that is being scored."""
+CANDIDATE_MODEL = "candidate"
+"""Name in the study's pool of the model that is being scored."""
+_PHASE = "choose"
+_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Interpolation factors between the base, 0, and a model, 1."""
+_NUM_PARTS = 2
+"""Parts of the samples for cross-fitting: halves."""
+_MERGES = ("average", "tsv_m", "regmean_pp")
+"""Other merges of the same experts that are compared, with their default settings."""
+_SCORING_COST = 0.35
+"""Cost of scoring a model at all interpolation factors on half of the samples, in FeatCal calibrations."""
+_MANY_SAMPLES = 32
+"""Samples per task from which three views are as good as seven."""
+_UNCHANGED = {"merged": "the unchanged merged model", "base": "the base"}
 
 
 class NamedMethod(NamedTuple):
-    """A method with settings over the published ones, and the name that its results have."""
+    """A method with its settings, and the name of its results."""
 
     name: str
     method: str
@@ -61,17 +86,17 @@ def named_methods(
     name_of: Callable[[str, Mapping[str, object]], str],
     *,
     kind: str = "",
-    beside: Collection[str] = (),
+    shared: Collection[str] = (),
 ) -> list[NamedMethod]:
-    """Return the methods that are asked for, each once; no file is opened.
+    """Return the requested methods without repetition; no file is opened.
 
     Args:
-        asked: methods and settings; `all` without settings is every method.
+        asked: methods and settings; `all` without settings means every method.
         every: the names of all methods.
         owner_of: returns the callable whose parameters are a method's settings.
-        name_of: makes a name of a method and its settings.
-        kind: what messages call these methods.
-        beside: settings that are not the method's, and stay as they are given.
+        name_of: returns a name for a method and its settings.
+        kind: the word for these methods in messages.
+        shared: names of settings that every method accepts, which are not resolved here.
     """
     expanded = [
         (method, settings)
@@ -80,9 +105,9 @@ def named_methods(
     ]
     by_name: dict[str, NamedMethod] = {}
     for method, settings in expanded:
-        values = {key: value for key, value in settings.items() if key not in beside}
+        values = {key: value for key, value in settings.items() if key not in shared}
         resolved = {**settings, **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method)}
-        # YAML reads `off` as false; a name contains what the method reads.
+        # YAML parses `off` as false; the name contains the value that the method receives.
         named = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
         name = name_of(method, named)
         by_name[name] = NamedMethod(name, method, settings)
@@ -90,10 +115,10 @@ def named_methods(
 
 
 def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
-    """Return what `work` returns, or the error that rules one candidate out and leaves the others alone.
+    """Return the result of `work`, or the error that excludes one candidate.
 
-    What all candidates share is raised: a cancelled job, a run that can't be written, and an error that only one
-    process of a team meets.
+    Errors that concern all candidates are raised: a cancelled job, a run that can't be written, and an error in only
+    one process of a team.
     """
     try:
         return work()
@@ -113,39 +138,36 @@ def require_any(results: Collection[object]) -> None:
 
 
 class ResultStore:
-    """Arrays by candidate in a folder, one file each, which the main process reads and writes.
+    """Arrays by candidate in a folder, one file each, read and written by the main process.
 
-    A failure is not stored, because its reason may be gone next time.
+    A failure is not stored, because its cause may be removed before the job is resumed.
     """
 
-    def __init__(
-        self, folder: Path, team: Team = ALONE, require_there: Callable[[], None] = lambda: None
-    ) -> None:
-        """Read nothing yet; `require_there` is called before every write."""
-        self._folder, self._team, self._require_there = folder, team, require_there
+    def __init__(self, folder: Path, team: Team = ALONE) -> None:
+        """Use a folder, which is created with the first file, from the processes of a job."""
+        self._folder, self._team = folder, team
         self._started = time.perf_counter() - team.once(lambda: seconds_in(folder))
 
     @property
     def seconds(self) -> float:
-        """Seconds of work until now, over all sittings."""
+        """The seconds of work until now, including interrupted jobs."""
         return time.perf_counter() - self._started
 
     def read(self, name: str) -> dict[str, NDArray[np.float64]]:
-        """Return what an earlier sitting has stored; nothing where there is none, or the file is damaged."""
+        """Return the stored arrays; none if there is no file, or if it is damaged."""
 
         def stored() -> dict[str, NDArray[np.float64]]:
             try:
                 source = open_checkpoint(self._file(name))
                 return {key: source.read(key).clone().numpy() for key in source.headers}
-            except CheckpointError:  # it is computed anew and replaces that file
+            except CheckpointError:  # the scores are computed again and replace this file
                 return {}
 
         return self._team.once(lambda: stored() if self._file(name).is_file() else {})
 
     def write(self, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Store arrays with the time that all work took until now."""
+        """Store arrays, and the seconds of all work until now."""
         if self._team.is_main:
-            self._require_there()
             self._folder.mkdir(exist_ok=True)
             tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
             save_state_dict(self._file(name), tensors, {"seconds": repr(self.seconds)})
@@ -156,37 +178,37 @@ class ResultStore:
 
 @dataclass(frozen=True)
 class HeldOutScorer:
-    """Score models by how near they are to the experts, sample by sample; lower is better, and no label is read.
+    """Scores of models by their distance from the experts on held-out samples; lower is better, no label is read.
 
-    What counts is the Hellinger distance of the model's class probabilities from the expert's, each through its own
-    score map, and the relative final drift only where a task has no score map. It ranks models as the divergence does
-    (docs/benchmarks.md), and as it is at most 1, no few samples make up most of mean and variance. Over 27 settings of
-    four real tasks the divergence ranked nearly as test accuracy did, Spearman -0.91; relative drift did worse, -0.52,
-    because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from. The two have no
-    common mean, so relative drift is what counts for all tasks as soon as one of them lacks a score map.
+    The score is the Hellinger distance of the model's class probabilities from the expert's. It ranks models as the
+    KL divergence does (docs/benchmarks.md) but is bounded by 1, so that a few samples can't dominate mean and
+    variance. If any task has no score map, relative final drift is the score of all tasks, because the two measures
+    have no common mean. Over 27 settings of four real tasks, Spearman's correlation with test accuracy was -0.91 for
+    the divergence and -0.52 for relative drift, which favours targets with more of the expert (alpha 0.6).
 
     Attributes:
         study: the models, by their names in its pool.
-        samples: by task, samples that the models were made without; experts are run once on them.
+        samples: held-out samples by task.
         watch: called with task and model before final features are computed.
     """
 
     study: Study
     samples: Mapping[str, SampleSet]
     watch: Callable[[str, str], None] = lambda task, model: None
+    _experts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def without_head(self) -> list[str]:
-        """Tasks without a score map."""
+        """The tasks without a score map."""
         return [task for task, data in self.study.tasks.items() if data.head is None]
 
     @property
     def measure(self) -> Literal["hellinger", "drift_rel"]:
-        """The measure that models are compared by, as records call it."""
+        """The measure by which models are compared."""
         return "drift_rel" if self.without_head else "hellinger"
 
     def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
-        """Return both measures of a model by task, on all samples or on those at some positions."""
+        """Return both measures of a model by task, on all samples or on those at `positions`."""
 
         def scores(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
             values = {"drift_rel": drift_scores(features, expert)}
@@ -203,15 +225,21 @@ class HeldOutScorer:
         measure: Callable[[str, Tensor, Tensor], T],
         positions: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, T]:
-        """Return what `measure` returns of a task, and of final features of model and expert, [n, d], by task."""
+        """Return the result of `measure` by task.
 
-        def measured(task: str) -> T:
+        Args:
+            model: name in the study's pool.
+            measure: called with a task, and the final features [n, d] of model and expert.
+            positions: of the samples to read, by task; None reads all.
+        """
+
+        def measure_task(task: str) -> T:
             expert, samples = self.expert(task), self.samples[task]
             if positions is not None:
                 expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
             return measure(task, self._features(model, samples), expert)
 
-        return self.study.team.each(list(self.samples), measured)
+        return self.study.team.each(list(self.samples), measure_task)
 
     def by_class(
         self,
@@ -225,26 +253,22 @@ class HeldOutScorer:
 
         Args:
             measure: `distances` or `divergences`.
-            model: whose score map reads the features.
+            model: the model whose score map is applied.
             task: a task with a score map.
             features: final features of the model, [n, d].
-            expert: those of the expert, [n, d].
+            expert: final features of the expert, [n, d].
         """
         data = self.study.tasks[task]
-        head = data.own_heads.get("merged" if model == LANE else model, data.head)
+        head = data.own_heads.get("merged" if model == CANDIDATE_MODEL else model, data.head)
         score_map, expert_map = self.study.pool.score_map(head, model), self.study.head(task, expert_of(task))
         assert score_map is not None and expert_map is not None
         return measure(features, score_map, expert, expert_map)
 
     def expert(self, task: str) -> Tensor:
-        """Return the expert's final features, which are computed once."""
+        """Return the expert's final features [n, d], computed once."""
         if task not in self._experts:
             self._experts[task] = self._features(expert_of(task), self.samples[task])
         return self._experts[task]
-
-    @cached_property
-    def _experts(self) -> dict[str, Tensor]:
-        return {}
 
     def _features(self, model: str, samples: SampleSet) -> Tensor:
         self.watch(samples.task, model)
@@ -252,20 +276,20 @@ class HeldOutScorer:
 
 
 def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
-    """Return norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`."""
+    """Return norms of final drift [n] over the mean norm of the expert's features; their mean is `drift_rel`."""
     sizes = wide(lengths(expert))
     return wide(lengths(features - expert)) / sizes.mean()
 
 
 def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed."""
+    """Return KL(expert || model) of each sample's class probabilities, [n], in nats."""
     expert_log = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
     model_log = F.log_softmax(wide(head.scores(features)), dim=1)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
 def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return the Hellinger distance of each sample's class probabilities from the expert's, [n], 0 to 1."""
+    """Return the Hellinger distance between model and expert of each sample's class probabilities, [n], 0 to 1."""
     roots = [
         (F.log_softmax(wide(score_map.scores(final)), dim=1) / 2).exp()
         for score_map, final in ((expert_head, expert), (head, features))
@@ -274,17 +298,17 @@ def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: Sco
 
 
 def over_samples(values: NDArray[np.float64]) -> Interval:
-    """Return the mean of numbers of samples, [n], with its interval."""
+    """Return the mean of one value per sample, [n], with its interval."""
     return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
 def unlabelled(study: Study) -> dict[str, SampleSet]:
-    """Return the calibration samples by task, without labels, which no choice may see."""
+    """Return the calibration samples by task without labels, which no choice may use."""
     return {task: replace(samples, labels=None) for task, samples in study.calibration_sets.items()}
 
 
-class Bar(Reporter):
-    """Many calibrations as one bar of `total` efforts, in hundredths of one."""
+class CombinedProgress(Reporter):
+    """Progress of many calibrations as one bar; `total` is the sum of their efforts."""
 
     def __init__(self, reporter: Reporter, total: float) -> None:
         self._reporter, self._total = reporter, total
@@ -292,31 +316,34 @@ class Bar(Reporter):
         self._name = ""
 
     def begin(self, effort: float, name: str) -> None:
-        """End the current part, and begin one that takes so much effort."""
+        """Finish the current part and begin the next one with its effort."""
         self._reached, self._effort = self._reached + self._effort, effort
         self._name = name
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
         """Report a step of the current part, see `Reporter.step`."""
+        # In hundredths, because a bar counts whole steps and efforts are fractions.
         reached = self._reached + self._effort * done / (total or 1)
         named = f"{self._name}, {label}" if label else self._name
         self._reporter.step(phase, round(100 * reached), round(100 * self._total), named, **metrics)
 
     def finish(self, phase: str) -> None:
-        """Report the end, whether all parts succeeded or not."""
+        """Report the end, also where some parts failed."""
         total = round(100 * self._total)
         self._reporter.step(phase, total, total)
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """Calibrates a study's merged model again and again; each model replaces the last one in the pool.
+class Fitter:
+    """Calibrates a study's merged model repeatedly; each result replaces the last one in the pool.
 
     Attributes:
-        study: the models; its pool gains one called `LANE`.
-        sites: returns the sites to calibrate, by the kinds of parameters that a calibrator updates.
+        study: the models; the result is added to its pool as `CANDIDATE_MODEL`.
+        sites: returns the sites to calibrate for the kinds of parameters that a calibrator updates.
+        reporter: receives progress.
+        phase: name of the phase in progress events.
         spill: folder for features beyond the feature budget.
-        seed: of everything that is sampled while a calibrator is fitted.
+        seed: random seed of the calibrators.
     """
 
     study: Study
@@ -329,12 +356,12 @@ class Fitting:
     def fit(
         self, calibrator: Calibrator, samples: Mapping[str, SampleSet], cache: ExpertFeatures | None = None
     ) -> float:
-        """Calibrate on samples, add the model to the pool as `LANE`, and return the seconds that the fit took.
+        """Calibrate, add the model to the pool as `CANDIDATE_MODEL`, and return the seconds that the fit took.
 
         Args:
             calibrator: the calibrator with its settings.
             samples: calibration samples by task.
-            cache: what earlier fits to the very same samples have computed of the experts, to be used and added to.
+            cache: the experts' features from earlier fits to the same samples; it is used and extended.
         """
         pool, settings, updates = self.study.pool, self.study.settings, dict[ParameterKey, Tensor]()
         attached: dict[str, Attachment] = {}
@@ -365,10 +392,374 @@ class Fitting:
         seconds, source = time.perf_counter() - started, pool.source("merged")
         if updates:
             source = with_parameters(pool.chain, source, self.study.like, updates)
-        pool.add(LANE, source, attached)
+        pool.add(CANDIDATE_MODEL, source, attached)
         return seconds
 
     def cache(self, among: int = 1) -> ExpertFeatures:
-        """Return an empty cache within the feature budget, which so many caches share."""
+        """Return an empty cache with its share of the feature budget among this many caches."""
         budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
         return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)
+
+
+class _Candidate(NamedTuple):
+    """A model to be made by a calibrator, on samples with these views, or by a merge.
+
+    `cost` is in FeatCal calibrations of all samples.
+    """
+
+    name: str
+    title: str
+    calibrator: Calibrator | None
+    cost: float
+    views: Views | None = None
+    merge: Merge | None = None
+
+    @property
+    def cost_of_part(self) -> float:
+        """The cost of making it from one part of the samples and scoring it on the other."""
+        return self.cost / _NUM_PARTS + _SCORING_COST
+
+    @property
+    def key(self) -> str:
+        """The key of its stored scores: settings, because names repeat."""
+        return f"scores of {self.calibrator or self.name!r} {self.views}"
+
+
+@torch.no_grad()
+def choose_settings(
+    study: Study,
+    start: Calibrator,
+    sites: Mapping[int, Sequence[str]],
+    reporter: Reporter,
+    store: ResultStore,
+    *,
+    others: bool = False,
+    share: float | None = None,
+) -> tuple[Calibrator, dict[str, Any]]:
+    """Choose a calibrator by cross-fitting on the calibration samples; no label is read.
+
+    Two halves of the samples take turns: every model is made from one and scored on the other. The merged model, or
+    else the base, is kept unless something is clearly better. Otherwise the most expensive candidate is taken whose
+    score is within a standard error of the best: repairs with views, which did best on all measured suites.
+
+    Args:
+        study: the opened models and samples.
+        start: the requested calibrator.
+        sites: names of its sites by layer.
+        reporter: receives every candidate's score.
+        store: scores of candidates, perhaps with some of an interrupted job.
+        others: include other merges and the candidates of other calibrators.
+        share: the only interpolation factor to try; None tries several.
+
+    Returns:
+        The calibrator, and a record of the choice as plain values. If its `kept` is not empty, that model is kept and
+        no layer is solved.
+
+    Raises:
+        DriftLensError: the requested calibrator can't be solved.
+    """
+    counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}
+    flags = {"has_base": study.has_base, "has_views": study.is_told_views}
+    candidates = _candidates(start, counts, others=others, **flags)
+    shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
+    total = sum(_NUM_PARTS * candidate.cost_of_part for candidate in candidates)
+    progress = CombinedProgress(reporter, total)
+    measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
+    with temporary_folder() as folder:
+        trials = _CrossFitting(study, sites, shares, progress, folder)
+        measure = trials.scorer.measure
+        for candidate in candidates:
+            if stored := store.read(candidate.key):
+                progress.begin(_NUM_PARTS * candidate.cost_of_part, candidate.title)
+                by_share = _by_share(stored)
+            else:
+                result = attempt(partial(trials.measure, candidate), study.team)
+                if isinstance(result, DriftLensError):
+                    if candidate.name == "start":
+                        raise result
+                    failures[candidate.name] = result.message
+                    continue
+                by_share = result
+                store.write(candidate.key, _flat(by_share))
+            measured[candidate.name] = by_share
+            best, at_best = _best(by_share, measure)
+            progress.step(_PHASE, 1, 1, score=at_best.mean, share=best)
+        progress.finish(_PHASE)
+        unchanged = trials.unchanged_models()
+    record = _record(study, candidates, unchanged, measured, failures, measure)
+    choice = next((candidate for candidate in candidates if candidate.name == record["choice"]), None)
+    chosen = start if choice is None or choice.calibrator is None else choice.calibrator
+    score = "Hellinger distance of class probabilities from the expert's"
+    if without := trials.scorer.without_head:
+        score = f"relative final drift of all tasks, because {', '.join(without)} has no head"
+    return chosen, record | {
+        "score": score,
+        "judged_by": measure,
+        "start": plain_settings(start),
+        "chosen": None if record["kept"] else plain_settings(chosen),
+        "num_held_out": {task: len(samples) for task, samples in trials.samples.items()},
+        "num_calibrations": _NUM_PARTS * len(candidates),
+        "seconds": round(store.seconds, 3),
+    }
+
+
+def _candidates(
+    start: Calibrator, counts: Mapping[str, int], *, others: bool, has_base: bool, has_views: bool = False
+) -> list[_Candidate]:
+    """Return the start, other candidates that calibrators declare and, with `others`, other merges.
+
+    Unless views were requested, the most expensive calibrator with settings for views is also tried with them.
+    """
+    repairs = {"start": start}
+    for method, kind in calibrators.items():
+        declared = vars(kind).get("candidates", ())  # inherited ones belong to the parent method
+        for settings in declared if others or isinstance(start, kind) else ():
+            repair = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
+            try:
+                repair.check(has_base=has_base)
+            except SpecError:  # it needs a base
+                continue
+            if all(_is_other(other, repair) for other in repairs.values()):
+                repairs[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = repair
+    viewable = [repair for repair in repairs.values() if repair.with_views and not has_views]
+    viewed: list[_Candidate] = []
+    if viewable:
+        costly = max(viewable, key=lambda repair: repair.effort)
+        costly = costly.changed(**costly.with_views)
+        is_few = min(counts.values(), default=_MANY_SAMPLES) < _MANY_SAMPLES
+        views = Views(copies=7 if is_few else 3)
+        name = f"{method_called(costly)} views={views.copies}"
+        title = f"{_title(name, costly, start)} and {views.copies} views of every sample"
+        viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
+        # The same settings were better without views on no suite of docs/benchmarks.md.
+        repairs = {key: kept for key, kept in repairs.items() if kept is start or _is_other(kept, costly)}
+    candidates = [
+        _Candidate(key, _title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
+    ] + viewed
+    if not others:
+        return candidates
+    title = "the merged model, interpolated with the base"
+    shrunk = [_Candidate("shrunk", title, None, 0.0)] if has_base else []
+    merged = [
+        _Candidate(f"merge {merge.method.name}", f"a merge by {merge.method.title}", None, 1.0, merge=merge)
+        for merge in map(merge_called, _MERGES)
+    ]
+    return [*shrunk, *merged, *candidates]
+
+
+def _is_other(one: Calibrator, other: Calibrator) -> bool:
+    return type(one) is not type(other) or one.get_params() != other.get_params()
+
+
+def _title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
+    kind, method, preset = type(calibrator), method_called(calibrator), preset_of(calibrator)
+    if preset:
+        return f"{method} ({preset})"
+    reference = (start if kind is type(start) and name != "start" else kind()).get_params()
+    changed = [f"{key} {value}" for key, value in calibrator.get_params().items() if value != reference[key]]
+    return f"{method} with {', '.join(changed)}" if changed else method
+
+
+class _CrossFitting:
+    """Makes candidates from one half of the samples and scores them on the other."""
+
+    def __init__(
+        self,
+        study: Study,
+        sites: Mapping[int, Sequence[str]],
+        shares: Sequence[float],
+        progress: CombinedProgress,
+        folder: Path,
+    ) -> None:
+        self.study, self.samples = study, unlabelled(study)
+        self.scorer = HeldOutScorer(study, self.samples)
+        self._folds = {
+            task: folds_of(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()
+        }
+        self._shares, self._progress = shares, progress
+        self._fitter = Fitter(
+            study,
+            lambda update: updated_sites(study.pool.chain, sites, update),
+            progress,
+            _PHASE,
+            folder / "features",
+        )
+        self._caches = [self._fitter.cache(_NUM_PARTS) for _ in range(_NUM_PARTS)]
+
+    def measure(self, candidate: _Candidate) -> dict[float, Values]:
+        """Return scores by interpolation factor on both halves, each by the model made from the other half."""
+        pool, scores = self.study.pool, dict[float, list[Values]]()
+        for part in range(_NUM_PARTS):
+            self._progress.begin(candidate.cost_of_part, candidate.title)
+            self._make(candidate, part)
+            positions = {task: folds[part] for task, folds in self._folds.items()}
+            model = pool.source(CANDIDATE_MODEL)
+            for share in self._shares:
+                if share != 1:
+                    pool.add(CANDIDATE_MODEL, self._in_memory(Between(pool.source("base"), model, share)))
+                else:
+                    pool.add(CANDIDATE_MODEL, model)
+                scores.setdefault(share, []).append(self.scorer.of(CANDIDATE_MODEL, positions))
+        return {share: _joined(parts) for share, parts in scores.items()}
+
+    def unchanged_models(self) -> dict[str, Values]:
+        """Return scores of the merged model and the base by name."""
+        names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
+        # Comparisons pair samples, so these are put in the order in which the halves are joined.
+        order = {task: [place for fold in folds for place in fold] for task, folds in self._folds.items()}
+        return {
+            name: {
+                task: {measure: values[order[task]] for measure, values in by_measure.items()}
+                for task, by_measure in self.scorer.of(name).items()
+            }
+            for name in names
+        }
+
+    def _make(self, candidate: _Candidate, part: int) -> None:
+        """Add the model that a candidate makes without one part of the samples to the pool."""
+        pool = self.study.pool
+        shown = {
+            task: part_of(drawn, [*range(1 - part, len(drawn), _NUM_PARTS)])
+            for task, drawn in self.samples.items()
+        }
+        if candidate.calibrator is None:
+            source = pool.source("merged")
+            if candidate.merge is not None:
+                source = merged_within(self.study.blinded(shown), candidate.merge)
+            pool.add(CANDIDATE_MODEL, with_parameters(pool.chain, source, self.study.like, {}))
+            return
+        views = candidate.views
+        cache = self._caches[part] if views is None else None
+        if views is not None:
+            shown = {task: replace(drawn, views=views) for task, drawn in shown.items()}
+        self._fitter.fit(candidate.calibrator, shown, cache)
+
+    def _in_memory(self, source: StateSource) -> StateSource:
+        """Return the model in memory if it fits the feature budget: every task reads it again."""
+        size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
+        if size > self.study.settings.feature_budget:
+            return source
+        return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
+
+
+def _joined(parts: Sequence[Values]) -> Values:
+    """Concatenate the scores of all parts."""
+    return {
+        task: {name: np.concatenate([part[task][name] for part in parts]) for name in by_measure}
+        for task, by_measure in parts[0].items()
+    }
+
+
+def _flat(by_share: Mapping[float, Values]) -> dict[str, NDArray[np.float64]]:
+    """Return scores with flat keys, for `ResultStore`."""
+    return {
+        f"{share} {measure} {task}": values
+        for share, by_task in by_share.items()
+        for task, by_measure in by_task.items()
+        for measure, values in by_measure.items()
+    }
+
+
+def _by_share(flat: Mapping[str, NDArray[np.float64]]) -> dict[float, Values]:
+    """Invert `_flat`."""
+    by_share: dict[float, dict[str, dict[str, NDArray[np.float64]]]] = {}
+    for name, values in flat.items():
+        share, measure, task = name.split(" ", 2)
+        by_share.setdefault(float(share), {}).setdefault(task, {})[measure] = values
+    return {**by_share}
+
+
+def _scores(values: Values, measure: str) -> Scores:
+    return Scores({task: by_measure[measure] for task, by_measure in values.items()})
+
+
+def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, Scores]:
+    """Return the interpolation factor with the lowest mean score, the largest of equals, and its scores."""
+    scores = {share: _scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
+    best = min(scores, key=lambda share: scores[share].mean)
+    return best, scores[best]
+
+
+def _record(
+    study: Study,
+    candidates: Sequence[_Candidate],
+    unchanged: Mapping[str, Values],
+    measured: Mapping[str, Mapping[float, Values]],
+    failures: Mapping[str, str],
+    measure: str,
+) -> dict[str, Any]:
+    """Return the decision and every candidate as plain values."""
+    by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
+    best = {
+        candidate.name: _best(measured[candidate.name], measure)
+        for candidate in by_cost
+        if candidate.name in measured
+    }
+    scores = {name: _scores(values, measure) for name, values in unchanged.items()}
+    scores |= {name: at_best for name, (_, at_best) in best.items()}
+    decision = decide(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
+    compared = [
+        {"name": name, "title": _UNCHANGED[name]} | _numbers(name, scores[name], decision)
+        for name in unchanged
+    ]
+    for candidate in candidates:
+        entry: dict[str, Any] = {"name": candidate.name, "title": candidate.title}
+        if candidate.calibrator is not None:
+            settings = plain_settings(candidate.calibrator)
+            entry |= {"method": method_called(candidate.calibrator), "settings": settings}
+        if candidate.name in best:
+            share, at_best = best[candidate.name]
+            entry |= {"share": share} | _numbers(candidate.name, at_best, decision)
+        else:
+            entry["error"] = failures[candidate.name]
+        compared.append(entry)
+    record: dict[str, Any] = {
+        "kept": decision.name if decision.name in _UNCHANGED else "",
+        "choice": decision.name,
+        "best": decision.best,
+        "base_stands": decision.base_stands,
+        "compared": compared,
+        "level": LEVEL,
+        "correction": f"Bonferroni, {decision.among} comparisons",
+    }
+    if decision.name not in best:
+        return record
+    if study.has_base:
+        curve = {0.0: unchanged["base"], **measured[decision.name]}
+        entries = [_share_entry(share, values, measure) for share, values in sorted(curve.items())]
+        record |= {"share": best[decision.name][0], "curve": entries}
+    [chosen] = (candidate for candidate in candidates if candidate.name == decision.name)
+    if chosen.calibrator is None:
+        record["kept"] = "merged" if chosen.merge is None else "merge"
+    if chosen.merge is not None:
+        record["merge"] = chosen.merge.record
+    return record | ({} if chosen.views is None else {"views": chosen.views.model_dump()})
+
+
+def _numbers(name: str, scores: Scores, decision: Decision) -> dict[str, Any]:
+    """Return the score of a candidate, and by how much it is lower than the merged model's."""
+    numbers = {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
+    if name == "merged":
+        return numbers
+    over = dataclasses.asdict(decision.over_merged[name])
+    return numbers | {key: _finite(value) for key, value in over.items()}
+
+
+def _finite(value: float) -> float | None:
+    """Return the value, or None for a candidate without solution: JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _share_entry(share: float, by_task: Values, measure: str) -> dict[str, Any]:
+    """Return means over tasks with intervals; tasks are strata of the samples."""
+    entry: dict[str, Any] = {"share": share, "judged_by": measure}
+    for name, values in (("score", measure), ("drift", "drift_rel")):
+        mean = mean_over_tasks([over_samples(by_measure[values]) for by_measure in by_task.values()])
+        entry |= {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
+    return entry | {"n": sum(len(by_measure[measure]) for by_measure in by_task.values())}
+
+
+def titles(start: Calibrator) -> list[str]:
+    """Return the titles of all candidates that `--auto` compares with a calibrator."""
+    candidates = _candidates(start, {}, others=True, has_base=True)
+    return [*_UNCHANGED.values(), *(candidate.title for candidate in candidates)]

@@ -1,7 +1,6 @@
-"""Memory and disk that jobs need, summed from file headers, layer shapes and sample counts.
+"""Estimates of the memory and disk of jobs, from file headers, layer shapes and sample counts.
 
-Nothing is timed, and no model runs: one sample passes the stem, to see how many bytes a boundary holds. Entry point:
-`needs_of`.
+Only the stem runs, on one sample, to measure the size of features at a layer boundary. Entry point: `needs_of`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FLOAT16, _FLOAT32, _FLOAT64 = 2, 4, 8
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a job holds in memory at its peak and adds to the run directory, by what they are."""
+    """The bytes of a job by purpose: `memory` at its peak, and `disk` added to the run directory."""
 
     memory: Mapping[str, int]
     disk: Mapping[str, int]
@@ -49,7 +48,7 @@ class Needs:
         return sum(self.disk.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Return the sums and their parts as plain JSON values."""
+        """Return the sums and their parts as JSON values."""
         totals = {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes}
         return {**totals, "memory": dict(self.memory), "disk": dict(self.disk)}
 
@@ -64,16 +63,16 @@ def _summed(parts: Mapping[str, int]) -> str:
 
 
 class _Sizes(NamedTuple):
-    """Bytes and numbers of one study, of which all needs are made up.
+    """Sizes of a study from which all needs are computed.
 
     Attributes:
         source: a model, for its headers.
-        boundary: bytes of the features of one sample at a boundary, of one model.
-        width: of pooled features.
-        largest_layer: bytes of the parameters of the largest layer, in the dtype of the computation.
+        boundary: bytes of one sample's features at a layer boundary, per model.
+        width: number of pooled features.
+        largest_layer: bytes of the largest layer's parameters, in the dtype of the computation.
         activations: bytes of the outputs of a block's linear modules for one batch.
-        calibration_features: bytes of the features of expert and merged model for all calibration samples, at one
-            boundary.
+        calibration_features: bytes of the features of expert and merged model at one boundary, for all calibration
+            samples.
     """
 
     source: StateSource
@@ -92,17 +91,20 @@ def needs_of(
     calibrator: Calibrator | None = None,
     patterns: Collection[str] | None = None,
 ) -> dict[str, Needs]:
-    """Return what `analyze` needs and, where there is something to calibrate with, what `calibrate` needs.
+    """Estimate the needs of `analyze` and, with a calibrator and samples, of `calibrate`.
 
     Args:
         study: the opened models and samples.
-        models: the checkpoints, from which the size of a saved model follows.
-        merge: the method that the analysis merges the experts with, or None if they are merged already.
-        calibrator: the calibrator to plan for, or None to plan for no calibration.
+        models: the checkpoints, which determine the size of a saved model.
+        merge: the merge method of the analysis; None if the merged model is stored.
+        calibrator: the calibrator; None leaves the calibration out.
         patterns: the sites to calibrate, as in `select_sites`.
+
+    Returns:
+        Needs by job.
     """
     sizes, pool = _sizes(study), study.pool
-    # Larger files are mapped only while a tensor is read.
+    # Larger files are memory-mapped only while a tensor is read.
     files = [
         sum(header.nbytes for header in pool.source(name).headers.values())
         for name in pool.names
@@ -132,7 +134,7 @@ def needs_of(
     budget = study.settings.feature_budget
     features = sizes.calibration_features + len(study.tasks) * calibrator.waiting_bytes(pool, sites)
     solving = {
-        # The expert's layer, the merged model's, the base's, and the new one.
+        # The layer of the expert, the merged model, the base and the result.
         "layers": 4 * sizes.largest_layer,
         "features": min(budget, features),
         "statistics": _statistics(study, sizes, sites),
@@ -163,12 +165,12 @@ def _sizes(study: Study) -> _Sizes:
             torch.Size(slot.shape(source.headers[slot.key].shape)).numel()
             for slot in layer.parameters.values()
         )
-        for layer in chain.layers[1:]  # of the stem's table a batch reads some rows
+        for layer in chain.layers[1:]  # a batch reads few rows of the stem's table
     ]
     outputs = []
     for block in chain.blocks:
         shapes = _linear_shapes(block, source)
-        # A token passes few experts of a mixture: the first stands for them.
+        # A token passes few experts of a mixture, so only the first counts.
         sites = [site for site in block.sites if site.name in shapes and site.expert in (None, 0)]
         outputs.append(sum(shapes[site.name][0] for site in sites))
     read = sum(samples.num_read for samples in study.calibration_sets.values())
@@ -183,12 +185,12 @@ def _sizes(study: Study) -> _Sizes:
 
 
 def _measuring(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]:
-    """Return what is in memory while the drift of so many variants of a task is measured."""
+    """Return the bytes in memory while the drift of some variants of a task is measured."""
     models, layers = 1 + num_variants, len(study.pool.chain.layers)
     samples = max(len(data.diagnosis) for data in study.tasks.values())
     batch = next(iter(study.tasks.values())).diagnosis.batch_size
     budget, at_boundary = study.settings.feature_budget, models * sizes.boundary
-    checked = at_boundary * min(samples, batch) * layers  # one batch at every boundary
+    checked = at_boundary * min(samples, batch) * layers  # one batch at all boundaries
     pooled = models * layers * samples * sizes.width * _FLOAT32
     return {
         "layers": models * sizes.largest_layer,
@@ -198,7 +200,7 @@ def _measuring(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]
 
 
 def _stored_features(study: Study, sizes: _Sizes, num_models: int) -> int:
-    """Return the bytes of the pooled features that a run stores of so many models, in float16."""
+    """Return the bytes of the pooled float16 features that a run stores for some models."""
     samples = sum(len(data.diagnosis) for data in study.tasks.values())
     stored = len(study.settings.stored_layers | {1, len(study.pool.chain.layers)})
     return num_models * stored * samples * sizes.width * _FLOAT16
@@ -216,7 +218,7 @@ def _linear_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, in
 
 
 def _statistics(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]]) -> int:
-    """Return the bytes of Gram matrices, cross moments and factors of the layer that has the most of them."""
+    """Return the largest number of bytes of Gram matrices, cross moments and factors in one layer."""
     largest = 0
     for layer in study.pool.chain.layers:
         shapes = _linear_shapes(layer, sizes.source)
@@ -236,10 +238,10 @@ def _statistics(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]
 
 
 def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
-    """Return what a merge method holds beside the merged model: tensors, whole models, and moments."""
+    """Return the bytes of tensors, models and moments of a merge method, without the merged model."""
     headers, num_tasks = sizes.source.headers, len(study.tasks)
     numbers = [torch.Size(header.shape).numel() for header in headers.values()]
-    # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
+    # Float32 tensors at the same time: base, experts, result, and one temporary.
     largest = min(max(numbers), PIECE) if method.reads == "entry" else max(numbers)
     needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(numbers))
     if method.reads_moments:
@@ -253,5 +255,5 @@ def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
 
 
 def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return the phase that holds more, as phases follow one another."""
+    """Return the phase with more bytes, because phases run one after the other."""
     return dict(first if sum(first.values()) > sum(second.values()) else second)

@@ -1,4 +1,4 @@
-"""Preflight: check a spec, its checkpoints, data and heads, and sum up what an analysis needs. Entry: `preflight`."""
+"""Validation of a spec: checks checkpoints, data and heads, and estimates memory and disk. Entry point: `preflight`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from driftlens.config.requests import CalibrationRequest, PreflightRequest
 from driftlens.config.run import RunSpec, TextHead
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
-from driftlens.engine.pool import on_device, require_same_parameters
+from driftlens.engine.pool import require_same_parameters
 from driftlens.engine.sites import coverage, select_layers, select_sites
 from driftlens.experiment import loading as opening
 from driftlens.experiment.merging import merge_of, no_scores
@@ -30,7 +30,6 @@ from driftlens.models.heads import Head as ClipHead
 from driftlens.models.heads import LinearHead, ScoreMap
 from driftlens.models.own_heads import OwnHead
 from driftlens.pipelines.calibration_plan import calibrator_of
-from driftlens.pipelines.drift import no_room, require_as_peft, unheld
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.pipelines.resource_estimates import Needs, needs_of
 from driftlens.results.formatting import estimate as with_interval
@@ -47,37 +46,37 @@ T = TypeVar("T")
 
 @dataclass
 class Preflight:
-    """All checks of one spec, each of which becomes a finding instead of stopping at the first error.
+    """The results of all checks of one spec; errors are collected as findings.
 
     Attributes:
-        findings: what was found, in order.
-        needs: memory and disk by job, `analyze` and `calibrate`; empty where problems come first.
+        findings: the results in order.
+        needs: memory and disk by job, `analyze` and `calibrate`; empty if there are problems.
     """
 
     findings: list[Finding] = field(default_factory=list)
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
-        """File that something is as it should be."""
+        """Record a passed check."""
         self.findings.append(Finding("ok", subject, text, hint))
 
     def notice(self, subject: str, *texts: str, hint: str = "") -> None:
-        """File what the reader should judge."""
+        """Record something for the user to judge."""
         self.findings += [Finding("notice", subject, text, hint) for text in texts]
 
     def problem(self, subject: str, error: DriftLensError) -> None:
-        """File what must be dealt with first."""
+        """Record an error that must be fixed first."""
         self.findings.append(problem(subject, error))
 
     def attempt(
         self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
     ) -> T | None:
-        """Return what `work` returns, or None after filing the error that it raised about its input.
+        """Return the result of `work`, or None after recording its error.
 
         Args:
-            subject: what is checked.
-            work: opens or checks it.
-            describe: returns what is filed of it where there is no error.
+            subject: name of the check.
+            work: performs the check.
+            describe: returns the text to record for a result.
         """
         try:
             result = work()
@@ -92,16 +91,16 @@ class Preflight:
 
     @property
     def problems(self) -> list[Finding]:
-        """The findings that must be dealt with first."""
+        """The errors that must be fixed first."""
         return [finding for finding in self.findings if finding.level == "problem"]
 
     @property
     def exit_code(self) -> int:
-        """0 without problems, otherwise the code of the gravest."""
+        """The highest exit code of all problems; 0 without any."""
         return max((finding.exit_code for finding in self.problems), default=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the checks as plain JSON values."""
+        """Return the results as JSON values."""
         return {
             "ready": not self.problems,
             "exit_code": self.exit_code,
@@ -110,7 +109,7 @@ class Preflight:
         }
 
     def text(self) -> str:
-        """Return the checks as aligned lines, then the needs of each job, and `ready` or the number of problems."""
+        """Return the results as aligned lines, the needs of each job, and `ready` or the number of problems."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
         lines = [line for finding in self.findings for line in _lines(finding, width)]
         if self.needs:
@@ -129,10 +128,15 @@ def _lines(finding: Finding, width: int) -> list[str]:
 def preflight(
     spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Access = Access()
 ) -> Preflight:
-    """Check a spec, its checkpoints and its data, and sum up what the jobs need.
+    """Check a spec, its checkpoints and its data, and estimate memory and disk.
 
-    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read, and
-    of an expert that is an adapter all weights, for one sample.
+    Errors become findings, so that all are reported at once. Only headers and a few matrices of checkpoints are read,
+    unless experts are scored.
+
+    Args:
+        spec: the spec.
+        request: whether to score experts, too (`deep`).
+        access: device, network access and trust in code.
     """
     checks = Preflight()
     checks.attempt(
@@ -155,9 +159,11 @@ def preflight(
         settings = checks.attempt(
             "calibration",
             lambda: opening.calibration_settings(spec) or {},
-            lambda found: f"{calibration.method}: " + ", ".join(f"{name} {found[name]}" for name in found),
+            lambda resolved: (
+                f"{calibration.method}: " + ", ".join(f"{name} {value}" for name, value in resolved.items())
+            ),
         )
-    # The sites of a calibration that is refused are unknown; those of the default one are not.
+    # A refused calibration has unknown sites; without one, those of the default are checked.
     if models is not None and models.sources and settings is not None:
         weights = next(iter(models.sources.values()))
         calibrator = _check_sites(spec, models.architecture.chain, weights, checks)
@@ -165,14 +171,11 @@ def preflight(
     if models is not None and not checks.problems:
         study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
         if study is not None:
-            for task in study.tasks:
-                _check_adapters(study, task, checks)
-        if study is not None and not checks.problems:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
             checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
     if request.deep and checks.problems:
-        checks.notice("experts", "not scored: the problems above come first")
+        checks.notice("experts", "not scored because of the problems above")
     elif request.deep:
         study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
         if study is not None:
@@ -183,7 +186,7 @@ def preflight(
 def _check_models(
     spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access
 ) -> opening.OpenModels:
-    """Return the models of a spec that can be opened and fit the architecture; the others become findings."""
+    """Return the models that can be opened and fit the architecture; errors become findings."""
     origins = opening.origins_of(spec)
 
     def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
@@ -220,13 +223,13 @@ def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Arc
     checks.attempt(
         "layers",
         lambda: select_layers(paths, spec.layers.select),
-        lambda stored: f"{len(stored)} of {len(paths)} are stored; all are walked",
+        lambda stored: f"{len(stored)} of {len(paths)} are stored; all are measured",
     )
     return opened
 
 
 def _quick_gelu_hint(architecture: Architecture) -> str:
-    """Return a hint on the activation, which weights don't show and users of OpenAI's get wrong most often."""
+    """Return a hint on the activation, which weights don't reveal: OpenAI's models use another one."""
     if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
         return ""
     import open_clip
@@ -234,7 +237,7 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
     twin = f"{architecture.source.replace('/', '-')}-quickgelu"
     if twin not in open_clip.list_models():
         return ""
-    return f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
+    return f"Weights by OpenAI, and models fine-tuned from them, need {twin}."
 
 
 def _check_merge(
@@ -243,7 +246,7 @@ def _check_merge(
     data: Mapping[str, TaskData],
     checks: Preflight,
 ) -> Merge | None:
-    """File what the spec's merge reads, and return it unless something is wrong with it."""
+    """Check the spec's merge and return it; None if it can't be made."""
     section = spec.merge
     if section is None:
         return None
@@ -266,7 +269,7 @@ def _check_merge(
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
     if entry.reads_sites and entry.others != entry.name:
-        text += f", and merges all else by {merge_methods[entry.others].title}"
+        text += f", and merges all other parameters by {merge_methods[entry.others].title}"
     checks.ok("merge", text)
     return merge
 
@@ -274,17 +277,17 @@ def _check_merge(
 def _check_sites(
     spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight
 ) -> Calibrator | None:
-    """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
+    """Report the share of parameters that the spec's calibration, or the default one, would solve."""
     try:
         calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
-        if not calibrator.takes_sites:  # it trains something
+        if not calibrator.takes_sites:  # it is trained
             return calibrator
         patterns = None if spec.calibration is None else spec.calibration.sites
         sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
-        else:  # an analysis can do without
+        else:  # an analysis needs none
             checks.notice("sites", error.message, hint=error.hint)
         return None
     share, text = coverage(chain, weights, sites, calibrator.update)
@@ -296,7 +299,7 @@ def _check_sites(
 def _check_data(
     spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
 ) -> dict[str, TaskData]:
-    """Return the data of every task that can be opened; without an architecture no sample is read."""
+    """Return the data of the tasks that can be opened; without an architecture no sample is read."""
     opened = {}
     for task in spec.tasks:
 
@@ -334,11 +337,8 @@ def _check_heads(
     data: Mapping[str, TaskData],
     checks: Preflight,
 ) -> dict[str, ScoreMap]:
-    """File what is wrong with the heads, and return those that are sound.
-
-    Heads that are made of prompts, which takes long to read, are of random numbers.
-    """
-    sound: dict[str, ScoreMap] = {}
+    """Check the heads and return the valid ones; heads made from prompts hold random numbers, because that is fast."""
+    valid: dict[str, ScoreMap] = {}
     width = _final_width(models)
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
@@ -350,27 +350,27 @@ def _check_heads(
         if entry is None and models.architecture.lm is not None:
             checks.ok(subject, "the language model's own")
         elif entry is None and task in data and (texts := data[task].test.texts) and texts.compared:
-            checks.ok(subject, "none: how alike embeddings are is scored")
+            checks.ok(subject, "none: similarities of embeddings are scored")
         elif entry is None:
-            checks.ok(subject, "none, so there will be no scores and no accuracy")
+            checks.ok(subject, "none: no scores and no accuracy")
         elif entry.classes is None and task not in data:
-            continue  # what the data would have named is unknown, and its own problem is filed
-        elif isinstance(entry, TextHead) and spec.base is not None:  # to read the prompts would take long
+            continue  # the data would name the classes, and its problem is recorded already
+        elif isinstance(entry, TextHead) and spec.base is not None:
             names = checks.attempt(subject, partial(opening.classes_of, task, entry, named.get(task)))
             if names is not None:
                 checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
-                sound[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
+                valid[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
             heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))
             if heads is not None:
                 _check_width(task, heads[task], width, checks)
-                sound |= heads
-    return sound
+                valid |= heads
+    return valid
 
 
 def _final_width(models: opening.OpenModels) -> int | None:
-    """Return the width of the final features: the outputs of the head's last module. None if that has no weight."""
+    """Return the width of the final features, the outputs of the head's last module; None if it has no weight."""
     head, source = models.architecture.chain.layers[-1], next(iter(models.sources.values()), None)
     slots = [head.parameters.get(f"{site.name}.weight") for site in head.sites]
     if source is None or not slots or slots[-1] is None:
@@ -392,13 +392,13 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
         return
     error = DataError(
         f"the {what} of {task} have {columns} entries, the models' features have {width}",
-        hint=f"heads.{task} was made with another model; take the one that belongs to these.",
+        hint=f"heads.{task} belongs to another model. Use the head of these models.",
     )
     checks.problem(f"head of {task}", error)
 
 
 def _score_experts(study: Study, checks: Preflight) -> None:
-    """File what every expert scores, and the base beside it, on as many test samples as a diagnosis has."""
+    """Score every expert and the base on as many test samples as there are diagnosis samples."""
     scored = {
         task: dataclasses.replace(data, test=data.test and few_of(data.test, len(data.diagnosis)))
         for task, data in study.tasks.items()
@@ -412,8 +412,8 @@ def _score_experts(study: Study, checks: Preflight) -> None:
             continue
         rows = [row for row in scores.rows if row["metric"] == scores.rows[0]["metric"]]
         if not rows:
-            why = "; ".join(scores.notices) or f"{task} has no head, or no labels"
-            checks.notice(subject, f"the {subject} is not scored: {why}")
+            reason = "; ".join(scores.notices) or f"{task} has no head, or no labels"
+            checks.notice(subject, f"the {subject} is not scored: {reason}")
             continue
         metric, data = metric_called(str(rows[0]["metric"])), study.tasks[task]
         classes: dict[str, Any] = {"choices": data.choices, "head": data.head.classes if data.head else ()}
@@ -426,24 +426,6 @@ def _score_experts(study: Study, checks: Preflight) -> None:
         )
 
 
-@torch.no_grad()
-def _check_adapters(study: Study, task: str, checks: Preflight) -> None:
-    """Hold an expert of adapters against peft on one sample, as the analysis does on more."""
-    pool, samples, name = study.pool, study.tasks[task].diagnosis, expert_of(task)
-    if name not in study.adapters:
-        return
-    if reason := no_room(study):
-        checks.notice(f"expert of {task}", unheld(task, reason))
-        return
-    inputs = on_device(samples.load([0]), pool.device, pool.dtype)
-    states = pool.library_states(name, inputs)
-    notice = checks.attempt(f"expert of {task}", partial(require_as_peft, study, task, inputs, states[-1]))
-    if notice:
-        checks.notice(f"expert of {task}", notice)
-    elif notice is not None:
-        checks.ok(f"expert of {task}", "its final features are those of its adapters as peft runs them")
-
-
 def _judge(
     checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
 ) -> None:
@@ -453,7 +435,7 @@ def _judge(
     text = f"the {subject} scores {shown['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
     if num_classes > 1 and expert.low <= chance:
         error = DataError(
-            f"{text}, which can't be told from guessing among {num_classes} classes ({100 * chance:.1f} %)",
+            f"{text}, not clearly above chance for {num_classes} classes ({100 * chance:.1f} %)",
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
         checks.problem(subject, error)
@@ -468,9 +450,9 @@ def _judge(
 
 
 def _check_ties(chain: LayerChain, checks: Preflight) -> None:
-    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other.
+    """Report tied weights: calibrating one of them changes the others.
 
-    What no calibration solves for is left out, such as a table of positions that all blocks read.
+    Weights that no calibration solves are left out, such as a table of positions that all blocks read.
     """
     sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
@@ -486,4 +468,4 @@ def _check_ties(chain: LayerChain, checks: Preflight) -> None:
             "ties", f"{key} is {' and '.join(names)}", hint="To calibrate one of them changes the others too."
         )
     if not tied:
-        checks.ok("ties", "none: every weight stands in one place")
+        checks.ok("ties", "none: no weight is used in two places")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from driftlens.models.saving import Patched
 from driftlens.pipelines import calibration_plan as variants
-from driftlens.pipelines.model_selection import Fitting
+from driftlens.pipelines.model_selection import Fitter
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
@@ -152,19 +152,19 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     flags, other = ((*choice, "--save-weights", str(target)) for target in targets)
     quiet = ("--name", NAME, *flags, "--progress", "none")
     tried = folder / f"scratch/calibrate-{NAME}/tried"
-    fit, fits, signals = Fitting.fit, list[str](), list[signal.Signals]()
+    fit, fits, signals = Fitter.fit, list[str](), list[signal.Signals]()
 
     def is_halfway(_event: Event | None = None) -> bool:
         return tried.is_dir() and any(tried.glob("*.safetensors"))
 
-    def counted(self: Fitting, calibrator: Any, *given: Any) -> float:
+    def counted(self: Fitter, calibrator: Any, *given: Any) -> float:
         if sent == signal.SIGTERM and not signals and is_halfway():
             signals.append(sent)
             signal.raise_signal(sent)
         fits.append(repr(calibrator))
         return fit(self, calibrator, *given)
 
-    monkeypatch.setattr(Fitting, "fit", counted)
+    monkeypatch.setattr(Fitter, "fit", counted)
     if sent == signal.SIGKILL:
         with calibrating(folder, is_halfway, *flags) as process:
             process.kill()
@@ -235,7 +235,7 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
         "something half-written stays"
     )
     (left,) = find_runs(folder)[0].left
-    monkeypatch.setattr(Fitting, "fit", lambda *_: pytest.fail("candidates were tried again"))
+    monkeypatch.setattr(Fitter, "fit", lambda *_: pytest.fail("candidates were tried again"))
     assert run_cli(*shlex.split(left.split("`")[1])[1:], "--progress", "none").code == 0
     monkeypatch.undo()
     spoil_merged(monkeypatch)

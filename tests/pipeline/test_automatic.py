@@ -28,17 +28,17 @@ from driftlens.experiment.resume import reopened
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_called
 from driftlens.models.heads import Head
-from driftlens.pipelines import automatic, model_selection
 from driftlens.pipelines import calibrate as job
-from driftlens.pipelines.automatic import choose_settings
+from driftlens.pipelines import model_selection
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.calibration_plan import with_parameters
 from driftlens.pipelines.evaluation import final_drift
 from driftlens.pipelines.model_selection import (
-    LANE,
-    Fitting,
+    CANDIDATE_MODEL,
+    Fitter,
     HeldOutScorer,
     ResultStore,
+    choose_settings,
     distances,
     divergences,
     drift_scores,
@@ -85,19 +85,19 @@ Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
 
 def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
-    fit, of = Fitting.fit, HeldOutScorer.of
+    fit, of = Fitter.fit, HeldOutScorer.of
     calibrator, seen = None, frozenset[str]()
 
-    def spied_fit(self: Fitting, made: Any, samples: Any, cache: Any = None) -> float:
+    def spied_fit(self: Fitter, made: Any, samples: Any, cache: Any = None) -> float:
         nonlocal calibrator, seen
         calibrator, seen = made, frozenset(name for drawn in samples.values() for name in drawn.ids)
         return fit(self, made, samples, cache)
 
     def spied_of(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         found = of(self, model, *at)
-        return watch(calibrator, seen, found) if model == LANE and found else found
+        return watch(calibrator, seen, found) if model == CANDIDATE_MODEL and found else found
 
-    monkeypatch.setattr(Fitting, "fit", spied_fit)
+    monkeypatch.setattr(Fitter, "fit", spied_fit)
     monkeypatch.setattr(HeldOutScorer, "of", spied_of)
 
 
@@ -109,13 +109,13 @@ def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def score_by_entrant(monkeypatch: pytest.MonkeyPatch, worse: Callable[[Any], float]) -> None:
     """Let candidates score so much worse than they do."""
-    measure = automatic._Trials.measure
+    measure = model_selection._CrossFitting.measure
 
     def changed(self: Any, entrant: Any) -> Any:
         found = measure(self, entrant)
         return {share: all_at(at, lambda of: of + worse(entrant)) for share, at in found.items()}
 
-    monkeypatch.setattr(automatic._Trials, "measure", changed)
+    monkeypatch.setattr(model_selection._CrossFitting, "measure", changed)
 
 
 def all_at(found: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
         return found
 
     def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
-        if model == LANE:
+        if model == CANDIDATE_MODEL:
             scored.append((frozenset(), frozenset(samples.ids)))
         elif model.startswith("expert"):
             experts.extend(samples.ids)
@@ -403,7 +403,7 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
     """Without a repair; going on after the choice makes the same merge again, and the card says what it is."""
     watch_fits(monkeypatch, lambda _, __, found: all_at(found, lambda of: of + 1e3))
     spoil_merged(monkeypatch)
-    monkeypatch.setattr(automatic, "_MERGES", ("average",))
+    monkeypatch.setattr(model_selection, "_MERGES", ("average",))
     score_by_entrant(monkeypatch, lambda entrant: -2e3 if entrant.merge else 0.0)
     folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2], auto=True)
 

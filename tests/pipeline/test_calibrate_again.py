@@ -213,7 +213,7 @@ def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
             r"finished, with other settings: another settings\.lam: .*, now 0.1",
         ),
         ({"auto": True}, "", errors.SpecError, "finished, with other settings"),
-        ({}, "other", errors.CheckpointError, "is not the model that was measured"),
+        ({}, "other", errors.CheckpointError, "has changed since it was measured"),
     ],
     ids=["other settings", "auto", "other weights"],
 )

@@ -62,7 +62,7 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
 def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: dict[str, Any]) -> None:
     """It would train in its own all the same; what the spec says of another method's sites is not asked of it."""
     before = files_of(folder)
-    with pytest.raises(SpecError, match=f"surgery was given {next(iter(asked))}") as caught:
+    with pytest.raises(SpecError, match=f"surgery takes no {next(iter(asked))}") as caught:
         calibrate(folder, CalibrationRequest(name=NAME, method="surgery", **asked))
     assert "Leave them out" in caught.value.hint and files_of(folder) == before
     spec = yaml.safe_load((folder / "spec.yaml").read_text())

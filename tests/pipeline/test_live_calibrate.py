@@ -123,17 +123,17 @@ def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) ->
 def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     told = calibrate(analyzed, "same").manifest.calibrations["same"].notices[:2]
     assert [text.partition(",")[0] for text in told] == [
-        f"10 of the 10 diagnosis samples of task {task} are among its calibration samples" for task in TASKS
+        f"10 of 10 diagnosis samples of task {task} are calibration samples" for task in TASKS
     ]
     few = {"a": analyzed_inputs(analyzed)[:3], "b": inputs(30)}
     text, *moved = calibrate(analyzed, "few", data=few).manifest.calibrations["few"].notices
     assert all("was not calibrated" in other or "anchor" in other for other in moved)
-    assert text.startswith("3 of the 10 diagnosis samples of task a are among its calibration samples")
+    assert text.startswith("3 of 10 diagnosis samples of task a are calibration samples")
     run = dl.open_run(analyzed.path)
     assert any(text in notice for notice in run.manifest.notices)
     assert text in before_after_text(run, "few") and text in run.before_after("few").attrs["notices"]
     card = (run.path / "calibrations/few/README.md").read_text(encoding="utf-8")
-    assert "3 of the 10 diagnosis samples" in card and "no test sample" not in card and "RUN" not in card
+    assert "3 of 10 diagnosis samples" in card and "no test sample" not in card and "RUN" not in card
 
 
 def analyzed_inputs(run: DriftRun) -> Tensor:

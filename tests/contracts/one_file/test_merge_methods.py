@@ -160,7 +160,7 @@ def test_the_spec_and_preflight_know_it_and_its_settings(
     text = found(check(spec_of(world, toy)), "ok", "merge").text
     assert text.startswith(f"Toy of {toy} (arXiv:0000.0000), share {SHARE}; it reads {READS[toy]}")  # type: ignore[index]
     others = {"site": "Simple Averaging", "moments": "Other"}
-    assert ("merges all else by" in text) == (toy in others) and others.get(toy, "") in text
+    assert ("merges all other parameters by" in text) == (toy in others) and others.get(toy, "") in text
     refusals = {
         "shar=0.1": ("has no parameter 'shar'", "Did you mean 'share'?"),
         "share=0": ("share is 0; expected a finite number more than 0 and at most 1", ""),

@@ -39,7 +39,6 @@ from driftlens.utils.errors import DataError, DriftLensError, from_library
 from driftlens.utils.intervals import Interval
 from driftlens.utils.metrics import Metric, metric_called
 from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import expert_of
 
 T = TypeVar("T")
 

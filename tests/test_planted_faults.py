@@ -24,7 +24,7 @@ from driftlens.diagnostics import attribution, output, task_vectors
 from driftlens.engine import pool as pool_module
 from driftlens.engine import snapshot, walk
 from driftlens.engine.pool import ModelPool
-from driftlens.linalg import fixed_weights, gram, state
+from driftlens.linalg import gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
@@ -322,7 +322,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))
         ),
         "mean_left_in_the_norms_derivative": put(
-            fixed_weights,
+            state,
             "_without_moments",
             lambda _: lambda vector, z: vector - z * (z * vector).mean(dim=-1, keepdim=True),
         ),

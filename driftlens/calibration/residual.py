@@ -18,7 +18,7 @@ from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import module_inputs, relative_change
 from driftlens.engine.calibrating import SiteReport, SiteUpdate, StepProblem
 from driftlens.engine.sequential import Stepwise
-from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
+from driftlens.linalg.ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 from driftlens.utils.errors import SingularGramError, SpecError
 from driftlens.utils.registry import Bounds, Label
 

@@ -20,11 +20,11 @@ from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import Step
+from driftlens.engine.sequential import ExpertGradients
 from driftlens.engine.sites import select_sites
-from driftlens.engine.token_weights import ExpertGradients
 from driftlens.engine.walk import InMemoryBatches
 from driftlens.linalg.gram import JointMoments
-from driftlens.linalg.joint_ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
+from driftlens.linalg.ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
 from driftlens.utils.errors import DataError
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.quick import few

@@ -12,8 +12,8 @@ from torch import nn
 
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.sequential import groups_of
 from driftlens.engine.sites import added_to, select_sites
-from driftlens.engine.token_weights import groups_of
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters

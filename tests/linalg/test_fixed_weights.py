@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlens.linalg.fixed_weights import FixedWeights
+from driftlens.linalg.state import FixedWeights
 
 # torch.func.jvp scripts its decompositions on first use and warns that scripting is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")

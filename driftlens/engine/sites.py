@@ -96,12 +96,13 @@ def select_sites(
             _matching(
                 "site", pattern, paths, f"Use patterns on module paths such as `*.mlp.*`, or one of {groups}."
             )
-    wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
+    selected = [*chain.layers]
+    if layers is not None:
+        indices = select_layers([layer.path for layer in chain.layers], layers)
+        selected = [chain.layers[index - 1] for index in indices]
     chosen: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)
-    for layer in chain.layers:
-        if wanted is not None and layer.index not in wanted:
-            continue
+    for layer in selected:
         for site in layer.sites:
             path = site_path(layer, site)
             is_left_out = sites is None and path in tied
@@ -120,11 +121,12 @@ def select_sites(
                 )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
-        asked = {"layers": layers, "sites": sites, "update": update}
-        given = {
-            name: [at] if isinstance(at, str | int) else at for name, at in asked.items() if at is not None
-        }
-        matching = listed(f"{name} {' '.join(map(str, at))}" for name, at in given.items())
+        request = {"layers": layers, "sites": sites, "update": update}
+        matching = listed(
+            f"{name} {value if isinstance(value, str | int) else ' '.join(map(str, value))}"
+            for name, value in request.items()
+            if value is not None
+        )
         shared = f"; {len(tied)} of them share their weights with other places" if tied else ""
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches {matching}",
@@ -157,7 +159,11 @@ def coverage(
     Of `source`, any model of the architecture, only the headers are asked; `update` are the kinds of parameters that
     are solved for at the `sites`: `linear` for weights, `bias`, `norm`.
     """
-    sizes, left = Counter[tuple[bool, bool]](), Counter[str]()  # (in a block, solved for) -> entries
+    total, solved, left = (
+        Counter[bool](),
+        Counter[bool](),
+        Counter[str](),
+    )  # by whether it is in a block; by name
     modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
@@ -168,30 +174,26 @@ def coverage(
                 continue
             counted.add(place)
             owner, _, part = name.rpartition(".")
-            site, is_chosen = by_name.get(owner), owner in sites.get(layer.index, ())
-            is_linear = site is None or site.kind == "linear"
-            kind = _KINDS.get(part) if is_linear else "norm"
-            is_solved = is_chosen and kind in update
+            site = by_name.get(owner)
+            kind = _KINDS.get(part) if site is None or site.kind == "linear" else "norm"
             size = math.prod(slot.shape(source.headers[slot.key].shape))
-            sizes[in_block, is_solved] += size
-            if in_block and not is_solved:
-                what = (
-                    f"{name}: its weight serves other places too"
-                    if site and site_path(layer, site) in tied
-                    else name
-                )
+            total[in_block] += size
+            if owner in sites.get(layer.index, ()) and kind in update:
+                solved[in_block] += size
+            elif in_block:
+                what = name
                 if name in layer.no_sites:
                     owner, what = layer.no_sites[name]
                     modules[what].add((layer.index, owner))
+                elif site is not None and site_path(layer, site) in tied:
+                    what = f"{name}: its weight serves other places too"
                 left[what] += size
-    inside = sizes[True, True] + sizes[True, False]
-    of_blocks, of_all = (
-        sizes[True, True] / max(1, inside),
-        (sizes[True, True] + sizes[False, True]) / sizes.total(),
-    )
-    shown = [
-        _left_alone(what, len(modules[what]), size / inside) for what, size in left.most_common(MOST_NAMED)
-    ]
+    of_blocks, of_all = solved[True] / max(1, total[True]), solved.total() / total.total()
+    shown = []
+    for what, size in left.most_common(MOST_NAMED):
+        name, _, why = what.partition(": ")
+        count = f"{len(modules[what])} " if modules[what] else ""
+        shown.append(f"{count}{name} ({_percent(size / total[True])}{f': {why}' if why else ''})")
     more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
     text = f"{sum(map(len, sites.values()))} sites hold {_percent(of_blocks)} of the blocks' parameters"
     alone = f"; left alone: {', '.join(shown)}{more}" if shown else ""
@@ -202,11 +204,6 @@ _KINDS = {"weight": "linear", "bias": "bias"}
 """Of the parameters of a linear module: what a calibrator's `update` calls them."""
 MOST_NAMED = 5
 """Names that a sentence lists before it counts the others."""
-
-
-def _left_alone(what: str, count: int, share: float) -> str:
-    name, _, why = what.partition(": ")
-    return f"{f'{count} ' if count else ''}{name} ({_percent(share)}{f': {why}' if why else ''})"
 
 
 def _percent(share: float) -> str:

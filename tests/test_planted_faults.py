@@ -22,7 +22,7 @@ from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, output, task_vectors
 from driftlens.engine import pool as pool_module
-from driftlens.engine import snapshot, walk
+from driftlens.engine import walk
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import gram, state
 from driftlens.merging.method import merge_methods
@@ -304,8 +304,8 @@ def without_gates(weights: Any) -> Any:
 
 
 VIT, STATE, ATTRIBUTION = partial(put, vit), partial(put, state), partial(put, attribution)
-WALK, SUMS, POOL = partial(put, walk), partial(put, snapshot), partial(put, pool_module)
-FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, snapshot.SnapshotWalk, "advance")
+WALK, SUMS, POOL = partial(put, walk), partial(put, calibrating), partial(put, pool_module)
+FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
         "transposed_weight": VIT("call", transposed_weights),

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, CalibrationContext, Step
+from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, CalibrationContext, Layerwise, Step
 from driftlens.engine.pool import Attachment, ModelPool
-from driftlens.engine.snapshot import Layerwise
 from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import moved

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.engine.snapshot import normalised
+from driftlens.engine.calibrating import normalised
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import Layer, LayerChain, pooled
 from tests.zoo.walking import chain_states, parameters

@@ -8,7 +8,7 @@ from typing import Any
 
 import driftlens.pipelines.evaluation as evaluation
 from driftlens.cli import main
-from driftlens.engine.snapshot import SnapshotWalk
+from driftlens.engine.calibrating import SnapshotWalk
 from driftlens.utils.errors import DataError
 
 LAYER = 3

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, output, task_vectors
+from driftlens.engine import calibrating, walk
 from driftlens.engine import pool as pool_module
-from driftlens.engine import walk
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import gram, state
 from driftlens.merging.method import merge_methods

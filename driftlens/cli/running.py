@@ -126,10 +126,10 @@ def init(
         raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
     chosen: tuple[str, ...] = ()
     if models:
-        from driftlens.pipelines.quickstart import asked_about, draft, recipe_in
+        from driftlens.pipelines.quickstart import draft, models_by_role
 
-        asked = asked_about(models, recipe_in(models), is_merged=False)
-        drafted = draft(asked, data or (), overrides or (), Access(offline=manner.offline))
+        roles = models_by_role(models, is_merged=False)
+        drafted = draft(roles, data or (), overrides or (), Access(offline=manner.offline))
         text, chosen = drafted.text, drafted.chosen
     else:
         text = template_text(template)
@@ -295,8 +295,7 @@ def why(
         list[str],
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
-            help="Folders, files of weights or Hub ids in this order; or a recipe of mergekit, and the folder that "
-            "it made (left out, mergekit-yaml makes it).",
+            help="Folders, files of weights or Hub ids in this order; or a mergekit recipe and its merged model.",
         ),
     ],
     data: DataPaths = None,
@@ -311,22 +310,11 @@ def why(
 
     Without labels it reports how far the merge drifts from its experts and where the drift starts, not accuracy.
     """
-    from driftlens.pipelines.quickstart import asked_about, draft, merge_by_mergekit, recipe_in
+    from driftlens.pipelines.quickstart import draft, models_by_role
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
-    recipe = recipe_in(models)
-    if recipe is not None and len(models) == 1:
-        made = out.with_name(f"{out.name}-merged")
-        refuse_occupied(made, force=force)
-        merge_by_mergekit(models[0], made, offline=job.access.offline)
-        models = [*models, str(made)]
-    drafted = draft(
-        asked_about(models, recipe),
-        data or (),
-        overrides or (),
-        job.access,
-    )
+    drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 
     chosen = [*drafted.chosen]

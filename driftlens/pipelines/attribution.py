@@ -1,6 +1,6 @@
-"""Path-averaged Jacobians, shares of the final drift and prefix swaps of one task, as rows of tables.
+"""Attribution of one task's drift: path-averaged Jacobians, shares of the final drift and prefix swaps, as table rows.
 
-One walk keeps the features at every boundary; one sweep goes back through them, for all variants. Entry point:
+One forward pass stores the features at every layer boundary; one backward pass serves all variants. Entry point:
 `attribution_of`.
 """
 
@@ -38,12 +38,12 @@ LayerRows = dict[int, dict[str, float | int]]
 """Layer -> columns of the layer table."""
 
 BATCH = 8
-"""Samples per batch, a small one: derivatives of a whole layer are alive at once."""
+"""Samples per batch: small, because the derivatives of a whole layer are in memory at once."""
 
 
 @dataclass
 class Explanation:
-    """Where the drift of some variants on one task comes from: keys and columns of tables, and what may spoil them."""
+    """The attribution of some variants' drift on one task: rows of tables, warnings and notices."""
 
     layers: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Explanation:
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
 ) -> Explanation | None:
-    """Attribute the drift of variants to layers, as the settings ask for it.
+    """Attribute the drift of variants to layers.
 
     Args:
         study: models, samples and settings.
-        task: whose first diagnosis samples are followed.
+        task: the task whose first diagnosis samples are read.
         variants: names in the study's pool.
         spill: folder for features beyond the feature budget.
-        reporter: of progress.
+        reporter: receives progress.
 
     Returns:
         Rows of tables; None except in the main process.
@@ -105,7 +105,7 @@ def _explained(
             )
         except NotDifferentiableError as error:
             traced = _Traced()
-            explanation.notices.append(f"the drift isn't traced back to layers by Jacobians: {error}")
+            explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
         energy = _joined(target.energy for target in targets[variant])
@@ -141,7 +141,7 @@ def _joined(parts: Iterable[Tensor]) -> NDArray[np.float64]:
 def _unconverged(
     settings: attribution.JacobianSettings, task: str, variant: str, rows: LayerRows
 ) -> Iterator[str]:
-    """Warn where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
+    """Yield a warning if the quadrature misses its tolerance with all allowed nodes."""
     errors = {layer: row.get("jacobian_error", 0.0) for layer, row in rows.items()}
     missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
     if missed:
@@ -155,7 +155,7 @@ def _unconverged(
 
 
 def _fill(rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]) -> None:
-    """Fill in ratios of sums over samples with their intervals; NaN without drift."""
+    """Add ratios of sums over samples with their intervals; NaN without drift."""
     total = float(energy.sum())
     low, high = share_intervals(shares, energy)
     for index, row in rows.items():
@@ -179,7 +179,13 @@ def _sensitivity_columns(found: attribution.LayerSensitivity) -> dict[str, float
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is explained on one batch of a variant: |e_L|^2 per sample, and a target by name, the final drift first."""
+    """The targets of one batch of a variant.
+
+    Attributes:
+        energy: |e_L|^2 per sample, [n].
+        changes: change of each target [n] by name, the final drift first.
+        covectors: stacked in the order of `changes`.
+    """
 
     energy: Tensor
     changes: dict[str, Tensor]
@@ -207,14 +213,14 @@ def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> lis
 def _score_targets(
     study: Study, pull_back: attribution.PullBack, variant: str
 ) -> dict[str, list[attribution.Target]]:
-    """Return margin and loss by batch, where a variant has a score map for the task."""
+    """Return margin and loss by batch if the variant has a score map for the task."""
     task, stream = pull_back.task, study.pool.chain.layers[-1].stream
     head = study.head(task, variant)
     if head is None:
         return {}
     batches = [*pull_back.batches.values()]
     ends = [[state[stream] for state in pull_back.ends(batch, variant)] for batch in batches]
-    # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
+    # Scores are functions of pooled features. Pooling is linear, so covectors are pulled back through it exactly.
     pools = [partial(pooled, how=study.settings.pool, mask=batch.side.mask(stream)) for batch in batches]
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, ends, strict=True)]
     experts = torch.cat([expert for expert, _ in pulled])
@@ -237,9 +243,9 @@ def _score_targets(
 
 @dataclass(frozen=True)
 class _Traced:
-    """What the way back finds; empty where a layer can't be differentiated.
+    """Results of the backward pass; empty if a layer can't be differentiated.
 
-    `parts` are by variant what each layer adds to each target, [L, k, n], of the final drift in squares of the feature.
+    `parts` holds each layer's share of each target, [L, k, n], by variant; of the final drift in squared feature units.
     """
 
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -251,9 +257,9 @@ def _traced(
     study: Study,
     pull_back: attribution.PullBack,
     targets: Mapping[str, Sequence[_Targets]],
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> _Traced:
-    """Pull all targets back through all layers; `tell` is called with the layer before each step."""
+    """Pull all targets back through all layers; `report` is called with the layer before each step."""
     covectors = {
         (start, variant): target.covectors
         for variant, of_batches in targets.items()
@@ -264,7 +270,7 @@ def _traced(
     expert: LayerMap | None = None
     for step in pull_back.steps(covectors):
         layer = step.layer
-        tell(layer.index)
+        report(layer.index)
         parts[step.variant][layer.index].append(step.parts())
         if "groups" in study.settings.options and layer.index in study.settings.stored_layers:
             if expert is None or expert.layer is not layer:
@@ -283,9 +289,9 @@ def _traced(
 
 
 def _group_numbers(expert: LayerMap, step: attribution.Step, energy: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield for each group of modules what its share of mismatch and drift is made of, [6, n]."""
+    """Yield numerators and denominators [6, n] of each module group's share of mismatch and drift."""
     parts = attribution.group_mismatches(expert, step.layer_map, step.expert_in, step.batch.side)
-    if step.routes is not None:  # what going elsewhere changes is no module's
+    if step.routes is not None:  # the change by other routes belongs to no module
         parts["routing"] = step.jump
     whole = step.local_mismatch
     rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}

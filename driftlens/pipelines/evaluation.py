@@ -1,7 +1,6 @@
-"""Scores of every variant on the test split: accuracy by classes, and language models by their answers.
+"""Scores of every variant on the test samples: accuracy by classes, and metrics of a language model's answers.
 
-A model that answers is whole in memory, one variant at a time and once per task, for all the task's metrics.
-Entry point: `scores_of`.
+A model that generates answers is loaded as a whole, one variant at a time and once per task. Entry point: `scores_of`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from driftlens.data.related import Comparison, number_of
+from driftlens.data.related import number_of
 from driftlens.data.samples import SampleSet
-from driftlens.data.sources import Related
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.experiment.study import Study
@@ -38,23 +36,23 @@ from driftlens.utils.progress import Reporter, TaskMeter
 from driftlens.utils.variants import expert_of
 
 CHUNK_BYTES = 256 << 20
-"""Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
+"""Bytes of samples and features in memory while accuracy is measured."""
 SPARE_TOKENS = 8
-"""What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""
+"""Tokens that an answer may exceed the longest target by, so that a longer answer is not cut to an equal one."""
 _SHOWN = 300
-"""Characters of a passage that are kept next to a score."""
+"""Characters of a passage that are stored with a score."""
 _AT_ONCE = 4096
-"""Texts whose features are held together where one number of each is kept."""
+"""Texts whose features are in memory together."""
 
 _Rows = list[tuple[Any, ...]]
-"""Per sample: value and reference as the table `scores` has them, then, of texts, the answer and the target."""
+"""Per sample: value and reference as in the table `scores`, then answer and target of texts."""
 _Results = dict[tuple[str, str], _Rows]
 """Rows by variant and metric."""
 
 
 @dataclass
 class Scores:
-    """What the variants score on one task: rows of `accuracy` and `scores`, and notices for the reader."""
+    """Scores of the variants on one task: rows of the tables `accuracy` and `scores`, and notices."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +60,17 @@ class Scores:
 
 
 def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
-    """Score variants on a task's test samples by all its metrics; return None in all but the main process."""
+    """Score variants on a task's test samples by all its metrics.
+
+    Args:
+        study: the opened models and samples.
+        task: the task.
+        variants: names in the study's pool; `expert` stands for the task's expert.
+        reporter: receives progress.
+
+    Returns:
+        The scores; None except in the main process.
+    """
     return study.of_task(task, partial(_scores, study, task, variants, reporter))
 
 
@@ -91,7 +99,7 @@ def _scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter
 
 
 def metrics_of(study: Study, task: str) -> tuple[str, ...]:
-    """Return a task's metrics: its data entry's, else accuracy by classes, else what suits its answers."""
+    """Return a task's metrics: those of its data entry, else accuracy by classes, else by the kind of its answers."""
     data = study.tasks[task]
     if data.metrics or (test := data.test) is None:
         return data.metrics
@@ -108,7 +116,17 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
 
 @torch.no_grad()
 def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
-    """Return for every test sample of a task whether each variant is right; every chunk is read once for all."""
+    """Return for each variant whether its predictions on a task's test samples are right.
+
+    Args:
+        study: the opened models and samples.
+        task: the task.
+        variants: names in the study's pool; `expert` stands for the task's expert.
+        reporter: receives progress.
+
+    Returns:
+        Rows by variant and metric; empty without labels.
+    """
     samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
         return {}
@@ -117,7 +135,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     sample = samples.load([0])
     per_sample = input_bytes(sample) + waiting_bytes(study.pool, expert_of(task), sample)
     length = samples.fitting(per_sample, CHUNK_BYTES)
-    # Only samples that give rows: none without a test split or a head.
+    # Tasks without a test split or a head add nothing to the total.
     units = {
         name: len(variants) * len(data.test) if data.test and ACCURACY.name in metrics_of(study, name) else 0
         for name, data in study.tasks.items()
@@ -130,7 +148,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
             done += sum(batch.stop - batch.start for batch in chunk)
             model, head = _model(variant, task), study.head(task, variant)
             assert head is not None
-            # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
+            # One vector per sample, as in the output table.
             for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
                 labels = samples.labels[start : start + len(features)]
                 hits = modality.is_right(head, features, labels).cpu().double().tolist()
@@ -140,7 +158,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
 
 
 def _model(variant: str, task: str) -> str:
-    """Return a variant's name in the pool; `expert` is the task's own."""
+    """Return a variant's name in the pool."""
     return expert_of(task) if variant == "expert" else variant
 
 
@@ -154,7 +172,7 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
 
 
 def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
-    """Return the drift of final features [n, d] from the expert's, by columns of the layer table's last row."""
+    """Return the drift of final features [n, d] from the expert's, as columns of the layer table's last row."""
     drift = wide(lengths(features - expert))
     size = float(wide(lengths(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
@@ -166,10 +184,7 @@ def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
 def _answers(
     study: Study, task: str, variants: Sequence[str], reporter: Reporter, notices: list[str]
 ) -> _Results:
-    """Return the answers to test samples of a task, by the metrics that ask for them.
-
-    A variant whose weights don't fit `compute.feature_budget` is left out with a notice.
-    """
+    """Return rows of the metrics of answers, with a notice if a variant exceeds `compute.feature_budget`."""
     results: _Results = {}
     samples = study.tasks[task].test
     metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
@@ -206,55 +221,45 @@ def _answers(
 def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
     """Rank or compare test samples with their pairs or passages, by each metric; as `_answers`."""
     results: _Results = {}
-    samples = study.tasks[task].test
+    samples, metrics = study.tasks[task].test, metrics_of(study, task)
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
-    beside, metrics = samples.texts.compared, metrics_of(study, task)
-    related = [beside.of(position) for position in range(len(samples))]
-    total = len(variants) * len(samples)
+    comparison, passages = samples.texts.compared, samples.texts.compared.passages
+    texts = [samples.text(position) for position in range(len(samples))]
+    relations = [comparison.of(position) for position in range(len(samples))]
+    others = [relation.pair for relation in relations] if passages is None else passages.texts
     for place, variant in enumerate(variants):
-        reporter.step("answer", place * len(samples), total, f"task {task}: {variant}")
-        rows = _likeness(study, task, variant, samples)
-        if beside.passages is None:
-            targets = [samples.text(position).target.strip() for position in range(len(samples))]
-            pairs = zip(rows, targets, strict=True)
+        reporter.step("answer", place * len(samples), len(variants) * len(samples), f"task {task}: {variant}")
+        embed = partial(_embeddings, study, _model(variant, task), samples)
+        queries = embed(samples.texts.reader, [Text(text.input) for text in texts])
+        embedded = embed(comparison.reader, [Text(text) for text in others])
+        if passages is None:
+            alike = similarities(queries, embedded, comparison.similarity, paired=True).tolist()
             results[variant, "spearman"] = [
-                (float(similarity), float(target), None, target) for similarity, target in pairs
+                (similarity, float(text.target), None, text.target.strip())
+                for similarity, text in zip(alike, texts, strict=True)
             ]
             continue
-        ranked = [_ranked(beside, other, row) for other, row in zip(related, rows, strict=True)]
         for name in metrics:
-            results[variant, name] = [
-                (RANKINGS[name](hits, count), None, best and best[:_SHOWN], other.positive[0][:_SHOWN])
-                for (hits, count, best), other in zip(ranked, related, strict=True)
-            ]
-    reporter.step("answer", total, total, f"task {task}")
+            results[variant, name] = []
+        for query, relation in zip(queries, relations, strict=True):
+            candidates, answers = passages.candidates(relation), passages.answers(relation)
+            scores = similarities(query[None], embedded, comparison.similarity)[0][candidates]
+            order = scores.argsort(descending=True, stable=True)[:DEEPEST].tolist()
+            ranked = [candidates[rank] for rank in order]
+            best = passages.texts[ranked[0]][:_SHOWN] if ranked else None
+            for name in metrics:
+                score = RANKINGS[name]([place in answers for place in ranked], len(answers))
+                results[variant, name].append((score, None, best, relation.positive[0][:_SHOWN]))
+    reporter.step("answer", len(variants) * len(samples), len(variants) * len(samples), f"task {task}")
     return results
-
-
-def _likeness(study: Study, task: str, variant: str, samples: SampleSet) -> list[Tensor]:
-    """Return similarities of embeddings: of each test sample and its pair, [1], or its candidates, [c]."""
-    assert samples.texts is not None and samples.texts.compared is not None
-    beside, reader = samples.texts.compared, samples.texts.reader
-    part = range(len(samples))
-    passages, texts = beside.passages, [samples.text(position).input for position in part]
-    places = [[] if passages is None else passages.candidates(beside.of(position)) for position in part]
-    model = _model(variant, task)
-    queries = _embeddings(study, model, samples, reader, [Text(text) for text in texts])
-    paired = [beside.of(position).pair for position in part] if passages is None else passages.texts
-    embedded = _embeddings(study, model, samples, beside.reader, [Text(text) for text in paired])
-    if passages is None:
-        return [*similarities(queries, embedded, beside.similarity, paired=True)[:, None]]
-    return [
-        similarities(query[None], embedded, beside.similarity)[0][candidates]
-        for query, candidates in zip(queries, places, strict=True)
-    ]
 
 
 def _embeddings(
     study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
 ) -> Tensor:
-    """Return final features [n, d] of texts that belong to a task's samples, texts of similar length in one batch."""
+    """Return final features [n, d] of texts that belong to a task's samples."""
     assert reader is not None
+    # By length, so that batches hold little padding.
     unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
     samples_of_texts = dataclasses.replace(
         samples,
@@ -268,19 +273,9 @@ def _embeddings(
     return features[[place[text] for text in texts]]
 
 
-def _ranked(beside: Comparison, relation: Related, likeness: Tensor) -> tuple[list[bool], int, str | None]:
-    """Return whether each candidate, most similar first, answers a query, how many passages do, and the best one."""
-    assert beside.passages is not None
-    places, answers = beside.passages.candidates(relation), beside.passages.answers(relation)
-    order = likeness.argsort(descending=True, stable=True)[:DEEPEST].tolist()
-    ranked = [places[rank] for rank in order]
-    best = beside.passages.texts[ranked[0]] if ranked else None
-    return [place in answers for place in ranked], len(answers), best
-
-
 @dataclass(frozen=True)
 class _TestTexts:
-    """The questions and targets of all test samples of a task."""
+    """Questions and targets of a task's test samples."""
 
     texts: list[Text]
     labels: tuple[str, ...] | None
@@ -296,22 +291,22 @@ class _TestTexts:
         bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
         if bare:
             raise DataError(
-                f"task {samples.task}: test sample {bare[0]} has no target, so it can't be scored",
-                hint="Give all test samples one, or leave them out.",
+                f"task {samples.task}: test sample {bare[0]} has no target",
+                hint="Add a target, or remove the sample.",
             )
         numbers = []
         for name, text in zip(samples.ids, texts, strict=True) if "spearman" in metrics else ():
             numbers.append(number_of(text.target))
             if math.isnan(numbers[-1]):
                 raise DataError(
-                    f"task {samples.task}: the target of test sample {name}, {text.target!r}, is no number",
-                    hint="The metric spearman ranks numbers; name another as data.TASK.metric.",
+                    f"task {samples.task}: the target of test sample {name}, {text.target!r}, is not a number",
+                    hint="The metric spearman ranks numbers. Set another as data.TASK.metric.",
                 )
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
 
     def generated(self, module: Any, part: range) -> list[str]:
-        """Return greedy answers, up to the first line break where no target has one."""
+        """Return greedy answers, up to the first line break unless targets have line breaks."""
         questions = [self.reader.asked(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
         if any("\n" in text.target.strip() for text in self.texts):
@@ -337,7 +332,7 @@ def _one_score(
     reader: TextReader | None,
     texts: Sequence[Text],
 ) -> list[float]:
-    """Score each text by a variant's head, with features that are read layer by layer."""
+    """Return each text's score by a variant's head, with features computed layer by layer."""
     model, head = _model(variant, task), study.head(task, variant)
     assert head is not None
     scores: list[float] = []

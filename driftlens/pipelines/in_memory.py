@@ -1,4 +1,7 @@
-"""Analyses of live modules and in-memory data, and later additions to them; no file is read."""
+"""Analysis of live modules and in-memory data, and later additions to such runs.
+
+Entry points: `live_study`, then `analyze_study`; `live_again` to reopen a run with the modules passed in again.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.variants import task_of
 
 _LOADER = "live"
-"""The manifest's name for the loader of modules that the caller has built."""
-_FREE = ("n_calibration", "batch_size")
-"""Settings on which no number of a run rests, so that they may be others when something is added to it."""
-_ALIKE = 1e-4
-"""How far apart scores of the same head may be on another machine, relative to their size."""
+"""The loader in the manifest for modules built by the caller."""
+_CHANGEABLE = ("n_calibration", "batch_size")
+"""Settings that affect no stored number, so they may differ in later additions."""
+_HEAD_TOLERANCE = 1e-4
+"""Largest difference of the same head's scores between machines, relative to their size."""
 
 
 def live_study(built: Modules, settings: LiveSettings) -> Study:
-    """Return a study of modules that the caller has built. They run in eval mode; nothing about them is changed."""
+    """Return a study of modules built by the caller; they run in eval mode and are not changed."""
     live, kind = open_live(built, settings), type(built.merged).__name__
-    names = live.pool.names
+    names, jacobian = live.pool.names, settings.jacobian
     paths = [layer.path for layer in live.pool.chain.layers]
     return Study(
         name=settings.name,
@@ -54,8 +57,8 @@ def live_study(built: Modules, settings: LiveSettings) -> Study:
             pool=live.pooling,
             stored_layers=frozenset(select_layers(paths, settings.layers)),
             options=frozenset(name for name in ("cka", "adjoint", "groups") if getattr(settings, name)),
-            # A record says it as a mapping.
-            jacobian=JacobianSettings(**how) if isinstance(how := settings.jacobian, Mapping) else how,
+            # The manifest stores a mapping.
+            jacobian=JacobianSettings(**jacobian) if isinstance(jacobian, Mapping) else jacobian,
         ),
         seed=settings.seed,
         notices=live.notices,
@@ -68,30 +71,42 @@ def live_study(built: Modules, settings: LiveSettings) -> Study:
 
 def live_again(
     folder: pathlib.Path,
-    given: Mapping[str, Any],
+    passed: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     num_calibration: int | None,
 ) -> tuple[Study, OpenModels]:
-    """Return the study of a run of live modules, which are handed in again with their samples, and its models.
+    """Reopen a run of live modules, which are passed in again with their samples.
 
-    `given` are fields of `Modules` and `LiveSettings`; what is left out is the run's. Settings, samples, labels and
-    heads are compared with the run's; to compare weights is up to the caller.
+    Settings, samples, labels and heads are compared with the run's; the caller compares weights.
+
+    Args:
+        folder: the run directory.
+        passed: fields of `Modules` and `LiveSettings`; the run's settings replace missing ones.
+        calibration: calibration samples by task, also used as `data` if that is missing.
+        num_calibration: calibration samples per task; None takes the run's.
+
+    Returns:
+        The study and its models.
+
+    Raises:
+        SpecError: a module, setting or head is missing or differs.
+        DataError: samples or labels differ.
     """
     of_modules = {field.name: None for field in dataclasses.fields(Modules)}
-    refuse_unknown("modules", given, {**of_modules, **LiveSettings.keywords()})
-    handed = {name: value for name, value in given.items() if name in of_modules and value is not None}
-    stated = {name: value for name, value in given.items() if name not in of_modules}
-    stated |= {} if num_calibration is None else {"n_calibration": num_calibration}
-    begun = read_manifest(folder).live or {}
-    was = LiveSettings(**begun.get("settings", {}))
-    _require_same_settings(was, LiveSettings(**stated))
-    settings = was.changed(**stated)
+    refuse_unknown("modules", passed, {**of_modules, **LiveSettings.keywords()})
+    fields = {name: value for name, value in passed.items() if name in of_modules and value is not None}
+    changes = {name: value for name, value in passed.items() if name not in of_modules}
+    changes |= {} if num_calibration is None else {"n_calibration": num_calibration}
+    recorded = read_manifest(folder).live or {}
+    before = LiveSettings(**recorded.get("settings", {}))
+    _require_same_settings(before, LiveSettings(**changes))
+    settings = before.changed(**changes)
     if calibration is not None:
-        handed = {"data": calibration, **handed, "calibration": calibration}
-    modules = Modules(**handed)
-    _require_what_was_given(folder, modules, settings, begun.get("contents", {}))
+        fields = {"data": calibration, **fields, "calibration": calibration}
+    modules = Modules(**fields)
+    _require_complete(folder, modules, settings, recorded.get("contents", {}))
     study = live_study(modules, settings)
-    _require_same_contents(begun.get("contents", {}), study)
+    _require_same_contents(recorded.get("contents", {}), study)
     tasks = {
         task: data if data.calibration else dataclasses.replace(data, calibration=data.diagnosis)
         for task, data in study.tasks.items()
@@ -102,21 +117,21 @@ def live_again(
     return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
-def _require_what_was_given(
+def _require_complete(
     folder: pathlib.Path, modules: Modules, settings: LiveSettings, contents: Mapping[str, Any]
 ) -> None:
-    """Refuse to add to a run without a module, data, a function or a head that it was made with."""
+    """Refuse to add to a run without the modules, data, functions and heads that it was made with."""
     missing = modules.missing
     missing += [name for name in ("mask", "tokenizer") if getattr(settings, name) is True]
     manifest = read_manifest(folder)
-    # Nothing is noted of heads that language models bring.
+    # The heads of language models are part of the modules, so the manifest records none.
     with_head = [task for task in manifest.classes if contents.get(task, {}).get("head", True)]
     missing += [f"heads of {task}" for task in with_head if task not in (modules.heads or {})]
     missing += ["base"] if "base" in manifest.variants and modules.base is None else []
     if missing:
         raise SpecError(
-            f"{folder} was made from live modules, and to add to it these are missing: {', '.join(missing)}",
-            hint="Hand in what dl.analyze was given: "
+            f"{folder} was made from live modules; to add to it, these are missing: {', '.join(missing)}",
+            hint="Pass the arguments of dl.analyze again: "
             "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
         )
 
@@ -124,25 +139,36 @@ def _require_what_was_given(
 def analyze_study(
     study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down."""
+    """Measure the drift of a study of live modules and write a run directory.
+
+    Args:
+        study: the modules and samples, see `live_study`.
+        request: output folder, and whether to resume or replace a run.
+        settings: the settings, which are stored in the run.
+        context: device, progress and cancellation.
+
+    Raises:
+        SpecError: an unfinished run has other settings.
+    """
     out = request.out or pathlib.Path("runs", study.name)
     live = {"settings": _recorded(settings), "contents": _contents(study)}
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
-    goes_on = request.resume and (out / MANIFEST).exists()
-    if goes_on:
+    resumes = request.resume and (out / MANIFEST).exists()
+    if resumes:
         manifest = read_manifest(out)
-        begun = manifest.live or {}
-        if _recorded(LiveSettings(**begun.get("settings", {}))) != live["settings"]:
+        recorded = manifest.live or {}
+        if _recorded(LiveSettings(**recorded.get("settings", {}))) != live["settings"]:
             raise SpecError(
-                f"{out} was begun with other settings", hint="Resume with the same, or choose another out."
+                f"{out} was begun with other settings",
+                hint="Resume with the same settings, or choose another out.",
             )
         require_same_samples(manifest, study)
-        _require_same_contents(begun.get("contents", {}), study)
+        _require_same_contents(recorded.get("contents", {}), study)
         require_same_models(manifest, study, context.reporter())
-    described = "# made from live modules; it can be read, and added to where they are handed in again\n"
+    described = "# made from live modules; pass them in again to add to this run\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
-    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **about, force=request.force) as writer:
+    with RunWriter.resume(out) if resumes else RunWriter.create(out, **about, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
         with deterministic_algorithms(study.settings.deterministic):
@@ -151,18 +177,18 @@ def analyze_study(
 
 
 def _recorded(settings: LiveSettings) -> dict[str, Any]:
-    """Return the settings as JSON has them; functions and tokenizers stay with the caller."""
+    """Return the settings as JSON values, without functions and tokenizers."""
     return dict(json.loads(json.dumps(settings.model_dump(), default=lambda number: number.item())))
 
 
-def _require_same_settings(was: LiveSettings, now: LiveSettings) -> None:
-    """Refuse settings whose rows don't belong to those of the run."""
-    old, new = _recorded(was), _recorded(now)
-    for name in now.model_fields_set - {*_FREE}:
+def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
+    """Refuse settings that differ from those of the run."""
+    old, new = _recorded(before), _recorded(now)
+    for name in now.model_fields_set - {*_CHANGEABLE}:
         if new[name] != old[name]:
             raise SpecError(
                 f"modules has {name}={new[name]!r}, the run was made with {name}={old[name]!r}",
-                hint="Leave it out: settings are those of the run. Analyze into another folder for other ones.",
+                hint="Leave it out, or analyze into another folder.",
             )
 
 
@@ -179,25 +205,27 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
     }
 
 
-def _require_same_contents(begun: Mapping[str, Any], study: Study) -> None:
-    """Refuse other samples, labels or heads than the run's."""
-    now = _contents(study)
-    if begun and begun.keys() != now.keys():
-        raise SpecError(f"the run was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
-    for task, was in begun.items():
-        for part in ("samples", "labels"):
-            if was[part] != now[task][part]:
-                raise DataError(
-                    f"the diagnosis {part} of task {task} are not those of the run: the data has changed",
-                    hint="Bring the data back, or analyze the data of today into a run of its own.",
-                )
-        begun_mark, mark = (torch.tensor(entry["head"], dtype=torch.float64) for entry in (was, now[task]))
-        near = _ALIKE * float(begun_mark.abs().sum())
-        is_alike = begun_mark.shape == mark.shape and torch.allclose(
-            begun_mark, mark, rtol=0, atol=near, equal_nan=True
+def _require_same_contents(recorded: Mapping[str, Any], study: Study) -> None:
+    """Refuse samples, labels or heads that differ from the run's."""
+    contents = _contents(study)
+    if recorded and recorded.keys() != contents.keys():
+        raise SpecError(
+            f"the run was made with the tasks {', '.join(recorded)}; passed are {', '.join(contents)}"
         )
-        if was["classes"] != now[task]["classes"] or not is_alike:
+    for task, before in recorded.items():
+        now = contents[task]
+        for part in ("samples", "labels"):
+            if before[part] != now[part]:
+                raise DataError(
+                    f"the diagnosis {part} of task {task} are not those of the run",
+                    hint="Restore the data, or analyze the new data into another folder.",
+                )
+        # Scores of the same head differ by rounding between machines, so they are compared, not hashed.
+        old, new = (torch.tensor(entry["head"], dtype=torch.float64) for entry in (before, now))
+        limit = _HEAD_TOLERANCE * float(old.abs().sum())
+        is_equal = old.shape == new.shape and torch.allclose(old, new, rtol=0, atol=limit, equal_nan=True)
+        if before["classes"] != now["classes"] or not is_equal:
             raise SpecError(
                 f"the head of {task} is not the one that the run was made with",
-                hint="Hand in that head, or analyze with the other one into a run of its own.",
+                hint="Pass that head, or analyze with the new one into another folder.",
             )

@@ -1,15 +1,12 @@
-"""From models alone to a spec: detect the models, choose data, and plan the smallest analysis of a merge.
+"""Quick diagnosis: builds the spec of a small analysis from models alone, and from data if there is some.
 
-Entry points: `asked_about` for the models on a command line, then `draft`.
+Entry points: `models_by_role` for the models on a command line, then `draft`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,26 +37,33 @@ from driftlens.utils.files import expanded
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
 """Samples per task at most: enough for an interval, few enough for minutes."""
 BATCH = 8
-"""Samples per batch: the first is held against the library's own passes, and short texts are padded to their like."""
-FOLLOWED, NODES = 4, 2
-"""Samples per task whose drift is followed back to layers, and nodes of each integral."""
-MOST_ANSWERS = 20
-"""Different answers of a task at most, for them to be classes."""
+"""Samples per batch: small, because the first one is repeated in the models' own library."""
+TRACED, NODES = 4, 2
+"""Samples per task whose drift is attributed to layers, and nodes of each integral."""
+MAX_CLASSES = 20
+"""Most different answers of a task that are still scored as classes."""
 _PROMPT = "a photo of a {}."
 _IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
 _CLIPS = ("open-clip", "hf-clip")
-_PLAIN = re.compile(
+_GENERIC = re.compile(
     r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
 )
-"""Names of files and folders that say nothing of the task."""
+"""Names of files and folders that do not name a task."""
 _OPEN_CLIP = "model_config.json"
-"""How people call a configuration of open_clip that lies beside weights."""
+"""The usual name of an open_clip configuration next to a file of weights."""
 _CONFIGS = ("open_clip_config.json", "config.json")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A base (None where a recipe has none), experts by task, and their merge, or the settings of a merge."""
+class ModelRoles:
+    """The models of an analysis.
+
+    Attributes:
+        base: None if a recipe has none.
+        experts: by task.
+        merged: the merged model, or the settings of a merge.
+        chosen: notices on choices made for the user.
+    """
 
     base: str | None
     experts: Mapping[str, str]
@@ -69,60 +73,37 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A spec, its text, and what was chosen without being asked for, in sentences."""
+    """A spec, its text, and notices on choices made for the user."""
 
     spec: RunSpec
     text: str
     chosen: tuple[str, ...]
 
 
-def recipe_in(models: Sequence[str]) -> Recipe | None:
-    """Read the recipe of mergekit that is given in place of a base and experts; None for models.
-
-    Raises:
-        SpecError: it is a YAML file of another kind.
-    """
+def _recipe_in(models: Sequence[str]) -> Recipe | None:
+    """Read a mergekit recipe given instead of base and experts; None if the first path is no YAML file."""
     if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
         return None
     content = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
     if not is_recipe(content):
         raise SpecError(
-            f"{models[0]} is no recipe of mergekit",
-            hint=f"If it is a spec: driftlens analyze {shlex.quote(models[0])}. Else give BASE EXPERT... MERGED.",
+            f"{models[0]} is not a mergekit recipe",
+            hint=f"For a spec: driftlens analyze {shlex.quote(models[0])}. For models: BASE EXPERT... MERGED.",
         )
     return recipe_of(content)
 
 
-def merge_by_mergekit(recipe: str, out: Path, *, offline: bool) -> None:
-    """Run `mergekit-yaml` on a recipe.
+def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
+    """Return base, experts and merged model.
+
+    Args:
+        models: base, experts and merged model in this order; or a mergekit recipe and the merged model.
+        is_merged: False if there is no merged model yet.
 
     Raises:
-        SpecError: mergekit is not installed, or its run failed.
+        SpecError: there are too few models, one is repeated, or one does not exist.
     """
-    file, place = shlex.quote(recipe), shlex.quote(str(out))
-    program = shutil.which("mergekit-yaml")
-    if program is None:
-        raise SpecError(
-            f"mergekit-yaml, which makes the merge of {recipe}, is not installed",
-            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
-        )
-    command = [program, recipe, str(out), "--no-write-model-card"]  # the card would ask the Hub
-    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise SpecError(
-            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
-            hint=f"Run it alone to see all that it says: mergekit-yaml {file} {place}",
-        )
-
-
-def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool = True) -> Asked:
-    """Return the models by their roles; of a recipe its own, and the merge after it, unless there is none yet.
-
-    Raises:
-        SpecError: they are too few, one is given twice, or one is not there.
-    """
+    recipe = _recipe_in(models)
     base, experts, names, chosen = None, list[str](), dict[str, str](), tuple[str, ...]()
     merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
     if not is_merged:
@@ -130,17 +111,23 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
     if recipe is not None:
         base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
         if base is None:
-            chosen = (f"the recipe ({recipe.method}) names no base, so nothing is measured that needs one",)
+            chosen = (f"the recipe ({recipe.method}) names no base, so task vectors are not measured",)
         if not is_merged:
-            near = f"the recipe says {recipe.method}, and the spec {merge['method']}, which is nearest"
-            chosen = (*chosen, f"{near}; `driftlens why RECIPE MERGED` measures what mergekit made")
+            nearest = f"the recipe's {recipe.method} is replaced by {merge['method']}, the nearest method"
+            chosen = (*chosen, f"{nearest}; `driftlens why RECIPE MERGED` measures mergekit's own merge")
+        elif len(models) == 1:
+            file = shlex.quote(models[0])
+            raise SpecError(
+                f"expected the merged model after {models[0]}",
+                hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+            )
     else:
         if len(models) < 3:
             raise SpecError(
-                f"expected a base, one expert or more{', and their merge' * is_merged}, in this order; got "
+                f"expected a base, one or more experts{', and the merged model' * is_merged}, in this order; got "
                 f"{counted(len([*filter(None, models)]), 'model')}",
                 hint=f"Give BASE EXPERT EXPERT{' MERGED' * is_merged}, each a folder, a file of weights or a Hub "
-                f"id; or a recipe of mergekit{' and the folder that it made' * is_merged}.",
+                f"id; or a mergekit recipe{' and its merged model' * is_merged}.",
             )
         base, merged = models[0], models[-1]
         for expert in models[1:-1]:
@@ -160,21 +147,21 @@ def asked_about(models: Sequence[str], recipe: Recipe | None, *, is_merged: bool
         if whole and is_lora_folder(expanded(whole)):
             raise SpecError(
                 f"{whole}, the {role}, holds LoRA adapters, not a whole model",
-                hint="The order is BASE EXPERT... MERGED; adapters may be experts.",
+                hint="The order is BASE EXPERT... MERGED; only experts may be adapters.",
             )
     tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
     if twice := next((task for task, count in Counter(tasks).items() if count > 1), None):
-        raise SpecError(f"two tasks are called {twice}", hint="Give each a name of its own: TASK=EXPERT.")
-    return Asked(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
+        raise SpecError(f"two tasks are called {twice}", hint="Name them: TASK=EXPERT.")
+    return ModelRoles(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
 
 
 def _tasks(experts: Sequence[str]) -> list[str]:
-    """Name tasks after the experts' files; where these are generic, after their folders."""
+    """Name tasks after the experts' files, or after their folders if file names are generic."""
     names = list[str]()
     for place in experts:
         parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
         stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
-        stem = next((word for word in stems if not _PLAIN.fullmatch(word.lower())), stems[0])
+        stem = next((word for word in stems if not _GENERIC.fullmatch(word.lower())), stems[0])
         names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
     counts, numbered = Counter(names), Counter[str]()
     for index, name in enumerate(names):
@@ -183,62 +170,65 @@ def _tasks(experts: Sequence[str]) -> list[str]:
     return names
 
 
-def draft(asked: Asked, data: Sequence[str], overrides: Sequence[str], access: Access = Access()) -> Draft:
-    """Write the spec of a small analysis; built-in samples are read if there is no data.
+def draft(
+    roles: ModelRoles, data: Sequence[str], overrides: Sequence[str], access: Access = Access()
+) -> Draft:
+    """Build the spec of a small analysis; without data, built-in samples are used.
 
     Args:
-        asked: the models.
+        roles: the models.
         data: paths: one for all tasks, one per expert in their order, or TASK=PATH.
-        overrides: `a.b=value` each, over what is made here.
-        access: what may be used.
+        overrides: `a.b=value` each.
+        access: network access and trust in code.
 
     Raises:
-        DriftLensError: nothing says of which family the models are, or data can't be read.
+        DriftLensError: the family of the models can't be detected, or data can't be read.
     """
     names_loader = any(text.startswith("architecture.loader=") for text in overrides)
     architecture = (
-        {} if names_loader else _architecture(asked.base or next(iter(asked.experts.values())), access)
+        {} if names_loader else _architecture(roles.base or next(iter(roles.experts.values())), access)
     )
     loader = architecture.get("loader") or _override(overrides, "architecture.loader")
     source = architecture.get("source") or _override(overrides, "architecture.source")
     config = read_config(source, "config.json", offline=access.offline) if loader == "hf-auto" else None
     reads = "image" if loader in _IMAGE_LOADERS or reads_images(config or {}) else "text"
-    entries, chosen = _entries(asked, data, reads)
-    chosen += asked.chosen
+    entries, chosen = _entries([*roles.experts], data, reads)
+    chosen += roles.chosen
     content: dict[str, Any] = {
         "version": 1,
-        "name": "why" if isinstance(asked.merged, str) else "picked",
+        "name": "why" if isinstance(roles.merged, str) else "picked",
         "architecture": architecture,
-        **({"base": {"weights": _absolute(asked.base)}} if asked.base else {}),
-        "experts": {task: {"weights": _absolute(place)} for task, place in asked.experts.items()},
+        **({"base": {"weights": _absolute(roles.base)}} if roles.base else {}),
+        "experts": {task: {"weights": _absolute(place)} for task, place in roles.experts.items()},
         **(
-            {"merged": {"weights": _absolute(asked.merged)}}
-            if isinstance(asked.merged, str)
-            else {"merge": dict(asked.merged)}
+            {"merged": {"weights": _absolute(roles.merged)}}
+            if isinstance(roles.merged, str)
+            else {"merge": dict(roles.merged)}
         ),
         "data": {
             "defaults": {"n": CALIBRATION, "n_diagnosis": DIAGNOSIS, "n_test": TEST, "batch_size": BATCH},
             **entries,
         },
         "metrics": {
-            "jacobian": {"nodes": NODES, "max_nodes": 4 * NODES, "samples": FOLLOWED, "tolerance": 1e-2},
+            "jacobian": {"nodes": NODES, "max_nodes": 4 * NODES, "samples": TRACED, "tolerance": 1e-2},
             "prefix": False,
         },
     }
     spec = load_spec(content, overrides)
+    # Only the opened data shows how many samples there are, and whether class names can be prompts.
     heads: dict[str, Any] = {}
-    reads_words = loader in _CLIPS and asked.base is not None and _has_text_tower(asked.base, access)
+    reads_words = loader in _CLIPS and roles.base is not None and _has_text_tower(roles.base, access)
     for task, entry in spec.data.tasks.items():
         views = {split: open_split(entry, split, access) for split in ("calibration", "test")}
         content["data"][task] |= _counts(views["calibration"], views["test"], task)
         words = views["test"].class_names
         if reads == "text":
-            content["data"][task] |= _judged(views["test"], loader)
+            content["data"][task] |= _scoring(views["test"], loader)
         elif words and reads_words and not all(word.isdecimal() for word in words):
             heads[task] = {"templates": [_PROMPT]}
     if heads:
         content["heads"] = heads
-        chosen.append(f"accuracy is by the prompt {_PROMPT!r}, as nothing else says how classes are named")
+        chosen.append(f"no prompts found; using {_PROMPT!r}. Accuracy may be lower than published")
     for text in overrides:
         override(content, text)
     return Draft(load_spec(content), to_yaml(content), tuple(chosen))
@@ -254,13 +244,13 @@ def _override(overrides: Sequence[str], key: str) -> str:
 
 
 def _absolute(place: str) -> str:
-    """Make paths absolute, also in MODEL+ADAPTER; Hub ids stay as they are."""
+    """Make paths absolute, also in MODEL+ADAPTER; keep Hub ids."""
     parts = [place] if expanded(place).exists() else place.split("+")
     return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
 
 
 def _architecture(place: str, access: Access) -> dict[str, str]:
-    """Choose the loader of a model by the configuration in its folder, or next to its file."""
+    """Detect the loader of a model from the configuration in its folder or next to its file."""
     whole = place if expanded(place).exists() else place.partition("+")[0]
     folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
     for name in _CONFIGS if folder is not None else ():
@@ -274,26 +264,29 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
             return {"loader": loader, "source": source}
     keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
     family = family_of_keys(keys)
-    by_keys = f" (by its keys, {family.what})" if family else ""
-    beside = expanded(whole).parent / _OPEN_CLIP
-    if family and family.loader == "open-clip" and beside.is_file():
-        return {"loader": family.loader, "source": str(beside.resolve())}
+    by_keys = f" (its keys suggest {family.what})" if family else ""
+    configuration = expanded(whole).parent / _OPEN_CLIP
+    if family and family.loader == "open-clip" and configuration.is_file():
+        return {"loader": family.loader, "source": str(configuration.resolve())}
     loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
     raise SpecError(
-        f"nothing beside {place} says how the model is built{by_keys}",
-        hint=f"Give the folder that its library saved, or say it: --set architecture.loader={loader} --set "
-        "architecture.source=SOURCE, a Hub id, a folder or a name of open_clip."
+        f"there is no configuration next to {place}{by_keys}",
+        hint=f"Give the folder that its library saved, or add --set architecture.loader={loader} --set "
+        "architecture.source=SOURCE: a Hub id, a folder or an open_clip name."
         if loader != "LOADER" or not family
         else route(""),
     )
 
 
-def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return every task's data entry, and a notice where built-in samples were chosen."""
-    tasks = [*asked.experts]
+def _entries(
+    tasks: Sequence[str], data: Sequence[str], reads: str
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return every task's data entry, and a notice if built-in samples are used."""
     if not data:
         entry, samples = PROBES[reads]
-        notice = f"no --data: {samples} are read, of no task; your own samples may show more"
+        notice = (
+            f"no --data: using {samples} that belong to no task. Pass your own samples for reliable results"
+        )
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
@@ -301,31 +294,31 @@ def _entries(asked: Asked, data: Sequence[str], reads: str) -> tuple[dict[str, d
     if {*places} != {*tasks} or len(data) not in (1, len(tasks)):
         raise SpecError(
             f"--data is given for {', '.join(places)}; the tasks are {', '.join(tasks)}",
-            hint=f"Give it once for all, or once each: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
+            hint=f"Give one path for all, or one per task: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
         )
     entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}
     return {task: dict(entry) for task, entry in entries.items()}, []
 
 
 def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
-    """Return the numbers of samples; where all come from one place, most are measured on."""
+    """Return the numbers of samples; if all splits share one source, most are used for measurements."""
     num_left = len(test)
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
     num_left -= drawn if is_one else 0
     if drawn < 1 or num_left < 2:
         raise DataError(
-            f"task {task}: {test.origin} holds {len(test)} samples, too few to measure anything on",
-            hint="Give a few dozen; a task of its own needs no labels.",
+            f"task {task}: {test.origin} holds only {len(test)} samples",
+            hint="Give a few dozen; labels are optional.",
         )
     return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, num_left), "n_test": min(TEST, num_left)}
 
 
-def _judged(view: SplitView, loader: str) -> dict[str, Any]:
-    """Choose how answers are scored: as classes where they are few, else by perplexity."""
+def _scoring(view: SplitView, loader: str) -> dict[str, Any]:
+    """Return how answers are scored: as classes if they are few, else by perplexity."""
     answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
     if not all(answers):
         return {}
-    if len({*answers}) <= min(MOST_ANSWERS, len(answers) // 2):
+    if len({*answers}) <= min(MAX_CLASSES, len(answers) // 2):
         return {"classes": True}
     return {"metric": "perplexity"} if loader in ("hf-decoder", "hf-seq2seq", "hf-t5", "hf-vlm") else {}

@@ -352,7 +352,7 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
 ) -> None:
     given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(
-        NumericsError, match=r"behind layer 3 \(blocks.1\), task 'task'.*closure error 0"
+        NumericsError, match=r"after layer 3 \(blocks.1\), task 'task'.*closure error 0"
     ) as caught:
         analyzed(given, data, tmp_path / "run", blocks="blocks")
     assert caught.value.context["closure_error"] > caught.value.context["tolerance"]

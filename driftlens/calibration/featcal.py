@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.engine.calibrating import LinearProblem, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
+from driftlens.engine.calibrating import (
+    LinearProblem,
+    NormProblem,
+    Problem,
+    SiteReport,
+    SiteUpdate,
+    TargetSpec,
+)
 from driftlens.linalg.ridge import (
     probe,
     ridge_factor,
@@ -383,10 +390,10 @@ class FeatCal(ClosedFormBase):
         """The ridge that Eq. 17 adds to the diagonal; 0 without an anchor."""
         return 0.0 if self.anchor == "none" else self.lam
 
-    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+    def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
         """Ask for a share `alpha` of the expert in the target; keys and values keep their own token weights."""
         emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
-        return Wanted(self.alpha, emphasised or site.token_weights)
+        return TargetSpec(self.alpha, emphasised or site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
         """Return omega = 1 / max(|G|_F, eps) (Eq. 14), so that tasks count alike whatever their features' scale."""

@@ -161,7 +161,7 @@ class SiteUpdate:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetSpec:
     """Which moments of a linear site a calibrator wants.
 
     `expert_share` is a in the wanted output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha);
@@ -508,9 +508,9 @@ class Layerwise(ClosedForm):
         """All sites of a layer are solved from one snapshot of its features."""
         return SnapshotWalk(context, self).walked()
 
-    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+    def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
         """Which moments of a site are wanted; tokens count as the adapter says."""
-        return Wanted(1.0, site.token_weights)
+        return TargetSpec(1.0, site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
         """How much a task counts whose Gram matrix has this Frobenius norm."""
@@ -576,7 +576,7 @@ class _LinearSums:
     """
 
     sites: Sequence[Site]
-    wanted: Wanted
+    target: TargetSpec
     task_weight: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     objectives: bool
@@ -590,7 +590,7 @@ class _LinearSums:
     @property
     def rule(self) -> str:
         """The rule by which tokens count."""
-        return self.wanted.token_weights
+        return self.target.token_weights
 
     def add(
         self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
@@ -608,7 +608,7 @@ class _LinearSums:
             self._cross = OutputCross(
                 stacked(expert, self.sites),
                 _stacked_bias(expert, self.sites),
-                alpha=self.wanted.expert_share,
+                alpha=self.target.expert_share,
                 num_rows=max(1, len(rows)) * max(1, num_batches),
                 dtype=self.dtype,
                 energies=self.objectives,
@@ -815,20 +815,20 @@ class SnapshotWalk(CalibrationWalk):
     def _empty_sums(self, layer: Layer, names: Collection[str]) -> list[_Sums]:
         """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        groups: dict[tuple[str, Wanted], list[Site]] = {}
+        groups: dict[tuple[str, TargetSpec], list[Site]] = {}
         norms: list[_NormSums] = []
         for site in layer.sites:
             if site.name not in names:
                 continue
-            wanted = self.calibrator.wants(site, in_last_block=layer is self.pool.chain.blocks[-1])
-            require_rule(self.pool.chain, wanted.token_weights)
+            target = self.calibrator.target_spec(site, in_last_block=layer is self.pool.chain.blocks[-1])
+            require_rule(self.pool.chain, target.token_weights)
             if site.kind == "linear":
-                groups.setdefault((site.input, wanted), []).append(site)
+                groups.setdefault((site.input, target), []).append(site)
             else:
-                norms.append(_NormSums(site, wanted.token_weights, dtype))
+                norms.append(_NormSums(site, target.token_weights, dtype))
         weight, objectives = self.calibrator.task_weight, self.context.objectives
         linear = [
-            _LinearSums(sites, wanted, weight, dtype, objectives) for (_, wanted), sites in groups.items()
+            _LinearSums(sites, target, weight, dtype, objectives) for (_, target), sites in groups.items()
         ]
         return [*linear, *norms]
 

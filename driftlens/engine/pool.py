@@ -293,7 +293,7 @@ class ModelPool:
                 stack.enter_context(plain_experts(module))
             if attachment is not None:
                 path = final_module(self.chain)
-                hook = behind(path, attachment)
+                hook = output_hook(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
@@ -488,7 +488,7 @@ def final_module(chain: LayerChain) -> str:
     return path
 
 
-def behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+def output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
     """Return a forward hook of the module at a path that applies the map to its features."""
 
     def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -498,7 +498,7 @@ def behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any],
     return change
 
 
-class Asked:
+class ScoredSamples:
     """One task's samples before a score map; `pool` tells how a model computes."""
 
     def __init__(self, pool: ModelPool, samples: SampleSet, head: ScoreMap, pooling: Pool) -> None:
@@ -530,7 +530,7 @@ class Asked:
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
         """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
         state, side = self._pool.begun(self._samples.load(rows))
-        held = _Held(weights)
+        held = _WeightSource(weights)
         for layer in self._pool.chain.layers:
             parameters = {
                 name: slot.own(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
@@ -540,7 +540,7 @@ class Asked:
         return torch.log_softmax(head.scores(layer.vectors(state, side, self._pooling)), dim=-1)
 
 
-class _Held:
+class _WeightSource:
     """Weights as a source that keeps their gradients."""
 
     name = "the weights in memory"

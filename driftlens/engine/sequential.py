@@ -77,7 +77,7 @@ class _Sums:
         self.factors |= other.factors
         self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
 
-    def problem(self, group: Group, merged: Parameters, *, has_views: bool) -> StepProblem:
+    def problem(self, group: _Group, merged: Parameters, *, has_views: bool) -> StepProblem:
         """What is to be solved; Gram matrices are brought to mean norm 1."""
         norms = [self.norms[task] for task in sorted(self.norms)]
         # Where no input ever varies from 0 there is nothing to bring to norm 1.
@@ -154,15 +154,15 @@ class _StepWalk(CalibrationWalk):
 
     def __init__(self, context: CalibrationContext, calibrator: Stepwise) -> None:
         super().__init__(context, calibrator)
-        self.groups: dict[int, list[Group]] = {}
-        self.seen: dict[str, dict[Key, Weighable]] = {}
-        self.weighted: dict[str, dict[Key, Weighted]] = {}
+        self.groups: dict[int, list[_Group]] = {}
+        self.seen: dict[str, dict[Key, _GradientSums]] = {}
+        self.weighted: dict[str, dict[Key, _TokenWeights]] = {}
         self.energies: dict[str, dict[Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
         self.digests: dict[CachedBatch, tuple[str, ...]] = {}
         self.originals: dict[CachedBatch, tuple[str, ...]] = {}
         self.chosen: dict[CachedBatch, Routes] = {}
-        self.stream.on_read = self._know
+        self.stream.on_read = self._add_digests
 
     @torch.no_grad()
     @exact_products()
@@ -191,11 +191,11 @@ class _StepWalk(CalibrationWalk):
         drift = {} if is_last else self.advance(layer, merged, updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
-    def _steps(self, groups: Sequence[Group]) -> list[list[tuple[int, Group]]]:
+    def _steps(self, groups: Sequence[_Group]) -> list[list[tuple[int, _Group]]]:
         """Return numbered groups in steps, each solved from one snapshot; those of one input, or expert, in turn."""
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
-        beside: dict[Hashable, list[tuple[int, Group]]] = {}
+        beside: dict[Hashable, list[tuple[int, _Group]]] = {}
         done = Counter[int]()
         for at, group in enumerate(groups):
             site = group.sites[0]
@@ -215,13 +215,13 @@ class _StepWalk(CalibrationWalk):
         self.folds = {task: self._folds_of(task, first) for task in self.parts}
         if self.calibrator.weights == "gradient":
             self._weigh(first)
-            self._know_weights()
+            self._compute_weights()
 
-    def _know(self, batch: Batch, waiting: CachedBatch) -> None:
+    def _add_digests(self, batch: Batch, waiting: CachedBatch) -> None:
         self.digests[waiting] = batch.digests
         self.originals[waiting] = batch.copied or batch.digests
 
-    def _know_weights(self) -> None:
+    def _compute_weights(self) -> None:
         """Compute token weights of this process's tasks, and gather the energies of all tasks."""
         self.weighted = {
             task: {key: entry.weighted() for key, entry in groups.items()}
@@ -277,7 +277,7 @@ class _StepWalk(CalibrationWalk):
     @property
     def _num_passes(self) -> int:
         """Back through an expert, a sample: copies, too, are passed through."""
-        return 1 if self.context.has_views else NUM_PASSES
+        return 1 if self.context.has_views else _NUM_PASSES
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -291,7 +291,7 @@ class _StepWalk(CalibrationWalk):
         """Run the experts; return to what sites add their outputs in the first task that the layer sees."""
         ran = self.team.gather(self._run_experts(layer, student, needs_output=needs_output))
         if self.calibrator.weights == "uniform":
-            self._know_weights()
+            self._compute_weights()
         _, streams = min((first for first in ran if first is not None), key=lambda first: first[0])
         return streams
 
@@ -320,7 +320,7 @@ class _StepWalk(CalibrationWalk):
                     self.stream.keep(layer, batch, EXPERT, left, named="the expert")
             first = first or (task if sees else "")
             if self.calibrator.weights == "uniform" and sees:
-                self.seen[task] = {(layer.index, at): Weighable(rows) for at, rows in enumerate(counts)}
+                self.seen[task] = {(layer.index, at): _GradientSums(rows) for at, rows in enumerate(counts)}
         self.stream.check()
         # The host knows who goes where by one copy of a layer, whatever the batches.
         if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
@@ -347,7 +347,7 @@ class _StepWalk(CalibrationWalk):
         )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
-            rows.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
+            rows.append(_row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
         wanted = dict(seen.outputs)
         if (
             (routes := seen.side.routes) is not None
@@ -367,7 +367,7 @@ class _StepWalk(CalibrationWalk):
         student: Parameters,
         merged: Parameters,
         at: int,
-        group: Group,
+        group: _Group,
         streams: Mapping[str, str],
     ) -> _Sums:
         """Return moments of one group in the main process, where those of the tasks are added in their order."""
@@ -392,7 +392,7 @@ class _StepWalk(CalibrationWalk):
         student: Parameters,
         merged_map: Tensor,
         at: int,
-        group: Group,
+        group: _Group,
         streams: Mapping[str, str],
         task: str,
         memory: Sequence[GramSum],
@@ -448,10 +448,10 @@ class _StepWalk(CalibrationWalk):
         self,
         layer: Layer,
         student: Parameters,
-        group: Group,
+        group: _Group,
         streams: Mapping[str, str],
         task: str,
-        weighted: Weighted,
+        weighted: _TokenWeights,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
         """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
         some: list[tuple[Tensor, ...]] = []
@@ -475,7 +475,7 @@ class _StepWalk(CalibrationWalk):
                 some = []
 
     def _rows(
-        self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: CachedBatch
+        self, layer: Layer, student: Parameters, group: _Group, streams: Mapping[str, str], batch: CachedBatch
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
         """Return a batch's inputs x~ [T, k] and wanted outputs y1 [T, o], and an expert's tokens."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)
@@ -500,7 +500,7 @@ class _StepWalk(CalibrationWalk):
 
     def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
-        first, name = self.stream.cached[task][0], moment_of(key)
+        first, name = self.stream.cached[task][0], _moment_name(key)
         moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
         first.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
@@ -517,7 +517,7 @@ def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSum
             kept.clear()
 
 
-def _affine(parameters: Parameters, group: Group) -> Tensor:
+def _affine(parameters: Parameters, group: _Group) -> Tensor:
     """The stacked weights, the biases in a column for the constant input."""
     weight = stacked(parameters, group.sites)
     if not group.has_bias:
@@ -526,12 +526,12 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
 
 
-NUM_PASSES = 2
+_NUM_PASSES = 2
 _LEAST_ENERGY, _FLOOR = 1e-4, 0.02
 
 
 @dataclass(frozen=True)
-class Group:
+class _Group:
     """Linear sites that read the same rows and all have a bias, or none; `has_bias` says which."""
 
     sites: tuple[Site, ...]
@@ -543,18 +543,18 @@ class Group:
         return tuple(site.name for site in self.sites)
 
 
-def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
+def groups_of(layer: Layer, names: Collection[str]) -> list[_Group]:
     """The named linear sites of a layer in the order in which they run, those that read the same rows together."""
     groups: dict[tuple[str, str, bool], list[Site]] = {}
     for site in layer.sites:
         if site.name in names and site.kind == "linear":
             key = site.input, site.token_weights, f"{site.name}.bias" in layer.parameters
             groups.setdefault(key, []).append(site)
-    return [Group(tuple(sites), has_bias) for (_, _, has_bias), sites in groups.items()]
+    return [_Group(tuple(sites), has_bias) for (_, _, has_bias), sites in groups.items()]
 
 
 @dataclass
-class Weighted:
+class _TokenWeights:
     """Token weights of one group and task: the rows of every batch, which sum to 1 over all that the task has.
 
     `trace` is that of the gradients' second moment over all batches of the task, if asked for; `energy` says how much
@@ -567,7 +567,7 @@ class Weighted:
 
 
 @dataclass
-class Weighable:
+class _GradientSums:
     """Of one group and task, what its token weights are made of: how much rows count, and their gradients' energy.
 
     `energies` are the rows', None where all count alike; `traces` has that of their second moment, if asked for.
@@ -577,7 +577,7 @@ class Weighable:
     energies: list[Tensor] | None = None
     traces: list[Tensor] = field(default_factory=list)
 
-    def weighted(self) -> Weighted:
+    def weighted(self) -> _TokenWeights:
         """Return weights by the energy over the task's mean; what rows count where there is no energy."""
         counted = _total([count.sum() for count in self.counts])
         energies = self.energies or []
@@ -590,7 +590,7 @@ class Weighable:
                 for count, e in zip(self.counts, energies, strict=True)
             ]
         size = max(_total([near_float64(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
-        return Weighted([row / size for row in rows], _total(self.traces), energy)
+        return _TokenWeights([row / size for row in rows], _total(self.traces), energy)
 
 
 def _total(numbers: Sequence[Tensor]) -> float:
@@ -601,7 +601,7 @@ Key = tuple[int, int]
 """Layer, and number of the group in it."""
 
 
-def row_counts(
+def _row_counts(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
     """How much each row of a site's output counts by its rule and its mask, [T]."""
@@ -609,7 +609,7 @@ def row_counts(
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
-def moment_of(key: Key) -> str:
+def _moment_name(key: Key) -> str:
     """Under what name the second moment of a group's gradients, [o, o], waits with the task's first batch."""
     return f"moment-{key[0]}-{key[1]}"
 
@@ -634,21 +634,21 @@ class ExpertGradients:
 
     stream: FeatureStream
     pooling: Pool
-    chosen: Mapping[int, Sequence[Group]]
+    chosen: Mapping[int, Sequence[_Group]]
     moments: bool
     on_step: OnStep
-    num_passes: int = NUM_PASSES
+    num_passes: int = _NUM_PASSES
 
     def weigh(
         self, task: str, draws: Callable[[CachedBatch], Callable[[int], Tensor]], start: str
-    ) -> dict[Key, Weighable]:
+    ) -> dict[Key, _GradientSums]:
         """What token weights are made of; the expert's features wait under the name `start` before the first layer.
 
         `draws` gives of a batch and the width of the final feature the random directions, [passes, n, width].
         """
         layers = self.stream.pool.chain.layers[min(self.chosen) - 1 :]
         self._record(task, layers, start)
-        weighable: dict[Key, Weighable] = {}
+        weighable: dict[Key, _GradientSums] = {}
         for layer in reversed(layers):
             parameters = self.stream.pool.parameters(expert_of(task), layer)
             entered = start if layer is layers[0] else _recorded(layer.index - 1)
@@ -662,7 +662,7 @@ class ExpertGradients:
                 for at, group in enumerate(groups):
                     y, gradients = seen[at]
                     state = batch.get(entered)
-                    count = row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
+                    count = _row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
                     if group.sites[0].expert is not None:  # of an expert's gates the gradients know
                         count = count.ne(0).to(count)
                     counts[at].append(count)
@@ -674,17 +674,19 @@ class ExpertGradients:
                 if entered != start:
                     batch.drop(entered)
             for at, summed in enumerate(moments):
-                entry = weighable[layer.index, at] = Weighable(_together(counts[at]), _together(energies[at]))
+                entry = weighable[layer.index, at] = _GradientSums(
+                    _together(counts[at]), _together(energies[at])
+                )
                 if summed is not None:
                     full = summed.full()
                     entry.traces.append(wide(full).trace())
-                    self.stream.cached[task][0].put(moment_of((layer.index, at)), {"moment": full})
+                    self.stream.cached[task][0].put(_moment_name((layer.index, at)), {"moment": full})
         for batch in self.stream.cached[task]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")
         return weighable
 
-    def _groups(self, layer: Layer, task: str) -> Sequence[Group]:
+    def _groups(self, layer: Layer, task: str) -> Sequence[_Group]:
         """The chosen groups of a layer that sees anything of a task."""
         sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
         return self.chosen.get(layer.index, ()) if sees else ()
@@ -703,7 +705,7 @@ class ExpertGradients:
     def _back(
         self,
         layer: Layer,
-        groups: Sequence[Group],
+        groups: Sequence[_Group],
         parameters: Parameters,
         batch: CachedBatch,
         side: SideInputs,

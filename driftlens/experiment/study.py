@@ -17,7 +17,7 @@ from driftlens.checkpoints.tensor_sources import (
     floats_in,
 )
 from driftlens.data.samples import SampleSet
-from driftlens.engine.pool import Asked, Attachments, ModelPool, attachment_tensors
+from driftlens.engine.pool import Attachments, ModelPool, ScoredSamples, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
 from driftlens.utils.diagnostic import Diagnostic, chosen
@@ -116,11 +116,11 @@ class Study:
         data = self.tasks[task]
         return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
 
-    def asked(self, task: str) -> Asked:
+    def asked(self, task: str) -> ScoredSamples:
         """Return a task's calibration samples with its expert's score map, which it must have."""
         samples, head = self.tasks[task].calibration, self.head(task, expert_of(task))
         assert samples is not None and head is not None
-        return Asked(self.pool, samples, head, self.settings.pool)
+        return ScoredSamples(self.pool, samples, head, self.settings.pool)
 
     @property
     def calibration_sets(self) -> dict[str, SampleSet]:

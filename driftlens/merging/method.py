@@ -40,7 +40,7 @@ READS: Mapping[Reads, str] = {
   files twice. It yields (name, merged tensor) in any order.
 - `samples`: as `model`, but tensors as files store them, by their keys, and third the opened study, whose samples are
   the calibration samples without their labels; gradients are on. A method that says it needs `scores` gets them from
-  `study.asked(task)`, which `driftlens.engine.pool.Asked` describes.
+  `study.asked(task)`, which `driftlens.engine.pool.ScoredSamples` describes.
 
 Settings follow as keyword-only arguments; see `driftlens.utils.registry`. Tensors of integers never come along.
 """

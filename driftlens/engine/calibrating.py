@@ -71,7 +71,7 @@ class LinearProblem:
 
 @dataclass(frozen=True)
 class NormProblem:
-    """One norm of one layer; `moments` are of all tasks together, each counting 1. The rest as in `LinearProblem`."""
+    """One norm of one layer, with the moments of all tasks, each with weight 1; otherwise as `LinearProblem`."""
 
     sites: tuple[Site]
     moments: NormMoments
@@ -109,29 +109,28 @@ Problem = LinearProblem | NormProblem
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What the solve of one site did.
+    """The result of the solve of one site, a row of the calibration table.
 
     Attributes:
-        site: the module's path in the library's own names; a calibrator gives its name in the layer.
-        kind: of the solve; `kept` where an expert of a mixture has too few rows and stays as merged.
+        site: the module's path in the library's names; a calibrator fills in its name in the layer.
+        kind: the kind of solve; `kept` for an expert of a mixture that has too few rows and stays as merged.
         lam: ridge, relative to a Gram matrix of Frobenius norm 1; 0 without an anchor.
-        objective_before: objective (Eq. 15 or 57) at the merged parameters; None where nobody asked for it.
+        objective_before: objective (Eq. 15 or 57) at the merged parameters; None if not computed.
         objective_after: objective at the calibrated parameters; never more than before.
-        weight_change: |dW|_F / |W|_F against the merged weight, scale and shift together for a norm; None where that
-            is zero.
-        condition_estimate: of the matrix that was inverted, estimated; None where that is two by two or a number.
-        smallest_eigenvalue: of that matrix, estimated.
+        weight_change: |dW|_F / |W|_F against the merged weight, scale and shift together for a norm; None if that is
+            zero.
+        condition_estimate: estimated condition number of the inverted matrix; None if it is two by two or a number.
+        smallest_eigenvalue: estimated smallest eigenvalue of that matrix.
         task_weight_sum: sum over tasks of the task weights omega; the number of tasks for a norm.
-        task_weight_share: task_weight_sum / (task_weight_sum + lam): how much of a bias is the tasks', not the
-            anchor's; None where there is no bias.
-        seconds: time spent on the solve.
-        upstream_ridge: ridge of the repair of what upstream sites left; None where a calibrator has no such repair.
-        upstream_share: share in [0, 1] of that repair which held-out samples supported.
-        stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.ridge`; None
-            for iterations, or where nothing is solved.
-        num_rows: rows that an expert of a mixture was sent; None for what every token passes.
-        change: how much of the way from the merged parameters is left in the dtype that is saved; the entries of a
-            `Change` in `utils.rounding`.
+        task_weight_share: task_weight_sum / (task_weight_sum + lam), the share of a bias that comes from the tasks
+            and not from the anchor; None without a bias.
+        seconds: time of the solve.
+        upstream_ridge: ridge of the repair of upstream errors; None for calibrators without it.
+        upstream_share: share in [0, 1] of that repair, chosen on held-out samples.
+        stationarity_error: error of the solved equations, see `driftlens.linalg.ridge.stationarity_error`; None for
+            iterations, or if nothing is solved.
+        num_rows: number of rows of an expert of a mixture; None for sites that every token passes.
+        change: fields of a `driftlens.utils.rounding.Change`: the loss by rounding to the saved dtype.
     """
 
     site: str
@@ -162,10 +161,11 @@ class SiteUpdate:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Which moments of a linear site a calibrator wants.
+    """The regression target of a linear site.
 
-    `expert_share` is a in the wanted output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha);
-    `token_weights` the adapter's rule by which tokens count, `uniform` counts all alike. Masked tokens never count.
+    Attributes:
+        expert_share: a in the target output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
+        token_weights: the adapter's rule for token weights; `uniform` weighs all alike. Masked tokens have weight 0.
     """
 
     expert_share: float
@@ -174,16 +174,16 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """One layer, calibrated, or a part of it.
+    """One calibrated layer, or the correction of one task.
 
     Attributes:
         layer: its index; 1 is the stem.
-        updates: calibrated parameters by the layer's own names, in the pool's dtype and on its device, holding only
-            what the checkpoint's own dtype can hold.
+        updates: calibrated parameters by the layer's names, in the pool's dtype and on its device, rounded to the
+            checkpoint's dtype.
         reports: one per site.
-        drift_l2_mean: by task, the mean over samples of the norm of the pooled drift that leaves the calibrated layer;
-            empty for the last layer walked, which is not run again.
-        attachments: what is attached to the last layer, by task.
+        drift_l2_mean: by task, the mean over samples of the norm of the pooled drift after the layer; empty for the
+            last layer, which is not run again.
+        attachments: corrections of the last layer's output, by task.
     """
 
     layer: int
@@ -200,10 +200,11 @@ _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
 @dataclass
 class ExpertFeatures:
-    """A cache of what experts' sites read and return, and of what leaves their layers; 0 bytes cache nothing.
+    """A cache of the experts' features: inputs and outputs of sites, and outputs of layers. A budget of 0 caches
+    nothing.
 
-    An expert's features don't depend on the merged model or on a calibrator's settings. A later calibration on the same
-    samples that wants the same sites takes them from here, and gets bit-identical weights.
+    An expert's features don't depend on the merged model or on a calibrator's settings. A later calibration on the
+    same samples and sites reads them from here, and gets bit-identical weights.
     """
 
     budget: int = 0
@@ -221,16 +222,16 @@ class ExpertFeatures:
         *,
         stops: bool,
     ) -> tuple[SiteRows, State]:
-        """Return what `rows_and_output` returns of an expert's layer, from the cache where it was computed before.
+        """Return the result of `rows_and_output` on an expert's layer, from the cache if it was computed before.
 
         Args:
-            batch: some of the task's samples; a cache is asked for the same batches every time.
+            batch: samples of the task; a cache is asked for the same batches every time.
             layer: the layer to run.
             expert: the expert's parameters of the layer.
             state: the expert's features before the layer.
-            inputs: sites whose inputs are wanted.
-            outputs: sites whose outputs are wanted.
-            stops: whether the layer is left after the last of these sites.
+            inputs: sites whose inputs are returned.
+            outputs: sites whose outputs are returned.
+            stops: True to stop the layer after the last of these sites.
         """
         key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
@@ -249,10 +250,15 @@ class ExpertFeatures:
 
 @dataclass(frozen=True)
 class Step:
-    """What a calibration is at: told before every batch, and now and then while something is trained.
+    """The progress of a calibration, reported before every batch and during training.
 
-    `layer` is its index, 0 or less while samples are weighed beforehand; `task` is empty where a layer is finished;
-    `label` says the same in words, and `loss` is of what is trained.
+    Attributes:
+        layer: its index; 0 or less while token weights are computed.
+        task: the task, or an empty string after a layer.
+        done: finished steps.
+        total: all steps.
+        label: a text for progress bars.
+        loss: the training loss, if something is trained.
     """
 
     layer: int
@@ -265,25 +271,24 @@ class Step:
 
 @dataclass(frozen=True)
 class CalibrationContext:
-    """What a calibration walks on, whatever the calibrator; nothing of it is modified.
+    """The models, samples and resources of a calibration; nothing in it is modified.
 
     Attributes:
         pool: base, merged model and one expert per task.
-        parts: calibration samples by task, to which their views are added. Tasks are taken in the order of their
-            names.
-        sites: layer index -> names of its sites, see `select_sites`; none for what is trained.
-        base: the pool's name of the base, or None without one.
+        parts: calibration samples by task, views included. Tasks are processed in the order of their names.
+        sites: layer index -> names of its sites, see `select_sites`; empty for trained corrections.
+        base: the pool's name of the base; None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
-        feature_budget: bytes of waiting features that may stay in memory, and about as many of sums over experts of a
-            mixture, or what an accelerator has room for; experts beyond that are summed up and solved in further runs.
-        spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
-        on_step: told of every step; it may raise, `Cancelled` for instance.
-        pooling: how one vector per sample is taken for `drift_l2_mean`; None takes what suits the modality.
-        team: processes that do the same at the same time, each with tasks of its own; all get all layers.
-        objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
-        seed: every task that is trained draws from a generator of its own.
-        like: in whose dtypes the calibrated model is saved; None for the base, or without one the merged model.
-        expert_features: cache of what experts make of these samples; by default nothing is cached.
+        feature_budget: bytes of cached features in memory, and about as many for sums over experts of a mixture;
+            further experts are summed and solved in further passes.
+        spill: folder for features beyond the budget, emptied at the end; None keeps all in memory.
+        on_step: called at every step; it may raise, `Cancelled` for instance.
+        pooling: the pooling of features for `drift_l2_mean`; None takes the modality's default.
+        team: the processes of a distributed calibration. Each has tasks of its own; all get all layers.
+        objectives: if True, reports hold the objectives of linear sites, for about a tenth of the time on CPUs.
+        seed: the seed of trained corrections; every task has a generator of its own.
+        like: the model in whose dtypes the result is saved; None for the base, or without one the merged model.
+        expert_features: cache of the experts' features on these samples; by default nothing is cached.
     """
 
     pool: ModelPool
@@ -310,24 +315,24 @@ class CalibrationContext:
 
     @property
     def has_views(self) -> bool:
-        """Whether any of the samples is a copy of another one."""
+        """True if any sample is a copy of another one."""
         return any(getattr(part, "original", None) is not None for part in self.parts.values())
 
     @property
     def tasks(self) -> list[str]:
-        """Of all processes, in the order in which they are taken."""
+        """The tasks of all processes, in processing order."""
         return sorted(self.parts)
 
     def store(self) -> FeatureStore:
-        """An empty one for the features that wait."""
+        """Return an empty store for cached features."""
         return FeatureStore(self.feature_budget, self.spill)
 
 
 class ClosedForm:
-    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments.
+    """A calibrator that solves from moments and never holds a model: `Layerwise` or `Stepwise`.
 
     Attributes:
-        solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
+        solve_dtype: `float32` or `float64`, the dtype of sums and solves.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
         inputs: the features that a layer reads while its moments are summed: `deployed` from the calibrated layers
             before it, `merged` from the merged model, `expert` from the experts.
@@ -342,12 +347,12 @@ class ClosedForm:
         raise NotImplementedError
 
     def least_rows(self, width: int) -> int:
-        """Return how many rows an expert of a mixture needs in every fold, by its inputs; else it stays as merged."""
+        """Return the least number of rows per fold for an expert of a mixture; with fewer it stays as merged."""
         return 1
 
 
 class CalibrationWalk(ABC):
-    """Calibrates every layer that has chosen sites, in forward order, and takes the features through the others.
+    """Calibrate every layer that has chosen sites, in forward order, and pass the features through the others.
 
     A subclass adds `calibrate`. `parts` holds the samples of this process's tasks. Each task's sums go to the main
     process, which adds them in the order of the tasks and solves.
@@ -375,7 +380,7 @@ class CalibrationWalk(ABC):
         )
 
     def walked(self) -> Iterator[CalibratedLayer]:
-        """Calibrated layers; the walk ends behind the last one with chosen sites."""
+        """Yield calibrated layers, up to the last one with chosen sites."""
         with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
@@ -388,10 +393,16 @@ class CalibrationWalk(ABC):
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary.
+
+        Args:
+            layer: the layer.
+            names: its sites to calibrate.
+            is_last: True for the last layer with chosen sites.
+        """
 
     def tell(self, layer: int, task: str) -> None:
-        """Say what is at hand; up to 0, how many steps are left of those before the first layer."""
+        """Report a step; a layer of 0 or less counts the steps before the first layer."""
         doing = f"layer {layer} of {self.last}" if layer > 0 else "weighing tokens"
         done = self.steps.at(layer)
         self.context.on_step(Step(layer, task, done, self.steps.total, f"{doing}, task {task}"))
@@ -399,7 +410,7 @@ class CalibrationWalk(ABC):
     @torch.no_grad()
     @exact_products()
     def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Take all features to the next boundary, the merged model's through the parameters in `done`."""
+        """Pass all features to the next boundary, the merged model's with the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
@@ -416,7 +427,13 @@ class CalibrationWalk(ABC):
     def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """Pass the merged features through the calibrated layer, and return the mean drift after it by task.
 
-        `updates` become views of the layer's new parameters, see `replaced`.
+        Args:
+            layer: the layer.
+            merged: its merged parameters.
+            updates: its calibrated parameters; they become views of the layer's new parameters, see `replaced`.
+
+        Returns:
+            By task, the mean over samples of the norm of the pooled drift.
         """
         calibrated_layer = LayerMap(layer, replaced(layer, merged, updates))
         pooling = self.context.pooling or self.pool.chain.modality.pool
@@ -499,32 +516,33 @@ class CalibrationWalk(ABC):
 
 
 class Layerwise(ClosedForm):
-    """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
+    """A calibrator that solves all sites of a layer from one snapshot of its features.
 
-    What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
+    The defaults take the experts' own outputs as target and weigh every task alike. A subclass adds `solve`.
     """
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """All sites of a layer are solved from one snapshot of its features."""
+        """Yield calibrated layers, each solved from one snapshot of its features."""
         return SnapshotWalk(context, self).walked()
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
-        """Which moments of a site are wanted; tokens count as the adapter says."""
+        """Return the regression target of a site; by default the expert's output, with the adapter's token weights."""
         return TargetSpec(1.0, site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """How much a task counts whose Gram matrix has this Frobenius norm."""
+        """Return the weight of a task, given the Frobenius norm of its Gram matrix."""
         return torch.ones_like(gram_norm)
 
     @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """New parameters of the problem's sites; nothing that is handed in is modified.
+        """Return new parameters of the problem's sites; nothing in the problem is modified.
 
-        The Gram matrix of a linear problem is lent for this call: its memory serves the next layer too.
+        The Gram matrix of a linear problem is valid during this call only: its memory is used again for the next
+        layer.
 
         Raises:
             NumericsError: the moments hold NaN or infinite entries.
-            SingularGramError: a system can't be solved as asked.
+            SingularGramError: a system is singular.
         """
 
 
@@ -557,9 +575,12 @@ class _InputSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _TaskSums:
-    """Sums over the rows of one task: the unit that calibrators fold, and that processes send.
+    """Sums over the rows of one task, as processes exchange them.
 
-    `outputs` are of the wanted outputs with the inputs, `biases` the expert's, by site.
+    Attributes:
+        inputs: sums of the inputs.
+        outputs: sums of target outputs with inputs.
+        biases: the expert's biases by site.
     """
 
     inputs: _InputSums
@@ -569,10 +590,10 @@ class _TaskSums:
 
 @dataclass(eq=False)
 class _LinearSums:
-    """Sums over rows of sites that read the same rows: one Gram matrix, and the wanted outputs of all sites, stacked.
+    """Sums over rows of sites that read the same rows: one Gram matrix, and the target outputs of all sites, stacked.
 
-    Sums are in `dtype`, products in that of the rows. Those over tasks are of each task's mean, times what
-    `task_weight` makes of the Frobenius norm of its Gram matrix.
+    Sums are in `dtype`, products in the dtype of the rows. Sums over tasks are of each task's mean, times its
+    `task_weight`.
     """
 
     sites: Sequence[Site]
@@ -598,11 +619,11 @@ class _LinearSums:
         """Add one batch of a task.
 
         Args:
-            rows: what the merged model feeds the sites, [T, k].
-            seen: what the expert feeds its own sites, and what they make of it.
-            weights: how much each row counts, [T]; None counts each 1.
+            rows: inputs of the sites in the merged model, [T, k].
+            seen: inputs and outputs of the sites in the expert.
+            weights: weights of the rows, [T]; None weighs each 1.
             expert: the expert's parameters of the layer.
-            num_batches: about how many batches the task has.
+            num_batches: approximate number of batches of the task.
         """
         if self._cross is None:
             self._cross = OutputCross(
@@ -625,7 +646,7 @@ class _LinearSums:
 
     @summing()
     def end_task(self, expert: Parameters) -> _TaskSums | None:
-        """Return the sums of the task at hand, and begin with the next; None if the layer saw nothing of it."""
+        """Return the sums of the current task and start the next; None if the layer read nothing of it."""
         cross, self._cross = self._cross, None
         if cross is None:
             return None
@@ -660,7 +681,7 @@ class _LinearSums:
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
-        """Return what is to be solved; `merged` and `base` are the whole layer's parameters."""
+        """Return the problem to solve; `merged` and `base` are the whole layer's parameters."""
         assert self._total is not None
         place = self._total.device
         return LinearProblem(
@@ -688,9 +709,9 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 
 @dataclass(eq=False)
 class _NormSums:
-    """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
+    """Sums over normalised rows of the merged model; the target is the expert's affine map of the same rows.
 
-    Tokens count by `rule`, tasks all alike.
+    Tokens are weighed by `rule`, tasks all alike.
     """
 
     site: Site
@@ -705,7 +726,9 @@ class _NormSums:
         return (self.site,)
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
+        """Add one batch of the current task: inputs of the norm in the merged model, [T, k], and the weights of the
+        rows.
+        """
         unit = normalised(self.site, rows)
         if weights is None:
             count = torch.full((), len(rows), dtype=self.dtype, device=place_of_sums(self.dtype, rows.device))
@@ -720,7 +743,7 @@ class _NormSums:
         self._task = first, second, count
 
     def end_task(self, expert: Parameters) -> NormMoments | None:
-        """Return the moments of the task at hand, means of weight 1; None if the layer saw nothing of it."""
+        """Return the moments of the current task, means of weight 1; None if the layer read nothing of it."""
         task, self._task = self._task, None
         if task is None:
             return None
@@ -735,11 +758,11 @@ class _NormSums:
         )
 
     def fold_task(self, task: NormMoments) -> None:
-        """Fold a task into the moments over tasks."""
+        """Add a task to the moments over tasks."""
         self._total = task if self._total is None else self._total + task
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
-        """What is to be solved; `merged` and `base` are the whole layer's parameters."""
+        """Return the problem to solve; `merged` and `base` are the whole layer's parameters."""
         total = self._total
         assert total is not None
         place = total.mean.device
@@ -748,13 +771,13 @@ class _NormSums:
 
 
 def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
-    """Those of some sites alone, where what is solved from lies."""
+    """Return the parameters of some sites on the device of the sums."""
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
     return {name: parameters[name].to(place) for name in names if name in parameters}
 
 
 def normalised(site: Site, rows: Tensor) -> Tensor:
-    """Rows as the norm sees them before its scale and shift, [T, k]."""
+    """Return rows before the scale and shift of a norm, [T, k]."""
     eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
     if site.kind == "layer_norm":
         return F.layer_norm(rows, rows.shape[-1:], eps=eps)
@@ -777,7 +800,13 @@ class SnapshotWalk(CalibrationWalk):
     @torch.no_grad()
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary.
+
+        Args:
+            layer: the layer.
+            names: its sites to calibrate.
+            is_last: True for the last layer with chosen sites.
+        """
         merged = self.pool.parameters("merged", layer)
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
@@ -897,7 +926,7 @@ class SnapshotWalk(CalibrationWalk):
                 part.add(rows, seen, weights, expert, num_batches)
 
     def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
-        """The base's parameters of some sites, where there is a base."""
+        """Return the base's parameters of some sites; None without a base."""
         names = [f"{site.name}.{part}" for site in sites for part in ("weight", "bias")]
         held = [name for name in names if name in layer.parameters]
         return None if self.context.base is None else self.pool.parameters(self.context.base, layer, held)

@@ -1,6 +1,6 @@
-"""All models of a study side by side, read layer by layer.
+"""All models of a study, read layer by layer from one skeleton. Entry point: `ModelPool`.
 
-A variant is weights and corrections of their final feature. Everything that compares models goes through `LayerMap`.
+A variant is weights plus corrections of their final feature. Everything that compares models goes through `LayerMap`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Raw inputs moved to `device`; floating tensors are cast, lists become tuples, mappings of any kind dicts."""
+    """Return raw inputs on a device, with floating tensors in `dtype`; lists become tuples and mappings dicts.
+
+    Args:
+        inputs: tensors, nested in lists, tuples and mappings.
+        device: the target device.
+        dtype: the dtype of floating tensors.
+    """
     if isinstance(inputs, Tensor):
         return moved(inputs, device, dtype if inputs.is_floating_point() else None)
     if isinstance(inputs, Mapping):
@@ -39,7 +45,7 @@ def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> objec
 
 
 def input_bytes(inputs: object) -> int:
-    """Bytes of raw inputs, as `on_device` takes them."""
+    """Return the bytes of raw inputs."""
     if isinstance(inputs, Tensor):
         return inputs.nbytes
     if isinstance(inputs, Mapping):
@@ -50,8 +56,13 @@ def input_bytes(inputs: object) -> int:
 def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a layer's parameters with some of them updated.
 
-    The experts of a mixture whose fused tensor changes are copied into one tensor, or every pass would do that;
-    `updates` become views of it.
+    If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do
+    that.
+
+    Args:
+        layer: the layer.
+        parameters: all of its parameters.
+        updates: the new ones; those of a fused tensor become views of it.
     """
     new = {**parameters, **updates}
     for slots in _stacks(layer).values():
@@ -80,10 +91,9 @@ class Attachment(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all numbers that make up the map, by name: what is saved of it.
+        """Return all tensors of the map by name, as they are saved.
 
-        An attribute `code` may hold Python that computes `f` anew from `f` and from these tensors, `t`, for others to
-        read.
+        An attribute `code` may hold Python that computes `f` from `f` and these tensors `t`, for model cards.
         """
         ...
 
@@ -102,29 +112,36 @@ class Variant:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """One layer of one variant for one task, as a function of features: the layer, then the attachment behind it."""
+    """One layer of one variant for one task as a function of features: the layer, then its attachment."""
 
     layer: Layer
     parameters: Parameters
     attachment: Attachment | None = None
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Features at the next boundary."""
+        """Return the features at the next boundary.
+
+        Args:
+            state: features before the layer.
+            side: the batch's side inputs.
+            tap: called with the inputs of the layer's sites.
+        """
         out, stream = self.layer.call(self.parameters, state, side, tap), self.layer.stream
         return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
 
 
 class ModelPool:
-    """One skeleton, many weights. Only the layer at hand is read; nothing is modified.
+    """Several models with one architecture, of which only one layer at a time is read; nothing is modified.
 
     Args:
-        chain: the architecture, taken apart; parameter names are those of `skeleton.state_dict()`.
-        skeleton: the library's own module; its parameters may be on the meta device.
+        chain: the architecture as layers; parameter names are those of `skeleton.state_dict()`.
+        skeleton: the library's module; its parameters may be on the meta device.
         models: weights by name (`base`, `merged`, `expert:<task>`, ...) in the skeleton's key names.
-        device: where parameters are put.
-        dtype: floating dtype in which everything is computed.
-        modules: live modules by the same names, where the weights came from such; they serve the library's own forward.
-        budget: bytes that a whole model may take, where one has to be in memory.
+        device: the device of parameters.
+        dtype: the floating dtype of all computations.
+        modules: live modules by the same names, for models that were given as such; the library's forward pass runs
+            them.
+        budget: bytes that a whole model may take where one has to be in memory.
     """
 
     def __init__(
@@ -155,19 +172,19 @@ class ModelPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all models, in the order in which they were added."""
+        """The names of all models, in the order in which they were added."""
         return tuple(self._models)
 
     def source(self, model: str) -> StateSource:
-        """The weights called `model`, as stored."""
+        """Return the stored weights of a model."""
         return self._models[model].weights
 
     def variant(self, model: str) -> Variant:
-        """The model called `model`: weights and attachments."""
+        """Return the weights and attachments of a model."""
         return self._models[model]
 
     def score_map(self, head: ScoreMap | None, model: str) -> ScoreMap | None:
-        """A score map as one model has it: a language-model head is made of the model's own rows."""
+        """Return a score map for one model; a language-model head takes the model's own rows."""
         if not isinstance(head, LmHead) or model not in self:
             return head
         # Kept, for what it knows of its rows takes long to find out: their norm, over a vocabulary.
@@ -177,12 +194,18 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Put another model beside those there are, or in the place of the one of that name, unless it doesn't fit."""
+        """Add or replace a model; raise if its parameters differ from the architecture's.
+
+        Args:
+            model: its name.
+            source: its weights.
+            attachments: corrections of its final feature by task.
+        """
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
 
     def in_float64(self) -> ModelPool:
-        """The same models, computed in float64; on the CPU where the device knows no such numbers."""
+        """Return the same models, computed in float64; on the CPU if the device has no float64."""
         wide = copy.copy(self)
         wide.device = device_of(torch.float64, self.device)
         wide.dtype = torch.float64
@@ -190,7 +213,13 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The parameters of a layer of one model, or some of them, by the layer's own names, on `device` in `dtype`."""
+        """Return parameters of a layer of one model by the layer's names, on `device` in `dtype`.
+
+        Args:
+            model: the model's name.
+            layer: the layer.
+            names: the parameters to read; None reads all.
+        """
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
         read = self._table if layer.role == "stem" else self._parameter
@@ -202,7 +231,7 @@ class ModelPool:
         }
 
     def stored(self, model: str, slot: Slot) -> Tensor:
-        """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy."""
+        """Return one parameter in its layer's layout, on the CPU in the dtype of its file, without a copy."""
         source = self.source(model)
         tensor = source.read(slot.key, slot.rows)
         if (model, slot) not in self._known_finite:
@@ -214,7 +243,7 @@ class ModelPool:
         return moved(self.stored(model, slot), self.device, self.dtype)
 
     def _table(self, model: str, slot: Slot) -> Tensor:
-        """A parameter that may be the embeddings of a vocabulary, of which a batch needs some rows."""
+        """Return a parameter of the stem, converted row by row on use if it may be the embeddings of a vocabulary."""
         header = self.source(model).headers[slot.key]
         if self.device.type != "cpu" or len(header.shape) != 2 or header.dtype == self.dtype:
             return self._parameter(model, slot)
@@ -223,20 +252,31 @@ class ModelPool:
         return Table.of(self.stored(model, slot), self.dtype)
 
     def begun(self, inputs: object) -> tuple[State, SideInputs]:
-        """The state at boundary 0 of a batch of raw inputs, and all that the layers need beside it."""
+        """Return the state at boundary 0 of a batch of raw inputs, and the side inputs of the layers."""
         return self.chain.start(on_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """One layer of one model for one task, the last with what is attached to it; its parameters are read now."""
+        """Read one layer of one model for one task; the last layer includes the task's attachment.
+
+        Args:
+            model: the model's name.
+            layer: the layer.
+            task: the task of the attachment.
+        """
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None
         return LayerMap(layer, self.parameters(model, layer), attachment)
 
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
-        """States at boundaries 1..L from one ordinary forward pass of the library's own module with these weights.
+        """Return the states at boundaries 1..L from one forward pass of the library's module with these weights.
 
-        The last one has what is attached for `task`. One block's weights are resident at a time, beside those of the
-        stem and the head.
+        The last state includes the attachment of `task`. One block's weights are in memory at a time, in addition to
+        those of the stem and the head.
+
+        Args:
+            model: the model's name.
+            inputs: raw inputs.
+            task: the task of the attachment.
         """
         module = self._modules.get(model, self._skeleton)
         with self._weights_of(model):
@@ -247,7 +287,7 @@ class ModelPool:
         return states
 
     def _weights_of(self, model: str) -> AbstractContextManager[None]:
-        """While this is open, the module that lends its forward pass computes with the model's weights."""
+        """Put the model's weights into the module that runs the forward pass, inside the context."""
         if model in self._modules:
             return nullcontext()
         blocks = [layer.path for layer in self.chain.blocks]
@@ -268,12 +308,12 @@ class ModelPool:
         )
 
     def weight_bytes(self, model: str) -> int:
-        """Of a model in memory."""
+        """Return the bytes of a model in memory."""
         count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
         return count * self.dtype.itemsize
 
     def require_room(self, model: str) -> None:
-        """Refuse, by a `DataError`, a model whose weights exceed the budget; live ones are in memory anyway."""
+        """Raise a `DataError` if a model's weights exceed the budget; live models are in memory anyway."""
         if model not in self._modules and (needed := self.weight_bytes(model)) > self.budget:
             text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
             hint = "Raise it where there is memory for a whole model."
@@ -281,10 +321,9 @@ class ModelPool:
 
     @contextmanager
     def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
-        """The library's whole module with the weights of one model, which are all in memory meanwhile.
+        """Load the library's whole module with the weights of one model, for generation of text, inside the context.
 
-        For what only the library does, such as generating text. What is attached for `task` acts inside it, by a
-        hook on the module that returns the final feature. See `require_room`.
+        A hook applies the attachment of `task`. See `require_room`.
         """
         module = self._modules[model] if model in self._modules else self.copied(model)
         attachment = self._models[model].attachments.get(task)
@@ -298,9 +337,9 @@ class ModelPool:
             yield module
 
     def copied(self, model: str) -> nn.Module:
-        """The library's module with the weights of one model, of its own; see `require_room`.
+        """Return a copy of the library's module with the weights of one model; see `require_room`.
 
-        What no layer reads, and files may lack, stays where the architecture has it: on the meta device.
+        Parameters that no layer reads and the file lacks stay on the meta device.
         """
         self.require_room(model)
         held = self.source(model).headers.keys()
@@ -311,7 +350,7 @@ class ModelPool:
         return module
 
     def _reader(self, model: str) -> Callable[[str], Tensor]:
-        """The weights of a model by name; what is tied, and stored under one of its names, is read once."""
+        """Return a function that reads weights by name, tied ones once."""
         source, once = self.source(model), dict[str, Tensor]()
 
         def read(key: str) -> Tensor:
@@ -327,7 +366,16 @@ class ModelPool:
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Refuse keys that are missing or unknown, shapes that differ, and integers where floats should stand."""
+    """Raise if keys are missing or unknown, shapes differ, or integers are stored in the place of floats.
+
+    Args:
+        skeleton: the library's module.
+        chain: its layers.
+        source: the weights to check.
+
+    Raises:
+        IncompatibleModelsError: names the keys.
+    """
     wanted = {
         name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
     }
@@ -372,11 +420,17 @@ def streamed_weights(
     device: torch.device,
     used: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives, by full names.
+    """Run ordinary forward passes of `module` with the weights that `read` returns, inside the context.
 
-    Parameters of a block are read when the block is about to run and dropped when it is done; all others stay for the
-    whole context. Afterwards the module is as it was, also after an exception. Names that aren't `used` keep their
-    place, a language-model head for instance; None reads all.
+    A block's parameters are read before it runs and dropped after it; all others stay in memory. The module is
+    restored at the end, also after an exception.
+
+    Args:
+        module: the library's module.
+        block_paths: paths of its blocks.
+        read: full name of a weight -> its values.
+        device: the device of the weights.
+        used: names to read outside blocks; None reads all.
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
@@ -441,7 +495,7 @@ def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor])
 
 
 def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
-    """Where a module holds the weights of these names: among which, as what, and whether these are its buffers."""
+    """Return, for each name, the module's dictionary of parameters or buffers, the key in it, and True for a buffer."""
     owners = [
         (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
     ]
@@ -467,7 +521,7 @@ def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str,
 def attachments_from(
     tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor]], Attachment]
 ) -> dict[str, Attachment]:
-    """Build the corrections from what `attachment_tensors` returned; `make` takes the tensors of one task."""
+    """Build corrections from tensors as `attachment_tensors` returned them; `make` takes the tensors of one task."""
     by_task: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in tensors:
         _, name, task = key.split("/", 2)
@@ -476,7 +530,11 @@ def attachments_from(
 
 
 def final_module(chain: LayerChain) -> str:
-    """Return the path of the library's module whose output is the final feature; raise where there is none."""
+    """Return the path of the library's module whose output is the final feature.
+
+    Raises:
+        IncompatibleModelsError: no module returns it.
+    """
     last = chain.layers[-1]
     path = last.path if last.role == "block" else chain.final
     if path is None:
@@ -499,7 +557,7 @@ def output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, 
 
 
 class ScoredSamples:
-    """One task's samples before a score map; `pool` tells how a model computes."""
+    """One task's samples with a score map, for merge methods that differentiate scores with respect to weights."""
 
     def __init__(self, pool: ModelPool, samples: SampleSet, head: ScoreMap, pooling: Pool) -> None:
         self._samples, self._pool, self._head, self._pooling = samples, pool, head, pooling
@@ -509,13 +567,13 @@ class ScoredSamples:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The weights that scores depend on."""
+        """The names of the weights that scores depend on."""
         more = self._head.lm.keys if isinstance(self._head, LmHead) else ()
         return tuple(dict.fromkeys((*self._pool.chain.parameter_keys(), *more)))
 
     @property
     def parts(self) -> tuple[tuple[str, tuple[int, int] | None], ...]:
-        """The parameter tensors behind them: keys, and the rows of what a file fuses."""
+        """The parameter tensors of `keys`, each a key and the rows of a fused tensor, or None for all rows."""
         slots = [slot for layer in self._pool.chain.layers for slot in layer.parameters.values()]
         rows: dict[str, list[tuple[int, int] | None]] = {key: [] for key in self.keys}
         for key, place in dict.fromkeys((slot.key, slot.rows) for slot in slots):
@@ -524,11 +582,16 @@ class ScoredSamples:
         return tuple((key, place) for key in rows for place in fused.get(key, [None]))
 
     def placed(self, weight: Tensor) -> Tensor:
-        """A weight where and in what it is computed."""
+        """Return a weight on the pool's device in its dtype."""
         return weight.to(self._pool.device, self._pool.dtype)
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
-        """Of the classes, [n, classes], for some of the samples; `weights` are as stored, by their keys."""
+        """Return log-probabilities [n, classes] of some samples.
+
+        Args:
+            rows: positions of the samples.
+            weights: weights as stored, by their keys.
+        """
         state, side = self._pool.begun(self._samples.load(rows))
         held = _WeightSource(weights)
         for layer in self._pool.chain.layers:
@@ -550,5 +613,5 @@ class _WeightSource:
         self._weights = weights
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or rows [start, stop) of it."""
+        """Return the tensor, or rows [start, stop) of it."""
         return self._weights[key] if rows is None else self._weights[key][slice(*rows)]

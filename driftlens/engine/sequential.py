@@ -1,10 +1,15 @@
-"""The walk that calibrates step by step: q, k, v, then out, fc1 and fc2 of a block, each on what the others now give.
+"""Residual calibration of a layer in steps: q, k and v, then out, fc1 and fc2, each on the outputs of the last step.
 
-What a site should give is the expert's own output and, where its output is added to a stream of features, what that
-stream lacks of the expert's: both move what leaves the sum to where the expert has it. Which stream that is, a forward
-pass shows: h where a later module or the boundary reads h + y. It is found in pre-norm and post-norm blocks alike;
-where an output is scaled or normalised before it is added (LayerScale, Gemma's second norms, batch norms of ResNets),
-there is no such sum and the term drops out.
+The target of a site is the expert's output. If the output is added to a residual stream, the target also contains the
+difference between the expert's stream and the calibrated model's, so that the sum matches the expert's. One forward
+pass finds that stream: h, where a later module or the boundary reads h + y. Both pre-norm and post-norm blocks have
+it. If an output is scaled or normalised before it is added (LayerScale, Gemma's second norms, batch norms of
+ResNets), there is no such sum and the term is left out.
+
+Tokens and tasks are weighed by random backward passes of the experts, without labels. With v ~ N(0, I) and f a
+sample's final feature, g = d<v, f / |f|> / dy at the output y of a site; the energy of a token is the mean of |g|^2
+over two such v. Features run forward and gradients back layer by layer, each layer recomputed alone: one layer of one
+expert and the features of one task are in memory at a time, those beyond the store's budget on disk.
 """
 
 from __future__ import annotations
@@ -60,7 +65,15 @@ _Rows = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class _Sums:
-    """Of one group of sites: sums by fold, and by task output metric with sums, size of the Gram matrix, weight."""
+    """Sums of one group of sites, by fold and by task.
+
+    Attributes:
+        folds: sums of each fold.
+        tasks: output metric and sums of each task, if there is a metric.
+        norms: Frobenius norm of each task's Gram matrix.
+        factors: weight of each task.
+        num_rows: rows of each fold.
+    """
 
     folds: list[JointSums]
     tasks: dict[str, tuple[Tensor, JointSums]]
@@ -69,7 +82,7 @@ class _Sums:
     num_rows: list[int]
 
     def add(self, other: _Sums) -> None:
-        """Add those of one more task."""
+        """Add the sums of one more task."""
         for fold, more in zip(self.folds, other.folds, strict=True):
             fold.join(more)
         self.tasks |= other.tasks
@@ -78,7 +91,7 @@ class _Sums:
         self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
 
     def problem(self, group: _Group, merged: Parameters, *, has_views: bool) -> StepProblem:
-        """What is to be solved; Gram matrices are brought to mean norm 1."""
+        """Return the problem to solve, with Gram matrices scaled to mean norm 1."""
         norms = [self.norms[task] for task in sorted(self.norms)]
         # Where no input ever varies from 0 there is nothing to bring to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
@@ -98,14 +111,14 @@ class _Sums:
 
 
 class Stepwise(ClosedForm):
-    """A calibrator whose sites are solved step by step inside a layer, the inputs of each collected after the last.
+    """A calibrator that solves the sites of a layer in steps, each on inputs collected after the last one.
 
     Attributes:
         order: `steps`, or `block` to solve all sites of a layer from one snapshot.
-        residual: the largest share of upstream repair; 0 asks for none.
+        residual: the largest share of upstream repair; 0 disables it.
         weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
         mu: share of the gradients' second moment in the output metric.
-        seed: of the backward passes.
+        seed: seed of the backward passes.
     """
 
     order: str
@@ -120,11 +133,11 @@ class Stepwise(ClosedForm):
         """The number of folds of the samples; 1 if nothing is held out."""
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Layers are solved in several steps."""
+        """Yield calibrated layers, each solved in several steps."""
         return _StepWalk(context, self).walked()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
-        """The second moments of gradients, in float32."""
+        """Return the bytes per task of the gradients' second moments, in float32."""
         headers = pool.source("merged").headers
         stacked_slots = (
             [layer.parameters[f"{site.name}.weight"] for site in group.sites]
@@ -135,7 +148,7 @@ class Stepwise(ClosedForm):
         return 4 * sum(width**2 for width in widths) if self.mu else 0
 
     def require_samples(self, count: int, task: str) -> None:
-        """Refuse fewer different samples than folds."""
+        """Raise a `DataError` if a task has fewer different samples than folds."""
         if count < self.num_folds:
             raise DataError(
                 f"task {task!r} has {count} different calibration samples, which {self.num_folds} folds can't share",
@@ -145,9 +158,9 @@ class Stepwise(ClosedForm):
 
 
 class _StepWalk(CalibrationWalk):
-    """Solves the sites of a layer step by step.
+    """Solve the sites of a layer in steps.
 
-    Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
+    Every expert runs once per layer; the outputs of its sites are cached until the layer is solved.
     """
 
     calibrator: Stepwise
@@ -167,7 +180,7 @@ class _StepWalk(CalibrationWalk):
     @torch.no_grad()
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary."""
         if not self.groups:
             self._begin(layer)
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
@@ -205,7 +218,7 @@ class _StepWalk(CalibrationWalk):
         return [[group] for step in beside.values() for group in step]
 
     def _begin(self, first: Layer) -> None:
-        """Read all samples and put them into folds; token weights of all layers, where gradients say them."""
+        """Read all samples, assign folds, and compute gradient token weights of all layers."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
@@ -236,11 +249,11 @@ class _StepWalk(CalibrationWalk):
 
     @property
     def _num_early_steps(self) -> int:
-        """Weighing tokens takes about half of what the layers take behind it; nothing where all count alike."""
+        """The steps of token weights: about half of the layers', or 0 for uniform weights."""
         return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
 
     def _folds_of(self, task: str, first: Layer) -> dict[str, int]:
-        """Read a task's samples; return the fold of every original by digest, equal samples in one."""
+        """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
         step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
         batches = self.stream.batches(first, task, tell=partial(self.tell, step, task))
         different = sorted({digest for batch in batches for digest in self.originals[batch]})
@@ -248,7 +261,7 @@ class _StepWalk(CalibrationWalk):
         return {digest: place % num_folds for place, digest in enumerate(different)}
 
     def _weigh(self, first: Layer) -> None:
-        """Look at the gradients of this process's samples, task by task."""
+        """Collect the gradients of this process's samples, task by task."""
         last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
         for number, task in enumerate(self.parts):
 
@@ -276,11 +289,11 @@ class _StepWalk(CalibrationWalk):
 
     @property
     def _num_passes(self) -> int:
-        """Back through an expert, a sample: copies, too, are passed through."""
+        """The backward passes per sample: one if there are views, which add passes of their own."""
         return 1 if self.context.has_views else _NUM_PASSES
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
-        """Random directions for every sample of a batch, the same wherever it stands."""
+        """Sample random directions for a batch; they depend on the sample alone, not on its position."""
         rows = []
         for digest in digests:
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
@@ -288,7 +301,7 @@ class _StepWalk(CalibrationWalk):
         return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
     def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
-        """Run the experts; return to what sites add their outputs in the first task that the layer sees."""
+        """Run the experts; return the residual stream of each site, from the first task that the layer reads."""
         ran = self.team.gather(self._run_experts(layer, student, needs_output=needs_output))
         if self.calibrator.weights == "uniform":
             self._compute_weights()
@@ -298,7 +311,7 @@ class _StepWalk(CalibrationWalk):
     def _run_experts(
         self, layer: Layer, student: Parameters, *, needs_output: bool
     ) -> tuple[str, dict[str, str]] | None:
-        """Run this process's experts; return the first task that the layer sees, and where sites' outputs are added."""
+        """Run this process's experts; return the first task that the layer reads, and each site's residual stream."""
         groups, streams, first = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
@@ -339,7 +352,7 @@ class _StepWalk(CalibrationWalk):
         *,
         stops: bool,
     ) -> State:
-        """Run the expert's layer on a batch: cache what its sites give, add how much their rows count."""
+        """Run the expert's layer on a batch; cache the outputs of its sites and add the weights of their rows."""
         state = batch.get(EXPERT)
         tapped = {*streams.values()} - {ENTERED}
         seen, left = self.context.expert_features.rows_and_output(
@@ -370,7 +383,7 @@ class _StepWalk(CalibrationWalk):
         group: _Group,
         streams: Mapping[str, str],
     ) -> _Sums:
-        """Return moments of one group in the main process, where those of the tasks are added in their order."""
+        """Return the sums of one group in the main process, which adds those of the tasks in their order."""
         merged_map = _affine(merged, group)
         outputs, inputs = merged_map.shape
         # Products of float32 rows are no better than float32, and few of them are summed up.
@@ -397,7 +410,7 @@ class _StepWalk(CalibrationWalk):
         task: str,
         memory: Sequence[GramSum],
     ) -> _Sums | None:
-        """Return moments of one group and task; None if the layer sees nothing of the task."""
+        """Return the sums of one group and task; None if the layer reads nothing of the task."""
         key = layer.index, at
         weighted = self.weighted.get(task, {}).get(key)
         if weighted is None:
@@ -453,7 +466,9 @@ class _StepWalk(CalibrationWalk):
         task: str,
         weighted: _TokenWeights,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
-        """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
+        """Yield x~ [T, k], y1 [T, o] and roots of weights [T, 1] of some batches, ordered by fold, and the rows per
+        fold.
+        """
         some: list[tuple[Tensor, ...]] = []
         fold_of, num_batches = self.folds[task], len(weighted.rows)
         batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
@@ -477,7 +492,7 @@ class _StepWalk(CalibrationWalk):
     def _rows(
         self, layer: Layer, student: Parameters, group: _Group, streams: Mapping[str, str], batch: CachedBatch
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
-        """Return a batch's inputs x~ [T, k] and wanted outputs y1 [T, o], and an expert's tokens."""
+        """Return a batch's inputs x~ [T, k], target outputs y1 [T, o], and for an expert of a mixture its tokens."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
@@ -509,7 +524,7 @@ class _StepWalk(CalibrationWalk):
 
 
 def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
-    """Add the rows of each fold to its sums, and of all folds to others, in one product; none of them is kept."""
+    """Add rows fold by fold to the folds' sums and to `every`, in one product each, and clear them."""
     for fold, kept in zip(folds, some, strict=True):
         if kept:
             x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
@@ -518,7 +533,7 @@ def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSum
 
 
 def _affine(parameters: Parameters, group: _Group) -> Tensor:
-    """The stacked weights, the biases in a column for the constant input."""
+    """Return the stacked weights, with biases as a column for the constant input."""
     weight = stacked(parameters, group.sites)
     if not group.has_bias:
         return weight
@@ -532,19 +547,19 @@ _LEAST_ENERGY, _FLOOR = 1e-4, 0.02
 
 @dataclass(frozen=True)
 class _Group:
-    """Linear sites that read the same rows and all have a bias, or none; `has_bias` says which."""
+    """Linear sites that read the same rows and all have a bias, or none."""
 
     sites: tuple[Site, ...]
     has_bias: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sites."""
+        """The names of the sites."""
         return tuple(site.name for site in self.sites)
 
 
 def groups_of(layer: Layer, names: Collection[str]) -> list[_Group]:
-    """The named linear sites of a layer in the order in which they run, those that read the same rows together."""
+    """Return the named linear sites of a layer in forward order, grouped by the rows that they read."""
     groups: dict[tuple[str, str, bool], list[Site]] = {}
     for site in layer.sites:
         if site.name in names and site.kind == "linear":
@@ -555,10 +570,12 @@ def groups_of(layer: Layer, names: Collection[str]) -> list[_Group]:
 
 @dataclass
 class _TokenWeights:
-    """Token weights of one group and task: the rows of every batch, which sum to 1 over all that the task has.
+    """Token weights of one group and task.
 
-    `trace` is that of the gradients' second moment over all batches of the task, if asked for; `energy` says how much
-    the task counts beside others.
+    Attributes:
+        rows: weights by batch, which sum to 1 over the task.
+        trace: trace of the gradients' second moment, if requested.
+        energy: the weight of the task relative to others.
     """
 
     rows: list[Tensor]
@@ -568,9 +585,12 @@ class _TokenWeights:
 
 @dataclass
 class _GradientSums:
-    """Of one group and task, what its token weights are made of: how much rows count, and their gradients' energy.
+    """The data of token weights of one group and task.
 
-    `energies` are the rows', None where all count alike; `traces` has that of their second moment, if asked for.
+    Attributes:
+        counts: weights of the rows by rule and mask, by batch.
+        energies: gradient energies of the rows; None for uniform weights.
+        traces: trace of the gradients' second moment, if requested.
     """
 
     counts: list[Tensor]
@@ -578,7 +598,7 @@ class _GradientSums:
     traces: list[Tensor] = field(default_factory=list)
 
     def weighted(self) -> _TokenWeights:
-        """Return weights by the energy over the task's mean; what rows count where there is no energy."""
+        """Return weights by the root of energy over the task's mean; the counts alone if there is no energy."""
         counted = _total([count.sum() for count in self.counts])
         energies = self.energies or []
         energy = _total([count @ e for count, e in zip(self.counts, energies, strict=bool(energies))])
@@ -604,18 +624,18 @@ Key = tuple[int, int]
 def _row_counts(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
-    """How much each row of a site's output counts by its rule and its mask, [T]."""
+    """Return the weight of each row of a site's output by its rule and mask, [T]."""
     weights = row_weights(chain, layer, site, y, state, side)
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
 def _moment_name(key: Key) -> str:
-    """Under what name the second moment of a group's gradients, [o, o], waits with the task's first batch."""
+    """Return the cache name of the second moment of a group's gradients, [o, o]."""
     return f"moment-{key[0]}-{key[1]}"
 
 
 def _together(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in one piece of memory: what stays of every batch splits the room that it leaves to the next."""
+    """Copy tensors into one piece of memory, so that small ones kept per batch don't fragment it."""
     return [*torch.cat([*parts]).split_with_sizes([len(part) for part in parts])] if parts else []
 
 
@@ -627,9 +647,14 @@ def _recorded(boundary: int) -> str:
 class ExpertGradients:
     """Token weights of one task at every chosen group, by backward passes of its expert.
 
-    `chosen` has the groups by layer index, and `moments` asks for the second moments of the gradients, too: they wait
-    with the task's first batch, as all layers' together may be larger than the model. `on_step` is called before every
-    batch with the layer that the passes back are at and the task; the last layer, while features still go forward.
+    Attributes:
+        stream: the task's samples and cached features.
+        pooling: the pooling of final features.
+        chosen: groups by layer index.
+        moments: True to compute the gradients' second moments too. They are cached with the task's first batch, as
+            those of all layers may be larger than the model.
+        on_step: called before every batch with the layer of the backward pass and the task.
+        num_passes: backward passes per sample.
     """
 
     stream: FeatureStream
@@ -642,9 +667,12 @@ class ExpertGradients:
     def weigh(
         self, task: str, draws: Callable[[CachedBatch], Callable[[int], Tensor]], start: str
     ) -> dict[Key, _GradientSums]:
-        """What token weights are made of; the expert's features wait under the name `start` before the first layer.
+        """Run the expert forward and back; return the data of token weights of every group.
 
-        `draws` gives of a batch and the width of the final feature the random directions, [passes, n, width].
+        Args:
+            task: the task.
+            draws: (batch) -> (width of the final feature) -> random directions, [passes, n, width].
+            start: cache name of the expert's features before the first layer.
         """
         layers = self.stream.pool.chain.layers[min(self.chosen) - 1 :]
         self._record(task, layers, start)
@@ -687,12 +715,12 @@ class ExpertGradients:
         return weighable
 
     def _groups(self, layer: Layer, task: str) -> Sequence[_Group]:
-        """The chosen groups of a layer that sees anything of a task."""
+        """Return the chosen groups of a layer, or none if it reads nothing of the task."""
         sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
         return self.chosen.get(layer.index, ()) if sees else ()
 
     def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
-        """Take the expert through the layers, and let what is at every boundary wait for the way back."""
+        """Run the expert forward and cache its features at every boundary."""
         on_step = partial(self.on_step, layers[-1].index, task)
         entered = start
         for layer in layers[:-1]:
@@ -712,7 +740,7 @@ class ExpertGradients:
         entered: str,
         draw: Callable[[int], Tensor],
     ) -> list[tuple[Tensor, list[Tensor]]]:
-        """Output and gradients of every group; the gradients at the boundary before take the place of those behind."""
+        """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
         wanted = {site.name for group in groups for site in group.sites}
         outputs: dict[str, Tensor] = {}
 

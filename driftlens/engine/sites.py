@@ -1,4 +1,7 @@
-"""Sites of a chain: which a calibration means, what they are fed and make of it, and how much each row counts."""
+"""Selection of sites to calibrate, their inputs and outputs, and the weights of their rows.
+
+Entry points: `select_sites`, `coverage`, `rows_and_output`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, 
 
 
 def site_path(layer: Layer, site: Site) -> str:
-    """The module's path in the library's own names; the parts of a fused attention have paths of their own."""
+    """Return the module's path in the library's names; the parts of a fused attention have paths of their own."""
     if layer.role == "block":
         return layer.path if site.name == BLOCK_ITSELF else f"{layer.path}.{site.name}"
     return layer.parameters[f"{site.name}.weight"].key.removesuffix(".weight")
@@ -35,10 +38,10 @@ _LETTERS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"
 
 
 def site_groups(layer: Layer) -> dict[str, str]:
-    """Site name -> one of `GROUPS`.
+    """Return the group of every site, one of `GROUPS`.
 
-    Queries, keys and values are known by a word of their name. All else is told by what shares an input and by order:
-    behind them comes `o`, and what is left widens (`up`, with a second one on the same input `gate`), then narrows.
+    Queries, keys and values are known by a word of their name. All others are classified by shared inputs and order:
+    after attention comes `o`, then `up` (with a second one on the same input `gate`), then `down`.
     """
     groups = {site.name: "norms" for site in layer.sites if site.kind != "linear"}
     linear = [site for site in layer.sites if site.kind == "linear"]
@@ -56,7 +59,7 @@ def site_groups(layer: Layer) -> dict[str, str]:
 
 
 def parameter_groups(layer: Layer) -> dict[str, str]:
-    """The layer's own name of every parameter -> one of `GROUPS`; what is of no site goes by the layer's role."""
+    """Return the group of every parameter by the layer's names; those of no site take the layer's role."""
     group_of, usual = site_groups(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
     return {name: group_of.get(name.rpartition(".")[0], usual) for name in layer.parameters}
 
@@ -74,19 +77,19 @@ def select_sites(
     sites: Sequence[str] | None = None,
     update: Collection[str] = ("linear", "bias", "norm"),
 ) -> Mapping[int, tuple[str, ...]]:
-    """Names of the sites to calibrate by layer index, in forward order; layers without any are left out.
+    """Return the names of the sites to calibrate by layer index, in forward order; layers without any are left out.
 
     Args:
-        chain: the model taken apart.
-        layers: which layers, as `select_layers` takes them; None means all.
+        chain: the model as layers.
+        layers: the layers, as for `select_layers`; None means all.
         sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks.
-            Stem, final norm and projection are calibrated only where a pattern names them. Modules whose weight serves
-            another place too are left out, see `tied_sites`.
-        update: what is solved for; sites of which nothing would change are left out.
+            Stem, final norm and projection are calibrated only if a pattern names them. Modules whose weight is tied
+            to another place are left out, see `tied_sites`.
+        update: kinds of parameters to solve for; sites without any are left out.
 
     Raises:
-        LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
-        IncompatibleModelsError: a site that is meant runs more than once in its layer, or shares its weight.
+        LayerNotFoundError: a pattern matches nothing, or no site is left.
+        IncompatibleModelsError: a selected site runs more than once in its layer, or shares its weight.
     """
     paths = [site_path(layer, site) for layer in chain.layers for site in layer.sites]
     there = {group for layer in chain.layers for group in site_groups(layer).values()}
@@ -136,9 +139,9 @@ def select_sites(
 
 
 def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
-    """Paths of sites whose weight or bias serves other places too -> the other places' keys.
+    """Return the paths of sites whose weight or bias is used elsewhere too, and the other keys.
 
-    Each place would be solved for by itself and the last one win, so such sites have no solution of their own.
+    Each place would be solved alone and the last one win, so such sites have no solution of their own.
     """
     by_path: dict[str, tuple[str, ...]] = {}
     for layer in chain.layers:
@@ -154,10 +157,13 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
 def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
-    """The share of the blocks' parameters that is solved for, and a sentence on it, on all layers' and on what is left.
+    """Return the share of the blocks' parameters that is solved for, and a sentence about it.
 
-    Of `source`, any model of the architecture, only the headers are asked; `update` are the kinds of parameters that
-    are solved for at the `sites`: `linear` for weights, `bias`, `norm`.
+    Args:
+        chain: the model as layers.
+        source: any model of the architecture; only headers are read.
+        sites: names of the sites by layer index.
+        update: kinds of parameters that are solved for: `linear` for weights, `bias`, `norm`.
     """
     total, solved, left = (
         Counter[bool](),
@@ -207,7 +213,7 @@ MOST_NAMED = 5
 
 
 def _percent(share: float) -> str:
-    """A share of which neither a rest nor a trace is rounded away."""
+    """Format a share without rounding a remainder or a trace away."""
     text = f"{100 * share:.1f} %"
     if text == "100.0 %" and share < 1:
         return "over 99.9 %"
@@ -228,7 +234,13 @@ def _matching(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[
 def updated_sites(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Those of the sites at which a calibrator that updates other kinds of parameters changes anything."""
+    """Return the sites at which a calibrator changes anything.
+
+    Args:
+        chain: the model as layers.
+        sites: names of the sites by layer index.
+        update: the calibrator's kinds of parameters.
+    """
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
@@ -258,9 +270,12 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Inputs and outputs of sites by their names, [n, t, k] or [n, k] each, those of experts of a mixture [m, k].
+    """Inputs and outputs of sites by name, [n, t, k] or [n, k] each, those of experts of a mixture [m, k].
 
-    `side` has the routes by which tokens came to experts.
+    Attributes:
+        side: side inputs, with the routes of tokens to experts.
+        inputs: inputs by site.
+        outputs: outputs by site.
     """
 
     side: SideInputs
@@ -269,7 +284,7 @@ class SiteRows:
 
 
 class _SeenAll(Exception):
-    """Thrown out of a layer whose remaining work nobody needs."""
+    """Raised to stop a layer once all requested sites have run."""
 
 
 def rows_and_output(
@@ -282,11 +297,21 @@ def rows_and_output(
     *,
     stops: bool = False,
 ) -> tuple[SiteRows, State]:
-    """What goes into some sites and comes out of some, and the state that leaves the layer.
+    """Return inputs and outputs of some sites, and the state after the layer.
 
-    With `stops`, what the layer does after the last of them is not computed, and no state leaves it. Layers are pure
-    functions of what they are given, so nothing is left behind by stopping one in the middle. A site that runs twice
-    before the pass ends, or not at all, is refused; an expert that no token is sent to has no rows.
+    Layers are pure functions, so one can be stopped in the middle. An expert that receives no token has no rows.
+
+    Args:
+        layer: the layer to run.
+        parameters: its parameters.
+        state: features before it.
+        side: the batch's side inputs.
+        inputs: sites whose inputs are returned.
+        outputs: sites whose outputs are returned.
+        stops: True to stop after the last of these sites, without a state.
+
+    Raises:
+        IncompatibleModelsError: a site runs twice before the pass ends, or not at all.
     """
     experts = {site.name for site in layer.sites if site.expert is not None}
     if not experts.isdisjoint({*inputs, *outputs}) and side.routes is None:
@@ -332,17 +357,17 @@ def rows_and_output(
 def row_weights(
     chain: LayerChain, layer: Layer, site: Site, x: Tensor, state: State, side: SideInputs, rule: str = ""
 ) -> Tensor | None:
-    """Weights of the rows of `x`, [T]; None counts each 1. Padding weighs nothing, whatever a rule says.
+    """Return the weights of the rows of `x`, [T]; None weighs each 1. Padding has weight 0 under every rule.
 
     Args:
-        chain: has the rules.
-        layer: of the site.
-        site: reads or makes `x`.
-        x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k] or [n * t * h, k], or one row per
-            sample [n, k], of which none is padding.
-        state: what enters the layer.
-        side: side inputs of the batch; of an expert's rows with the routes by which they came.
-        rule: by which tokens count; the site's own if left out.
+        chain: the model as layers, with its rules.
+        layer: the layer of the site.
+        site: the site that reads or returns `x`.
+        x: [n, t, k]; also per head [n, t, h, k] or [n, h, t, k], flattened [n * t, k] or [n * t * h, k], or one row
+            per sample [n, k], of which none is padding.
+        state: features before the layer.
+        side: side inputs of the batch; for an expert's rows with the routes.
+        rule: the token-weight rule; by default the site's own.
     """
     if site.expert is not None:
         assert side.routes is not None
@@ -374,7 +399,7 @@ def row_weights(
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:
-    """Refuse a rule of token weights that the architecture doesn't have."""
+    """Raise a `SpecError` if the architecture has no such rule of token weights."""
     if rule not in (UNIFORM, GATED, *chain.token_weights):
         raise SpecError(
             f"{chain.architecture} has no token weights called {rule!r}",
@@ -383,7 +408,7 @@ def require_rule(chain: LayerChain, rule: str) -> None:
 
 
 def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
-    """The weights of some sites below each other, [O, k]; not a copy where there is one site."""
+    """Return the weights of some sites, stacked, [O, k]; not a copy for one site."""
     weights = [parameters[f"{site.name}.weight"] for site in sites]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
@@ -391,10 +416,21 @@ def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 def added_to(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
-    """Site of those named -> the module whose input h its output y is added to, `""` for what enters the layer.
+    """Find the residual stream of sites: the module whose input h their output y is added to, `""` for the layer's
+    input.
 
-    Found by running the layer once: a later module reads h + y, or the layer returns it. Sites without such a sum are
-    left out; the others come in the order in which they run.
+    The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out;
+    the others are in forward order.
+
+    Args:
+        layer: the layer.
+        parameters: its parameters.
+        state: features before it.
+        side: the batch's side inputs.
+        names: the sites.
+
+    Returns:
+        Site -> module.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
@@ -426,12 +462,19 @@ def added_to(
 
 
 def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The stream that `added_to` calls so: what enters the layer, or what the module of this name reads."""
+    """Return the residual stream called `name` by `added_to`.
+
+    Args:
+        layer: the layer.
+        name: a module, or `""` for the layer's input.
+        entered: features before the layer.
+        inputs: inputs of its modules.
+    """
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
-    """Whether z = h + y where it isn't padding, and y counts."""
+    """Return True if z = h + y outside padding, and y is not zero."""
     real = (z != 0).any(dim=-1)
     z, h, y = z[real], h[real], y[real]
     gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)
@@ -439,7 +482,7 @@ def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
 
 
 def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]) -> list[int]:
-    """Indices of the layers to store and show, ascending; stem and head are always among them.
+    """Return the indices of selected layers, ascending; stem and head are always among them.
 
     `pattern`: `blocks`, `final` for the head, a glob on module paths, an index (1 is the stem), or a list of these.
     """

@@ -1,10 +1,8 @@
-"""The forward order: samples go through the layers of several models, one layer after the other.
+"""The forward order: features of several models pass the layers together, one layer after the other.
 
-A `FeatureStream` holds the features of several models at one boundary. `FeatureStream.batches` yields the batches of a
-task before a layer, and `FeatureStream.take` moves one model's features through it. `walk` compares variants with the
-expert; calibrations have loops of their own.
-
-Only the features of one boundary are cached at any time, those beyond a budget on disk.
+Entry points: `walk` compares variants with the expert, `forward` returns final features, `capture` reads one module.
+A `FeatureStream` holds the features of several models at one boundary; calibrations run their own loops over it. Only
+the features of one boundary are cached at any time, those beyond a budget on disk.
 """
 
 from __future__ import annotations
@@ -37,27 +35,27 @@ OnStep = Callable[[int, str], None]
 
 
 class Part(Protocol):
-    """Some of a task's samples: a `SampleSet`, for instance."""
+    """Samples of one task, a `SampleSet` for instance."""
 
     @property
     def ids(self) -> Sequence[str]:
-        """Names of the samples, for messages; none where they are not known."""
+        """The names of the samples, for messages; empty if unknown."""
         ...
 
     def batches(self) -> Iterable[Batch]:
-        """The samples, each time anew."""
+        """Yield the batches; every call reads them again."""
         ...
 
 
 @dataclass(frozen=True)
 class InMemoryBatches:
-    """Samples that lie ready, as a `Part`."""
+    """Batches in memory as a `Part`."""
 
     read: Callable[[], Iterable[Batch]]
     ids: Sequence[str] = ()
 
     def batches(self) -> Iterable[Batch]:
-        """The samples."""
+        """Return the batches."""
         return self.read()
 
 
@@ -67,13 +65,17 @@ Parts = Mapping[str, Part]
 
 @dataclass
 class FeatureStream:
-    """The features of several models at one boundary, batch by batch, on their way through the layers.
+    """The features of several models at one boundary, batch by batch.
 
     Attributes:
-        models: names under which features are cached, all beginning with the same inputs.
+        pool: the models.
+        parts: samples by task.
+        models: cache names of the features; all start with the same inputs.
+        store: where features are cached.
+        on_step: called before every batch with layer index and task.
         on_read: called with every batch that is read, and with its features.
-        file_prefix: begins the names of files, unlike that of other streams in one store.
-        cached: task -> its batches, once they were read.
+        file_prefix: prefix of file names, different from other streams in one store.
+        cached: task -> its batches, once read.
     """
 
     pool: ModelPool
@@ -89,7 +91,13 @@ class FeatureStream:
     def batches(
         self, layer: Layer, task: str, *, tell: Callable[[], None] | None = None
     ) -> Iterator[CachedBatch]:
-        """Yield the batches of a task at the boundary before the layer; `tell` replaces `on_step` before each."""
+        """Yield the batches of a task at the boundary before the layer.
+
+        Args:
+            layer: the layer.
+            task: the task.
+            tell: called before each batch instead of `on_step`.
+        """
         for batch in self.cached[task] if task in self.cached else self._read(task):
             if tell is None:
                 self.on_step(layer.index, task)
@@ -126,25 +134,48 @@ class FeatureStream:
         *,
         named: str = "",
     ) -> State:
-        """Replace a model's features before the layer by those after it, and return these; see `keep`."""
+        """Pass a model's features through a layer, cache the result and return it.
+
+        Args:
+            layer: the layer.
+            batch: the cached batch.
+            model: the features' name in the cache.
+            through: (state, side inputs) -> next state.
+            named: the model's name in messages.
+        """
         left = through(batch.get(model), batch.side)
         self.keep(layer, batch, model, left, named=named)
         return left
 
     def keep(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
-        """Replace a model's features before the layer by those after it; messages call the model `named`."""
+        """Replace a model's features before the layer by those after it.
+
+        Args:
+            layer: the layer.
+            batch: the cached batch.
+            model: the features' name in the cache.
+            left: the features after the layer.
+            named: the model's name in messages.
+        """
         self.watch(layer, batch, named or model, left)
         batch.put(model, left)
 
     def watch(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
-        """Record one number per sample of a layer's output for the next `check`."""
+        """Record one number per sample of a layer's output for the next `check`.
+
+        Args:
+            layer: the layer.
+            batch: the batch.
+            model: the model's name in messages.
+            left: the features after the layer.
+        """
         features = left[layer.stream]
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
         dtype = torch.float64 if has_float64(features.device) else torch.float32
         self._sums.append((layer, batch, model, features.flatten(1).sum(dim=1, dtype=dtype)))
 
     def check(self) -> None:
-        """Refuse features that left a layer since the last check and are NaN or infinite; this reads the device once.
+        """Raise if features since the last check are NaN or infinite; this synchronizes with the device once.
 
         Raises:
             NumericsError: names the layer, the task and the first sample.
@@ -178,10 +209,10 @@ class _CachedState:
 
 @dataclass
 class FeatureStore:
-    """Caches states: in memory up to a budget, the others in files of one folder; without a folder, all in memory.
+    """A cache of states: in memory up to a budget, beyond it in files of one folder; without a folder, all in memory.
 
-    As a context it removes its files at the end, and the folder if it made it. On an accelerator states take at most
-    half of the memory that was free at first; the others are cached on the host.
+    As a context manager it removes its files at the end, and the folder if it made it. On an accelerator, states take
+    at most half of the memory that was free at first; the others are cached on the host.
     """
 
     budget: int = 0
@@ -202,7 +233,7 @@ class FeatureStore:
                 self.folder.rmdir()
 
     def cache(self, name: str, state: State) -> _CachedState:
-        """Cache a state; a file is called by `name`."""
+        """Cache a state, in a file called `name` beyond the budget."""
         devices = {key: value.device for key, value in state.items()}
         sizes = Counter[torch.device]()
         for value in state.values():
@@ -215,14 +246,14 @@ class FeatureStore:
         return _CachedState(kept, devices)
 
     def load(self, cached: _CachedState) -> State:
-        """Return a state, its tensors on the devices that they came from."""
+        """Return a state on its original devices."""
         from safetensors.torch import load_file
 
         state = load_file(cached.state) if isinstance(cached.state, Path) else cached.state
         return {name: moved(value, cached.devices[name]) for name, value in state.items()}
 
     def free(self, cached: _CachedState) -> None:
-        """Drop a state."""
+        """Drop a cached state."""
         if isinstance(cached.state, Path):
             cached.state.unlink(missing_ok=True)
             self._files.discard(cached.state)
@@ -234,7 +265,7 @@ class FeatureStore:
             self._held[value.device] += sign * value.nbytes
 
     def _limit(self, device: torch.device) -> float:
-        """Return the bytes that states may take on a device: half of what was free before the first."""
+        """Return the bytes that states may take on a device: half of the free memory before the first."""
         if device not in self._limits:
             free = None if device.type == "cpu" else memory(device)
             self._limits[device] = math.inf if free is None else fitting_batch(free[0] // 2)
@@ -254,9 +285,9 @@ class FeatureStore:
 
 @dataclass(eq=False)
 class CachedBatch:
-    """One batch of one task at one boundary: a state per model.
+    """One batch of one task at one boundary, with a state per model.
 
-    `side` is what every layer needs in addition, the same for every model; files are called by `name`.
+    `side` holds the side inputs, the same for every model; `name` is the prefix of file names.
     """
 
     store: FeatureStore
@@ -268,7 +299,7 @@ class CachedBatch:
     _states: dict[str, _CachedState] = field(default_factory=dict, init=False)
 
     def put(self, model: str, state: State) -> None:
-        """Cache a model's state in the place of the one at the boundary before."""
+        """Cache a model's state, replacing the one before."""
         self.drop(model)
         self._states[model] = self.store.cache(f"{self.name}-{model}", state)
 
@@ -311,9 +342,9 @@ class LayerView:
     variant_along: Callable[..., State] | None = None
 
     def rerouted(self, by: str) -> State:
-        """What leaves the merged layer, minus the same with tokens sent where they went in another pass.
+        """Return the variant's output minus its output with the routes of another pass.
 
-        Exactly zero where both send them to the same experts; empty where the layer mixes none.
+        The difference is exactly zero if both choose the same experts. The state is empty if the layer is no mixture.
         """
         if self.variant_along is None:
             return {}
@@ -358,22 +389,22 @@ def smooth_split(view: LayerView) -> Split:
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
-    """What one layer does to the drift of each sample.
+    """Compute the drift columns of one layer for each sample.
 
-    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with
-    its best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
+    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) has the best
+    constants gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
 
     Args:
         view: one layer on one batch.
-        pool: how a vector per sample is taken from the stream.
+        pool: the pooling of features to one vector per sample.
 
     Returns:
         Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
         `propagation_l2` |p|, and for residual layers `residual_l2` |r|; `mixed` is 2 <m, p> in squares of `unit`, a
         power of two near their entries. Of the full state: `state_in` |e_in|, `state_mismatch` |m|,
-        `state_propagation` |p|, `state_drift` |e|. Of a mixture of experts `rerouted`, the share of tokens that go to
-        other experts than in the expert model; with c what that changes in the pooled vector, e = (e - c) + c:
-        `rerouted_l2` |c| and `rerouted_along` <c, e> in squares of `unit`.
+        `state_propagation` |p|, `state_drift` |e|. Of a mixture: `rerouted`, the share of tokens with other experts
+        than in the expert model; with c the change by that in the pooled vector, `rerouted_l2` |c| and
+        `rerouted_along` <c, e> in squares of `unit`.
     """
     split = decompose(view)
 
@@ -418,14 +449,14 @@ def walk(
     *,
     ids: Sequence[str] = (),
 ) -> Iterator[LayerView]:
-    """Layer views in forward order: for each layer, for each batch, for each variant.
+    """Yield layer views in forward order: for each layer, for each batch, for each variant.
 
-    Nothing is modified. What is alive at a time: one layer of the expert and of each variant, and the features waiting
-    at one boundary, (1 + variants) * samples * state.
+    Nothing is modified. In memory at a time: one layer of the expert and of each variant, and the features at one
+    boundary, (1 + variants) * samples * state.
 
     Args:
         pool: the models.
-        task: whose expert the variants are compared with, and whose attachments count.
+        task: the task; its expert is the reference, and its attachments apply.
         variants: names in the pool.
         batches: the samples, each batch read once.
         ids: sample ids, for messages.
@@ -482,7 +513,7 @@ def walk(
 
 
 def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
-    """The map, which writes where tokens of a mixture of experts go, or sends them there."""
+    """Run the map with routes, which it records, or follows if they are given."""
     return layer_map(state, side.along(routes))
 
 
@@ -493,9 +524,15 @@ def layer_states(
     *,
     task: str = "",
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
-    """One model's plain forward, layer by layer: each layer with (first sample, state, side inputs) of every batch.
+    """Run one model forward; yield each layer with (first sample, state, side inputs) of every batch.
 
-    Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
+    Layers are read one at a time while the features of all batches are cached.
+
+    Args:
+        pool: the models.
+        model: the model's name.
+        batches: the samples.
+        task: the task of the attachment.
     """
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches)}, [model])
 
@@ -516,9 +553,14 @@ def forward(
     task: str = "",
     pooling: Pool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Final features of one model, batch by batch: (position of the first sample, [n, d]).
+    """Yield final features of one model, batch by batch: (position of the first sample, [n, d]).
 
-    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is.
+    Args:
+        pool: the models.
+        model: the model's name.
+        batches: the samples.
+        task: the task of the attachment.
+        pooling: the pooling to one vector per sample; None returns features as they are.
     """
     for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":
@@ -527,7 +569,14 @@ def forward(
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
-    """Bytes of one sample that wait at a boundary: features of so many models behind the stem, and side inputs."""
+    """Return the cached bytes of one sample at a boundary.
+
+    Args:
+        pool: the models.
+        model: any model's name.
+        inputs: raw inputs of one sample.
+        num_models: the number of models whose features are cached.
+    """
     state, side = pool.begun(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
@@ -538,15 +587,16 @@ def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int =
 def capture(
     module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = None
 ) -> Iterator[tuple[Layer, Tensor]]:
-    """Each layer with its pooled features [n, d], in forward order; one boundary of features is alive at a time.
+    """Yield each layer with its pooled features [n, d], in forward order; one boundary of features is in memory at a
+    time.
 
     Args:
-        module: any module an adapter understands; run in eval mode, not modified.
+        module: any supported module; run in eval mode, not modified.
         inputs: batches of raw inputs, each read once.
-        pool: how one vector per sample is taken from a layer's state; None takes what suits the model's modality.
+        pool: the pooling to one vector per sample; None takes the modality's default.
 
     Raises:
-        IncompatibleModelsError: no adapter understands the module.
+        IncompatibleModelsError: no adapter supports the module.
         NumericsError: weights or features are NaN or infinite.
     """
     first = next(module.parameters())
@@ -585,12 +635,12 @@ def tolerance(dtype: str, drift_rel: float) -> float:
 
 
 class LibraryDrift:
-    """The drift of a task's first samples by the models' own library, to compare the walk's drift with.
+    """The drift of a task's first samples by the models' own library, to verify the walk.
 
     Attributes:
-        batch: the samples: a batch, fewer where its features at all boundaries exceed the budget, and at most `most`.
+        batch: the samples: one batch, fewer if its features at all boundaries exceed the budget, and at most `most`.
         expert: the expert's final features.
-        error: |e - e_library| / |e| by variant and layer; NaN where there is no drift.
+        error: |e - e_library| / |e| by variant and layer; NaN without drift.
     """
 
     def __init__(
@@ -623,10 +673,16 @@ class LibraryDrift:
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
-        """Note the closure error of the first samples at a layer.
+        """Record the closure error of the first samples after a layer.
+
+        Args:
+            layer: the layer.
+            variant: the variant.
+            merged: its state after the layer.
+            expert: the expert's state after the layer.
 
         Raises:
-            NumericsError: drift that the models' own library doesn't give.
+            NumericsError: the drift differs from that of the models' own library.
         """
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
@@ -650,7 +706,14 @@ class LibraryDrift:
 
 
 def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
-    """Return how far two computations of one drift differ, the limit, and True if that exceeds rounding."""
+    """Return the relative difference of two computations of one drift, its limit, and True if it exceeds rounding.
+
+    Args:
+        ours: the drift.
+        theirs: the same drift, computed in another way.
+        features: the expert's features.
+        dtype: the dtype of the features.
+    """
     sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
     size, apart, scale = sizes.tolist()
     error = apart / size if size > 0 else math.nan
@@ -667,14 +730,14 @@ def check_closure(
     budget: int,
     most: int | None = None,
 ) -> None:
-    """Compare the drift of every task's first samples, a batch or `most`, with the library's own forward passes.
+    """Compare the drift of every task's first samples with the library's own forward passes.
 
     Args:
         pool: the models.
         samples: samples by task.
         variants: names of the models whose drift from the experts is checked.
         budget: bytes of features that may be cached.
-        most: how many samples of a task are compared; None takes a batch.
+        most: samples of a task to compare; None takes a batch.
 
     Raises:
         NumericsError: the layers do not compute what the library computes.

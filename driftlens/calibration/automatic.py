@@ -1,8 +1,8 @@
-"""What to calibrate with, chosen by how candidates do on samples that they have not seen.
+"""Choice of a calibration by its scores on held-out samples. Entry point: `decide`.
 
-Samples fall into folds; whole samples are held out, never tokens: those of one image are not independent. All
-candidates are compared in pairs, each at Bonferroni's level for their number. The simplest stays that no other is
-clearly better than; of candidates equally simple the last is taken that is within a standard error of the best.
+Samples fall into folds. Whole samples are held out, never tokens: tokens of one image are not independent. All
+candidates are compared in pairs, with Bonferroni's correction for their number. The result is the simplest candidate
+that no other clearly beats; of equally simple ones the last within one standard error of the best.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a candidate does on held-out samples; lower is better.
+    """The held-out scores of a candidate; lower is better.
 
-    `by_task` has one value per sample; the same samples in the same order for every candidate.
+    `by_task` has one value per sample, with the same samples in the same order for every candidate.
     """
 
     by_task: Mapping[str, NDArray[np.float64]]
 
     @property
     def mean(self) -> float:
-        """Mean over tasks of the mean over samples, so that every task counts alike."""
+        """The mean over tasks of the mean over samples, so that every task has the same weight."""
         return float(np.mean([values.mean() for values in self.by_task.values()]))
 
     def compared_with(self, other: Scores, *, among: int = 1) -> Comparison:
-        """Whether the mean is lower than the other's by more than chance explains.
+        """Compare the mean with another candidate's.
 
-        Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom of
-        Welch and Satterthwaite. `among` so many comparisons the error that is allowed is shared. Samples of different
-        parts were scored by different fits. Where these share samples (of four parts, two do at least half of them),
-        scores are correlated, which the error doesn't know, so that the interval is slightly narrow.
+        Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom
+        of Welch and Satterthwaite. The allowed error is shared among `among` comparisons. Samples of different folds
+        were scored by different fits. These fits share samples, so scores are correlated, which the error ignores:
+        the interval is slightly too narrow.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
@@ -58,10 +58,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How one model's held-out scores compare with another's: by how much its mean is lower, and whether that is clear.
+    """The difference of two candidates' held-out scores.
 
-    The error is infinite where one of them can't be solved for; `low` and `high` are the ends of the advantage's
-    interval after the correction for several comparisons.
+    Attributes:
+        advantage: the other's mean minus this one's.
+        standard_error: of the advantage; infinite if one of them can't be solved.
+        freedom: degrees of freedom.
+        low: lower end of the advantage's interval, corrected for several comparisons.
+        high: its upper end.
+        is_clear: True if the interval is above 0.
     """
 
     advantage: float
@@ -74,10 +79,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which of several models to use: `name` is the simplest that no other is clearly better than.
+    """The choice among several models.
 
-    `over_merged` compares every other with the merged one, `among` so many share the error that is allowed. The base
-    stands where its mean is as low as the decision's. `best` has the lowest mean of all but the merged one, if any.
+    Attributes:
+        name: the simplest model that no other clearly beats.
+        over_merged: every other model compared with the merged one.
+        among: the number of comparisons that share the allowed error.
+        base_stands: True if the base's mean is as low as the chosen model's.
+        best: the model with the lowest mean except the merged one, if any.
     """
 
     name: str
@@ -90,13 +99,17 @@ class Decision:
 def decide(
     scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
 ) -> Decision:
-    """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`.
+    """Choose a model by scores on the same samples.
 
-    Names `alike` are equally simple; of each such set only one can be chosen: the last whose mean is within one
-    standard error of the paired difference from the lowest (the one-standard-error rule of cross-validation; Breiman
-    et al., 1984). Few samples decide between neighbours as a coin does, so they come in the order in which they are
-    trusted beforehand. `among` so many comparisons the error is shared, those with what was left behind earlier
-    included; None takes the others' number.
+    Of equally simple models only one can be chosen: the last whose mean is within one standard error of the paired
+    difference from the lowest (the one-standard-error rule of cross-validation; Breiman et al., 1984). Few samples
+    can't separate neighbours, so list them in the order of prior trust.
+
+    Args:
+        scores: scores by model, from the simplest to the most complex; one is `merged`.
+        alike: sets of names that are equally simple.
+        among: the number of comparisons that share the allowed error, including those with models rejected earlier;
+            None takes the number of other models.
     """
     among = max(1, len(scores) - 1) if among is None else among
 
@@ -125,9 +138,16 @@ def decide(
 def folds_of(
     num_samples: int, task: str, what: str = "choosing settings", *, parts: int = NUM_FOLDS
 ) -> list[range]:
-    """Positions of every part's samples of a task; parts are as equal as can be, and each gets its share of any order.
+    """Return the positions of every fold's samples of a task, folds being interleaved and of nearly equal size.
 
-    `what` holds samples out, for the message where there are too few.
+    Args:
+        num_samples: the number of samples.
+        task: the task, for messages.
+        what: the purpose of holding out, for messages.
+        parts: the number of folds.
+
+    Raises:
+        DataError: there are too few samples.
     """
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(

@@ -1,8 +1,8 @@
-"""What calibrators are made of, and the registry that finds them: one file each in this package.
+"""Base classes of calibrators, and their registry: one file each in this package.
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
-annotations (see `driftlens.utils.registry`). Spec, command line, dashboard and model card ask for them there. Its class
-says how it is solved for or trained (`calibrated`), and what it needs for that; nobody else asks of which kind it is.
+annotations (see `driftlens.utils.registry`). Spec, command line, dashboard and model card read them there. The method
+`calibrated` solves or trains; no other code depends on the kind of a calibrator.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from driftlens.utils.variants import expert_of
 
 
 class Calibrator:
-    """Settings in the manner of scikit-learn: the constructor only stores them, `check` refuses what can't be.
+    """Settings in the manner of scikit-learn: the constructor only stores them, `check` validates them.
 
     Attributes:
-        title: what reports print.
+        title: the name in reports.
         source: the paper.
-        presets: published settings by name; what one leaves out keeps its default.
-        suited: loader of models -> the preset for its kind, where that isn't the first one.
-        candidates: settings, over those at hand, that `--auto` compares; none where it is not asked.
-        with_views: defaults of settings where calibration samples have views.
-        swept: setting -> factors of what is published for it that a sweep around it tries, each within its bounds.
-        of_base: settings among these that mean something beside a base alone.
-        effort: processor time of a calibration against FeatCal's.
-        ablations: settings that each take one part of the method away, for `sweep --ablate`.
-        update: kinds of parameters that it changes; none where it only attaches.
-        takes_sites: whether it solves for modules, which a user may choose; otherwise it attaches a map per task, so
-            that the task of an input must be known.
+        presets: published settings by name; missing settings keep their defaults.
+        suited: loader of models -> the preset for it, if that is not the first one.
+        candidates: settings that `--auto` compares with the current ones.
+        with_views: defaults of settings if calibration samples have views.
+        swept: setting -> factors of its published value that a sweep tries, within its bounds.
+        of_base: settings among these that need a base.
+        effort: CPU time of a calibration relative to FeatCal's.
+        ablations: settings that each remove one part of the method, for `sweep --ablate`.
+        update: kinds of parameters that it changes; empty if it only attaches corrections.
+        takes_sites: True if it solves for modules, which a user may choose. Otherwise it attaches a map per task, so
+            the task of an input must be known.
     """
 
     title: ClassVar[str] = ""
@@ -60,27 +60,27 @@ class Calibrator:
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""
+        """Return the constructor's arguments and their values; `deep` has no effect, as nothing is nested."""
         return {name: getattr(self, name) for name in settings_of(type(self)).model_fields}
 
     def changed(self, **settings: Any) -> Self:
-        """A calibrator like this one, some of its settings changed."""
+        """Return a copy with some settings changed."""
         return type(self)(**self.get_params() | settings)
 
     def calibrate(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """What is calibrated, layer by layer in forward order, or task by task where every task has a map of its own.
+        """Check the settings, then yield calibrated layers in forward order, or one correction per task.
 
         Raises:
-            SpecError: a setting makes no sense, or a task has no expert in the pool.
+            SpecError: a setting is invalid, or a task has no expert in the pool.
             DataError: a task has no samples, or too few.
             NumericsError: weights or features are NaN or infinite; names layer, task and sample.
-            SingularGramError: a site can't be solved for as asked; names it.
+            SingularGramError: a site's system is singular; names it.
         """
         self.check(has_base=context.base is not None)
         return self.calibrated(context)
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield what is calibrated, by settings that were checked; see `calibrate`."""
+        """Yield the results of checked settings; see `calibrate`."""
         raise NotImplementedError
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
@@ -89,7 +89,7 @@ class Calibrator:
 
     @property
     def anchor_reach(self) -> float:
-        """The model that solves are pulled towards is base + this * (merged - base); 1 where that is the merged one."""
+        """The position rho of the anchor base + rho * (merged - base); 1 for the merged model."""
         return 1.0
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class Calibrator:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense, by a `SpecError` with the setting, its value and what was expected."""
+        """Raise a `SpecError` for an invalid setting, with its value and what was expected."""
         read(settings_of(type(self)), self.get_params())
 
 
@@ -112,9 +112,14 @@ class ClosedFormBase(Layerwise, Calibrator):
 
 @dataclass(frozen=True)
 class FinalFeatures:
-    """Final features of a task's calibration samples, [n, t, d] or [n, d] each.
+    """The final features of a task's calibration samples.
 
-    `mask` [n, t] is true where a token counts, None everywhere.
+    Attributes:
+        layer: the last layer.
+        task: the task.
+        merged: features of the merged model, [n, t, d] or [n, d].
+        expert: features of the expert, likewise.
+        mask: [n, t], False at padding; None without padding.
     """
 
     layer: Layer
@@ -124,12 +129,12 @@ class FinalFeatures:
     mask: Tensor | None = None
 
     def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the merged model's and the expert's vectors, [T, d] each, of every token that counts.
+        """Return the merged model's and the expert's vectors, [T, d] each, of every unmasked token.
 
-        `chosen` are positions of samples, [m]; None takes them all.
+        `chosen` are positions of samples, [m]; None takes all.
 
         Raises:
-            IncompatibleModelsError: features are channels before space, as in convolutions, which are no tokens.
+            IncompatibleModelsError: features are channels before space, as in convolutions, not tokens.
         """
         if self.merged.dim() > 3:
             raise IncompatibleModelsError(
@@ -143,7 +148,7 @@ class FinalFeatures:
 
 
 def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens that count, [T, d]; [n, d] as it is. A head may give tokens of its own, which no mask is of."""
+    """Return unmasked tokens, [T, d]. A mask of another shape is ignored: a head may return tokens of its own."""
     is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
     return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
 
@@ -182,9 +187,11 @@ def _joined(parts: Sequence[Tensor], length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Course:
-    """The random numbers of one training, and whom it reports its steps to: (step from 1, of how many, loss).
+    """The random numbers and the progress callback of one training.
 
-    `told` may raise, `Cancelled` for instance.
+    Attributes:
+        generator: the generator of all random numbers.
+        told: called with (step from 1, number of steps, loss); it may raise, `Cancelled` for instance.
     """
 
     generator: torch.Generator
@@ -192,7 +199,7 @@ class Course:
 
 
 class Trained(Calibrator):
-    """A calibrator that trains a correction of the final feature per task, from the samples of that task alone.
+    """A calibrator that trains a correction of the final feature per task, on the samples of that task alone.
 
     The weights stay as they are. A subclass adds `train` and `attachment`.
     """
@@ -201,11 +208,11 @@ class Trained(Calibrator):
 
     @classmethod
     def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
-        """Build the correction from its tensors, as `Attachment.tensors` returned them."""
+        """Build the correction from the tensors that `Attachment.tensors` returned."""
         raise NotImplementedError
 
     def train(self, features: FinalFeatures, course: Course) -> Attachment:
-        """Train the correction of one task; every step is reported to `course`."""
+        """Train the correction of one task, and report every step to `course`."""
         raise NotImplementedError
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
@@ -243,7 +250,16 @@ class Trained(Calibrator):
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Settings of a method, over those of a published preset of it where one is named; `resolve` checks them."""
+    """Return a method's settings on top of one of its presets; `resolve` checks them.
+
+    Args:
+        method: the name of a calibrator.
+        preset: the name of a preset; None for none.
+        settings: the settings, which override the preset's.
+
+    Raises:
+        SpecError: the method has no such preset.
+    """
     kind = calibrators[method]
     if preset is not None and preset not in kind.presets:
         raise SpecError(
@@ -254,7 +270,7 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
 
 
 def require_task_id(task_id: str, method: str) -> None:
-    """Refuse a repair that has a map per task where nobody will know the task of an input: `task_id` is `unknown`."""
+    """Raise a `SpecError` if a method has one map per task and `task_id` is `unknown`."""
     if task_id == "unknown" and not calibrators[method].takes_sites:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",

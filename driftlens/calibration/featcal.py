@@ -146,7 +146,13 @@ def _layer_norm_closed_form(
 
 
 def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run a model and return what each module of one of its blocks reads, [n, d] in float64, one row per token."""
+    """Run a model; return the inputs of each module of a block, [n, d] in float64, one row per token.
+
+    Args:
+        model: the model, in eval mode.
+        block: one of its blocks.
+        inputs: keyword arguments of the forward call.
+    """
     rows: dict[str, Tensor] = {}
 
     def record(name: str, args: tuple[Any, ...]) -> None:
@@ -294,22 +300,23 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class FeatCal(ClosedFormBase):
     """Closed-form feature calibration of a merged model (arXiv:2605.13030): its settings and its solves.
 
-    The defaults follow the paper's text for CLIP; `PRESETS` has the others. Arguments are stored
-    as they are and checked when they are used.
+    The defaults follow the paper's text for CLIP; `PRESETS` has the others. Arguments are stored as they are and
+    checked when they are used.
 
     Args:
         lam: ridge lambda >= 0, relative to a Gram matrix of Frobenius norm 1 (Eq. 15).
         rho: >= 0; the anchor is rho * merged + (1 - rho) * base (Eq. 11); above 1 it extrapolates away from the base.
         alpha: share in [0, 1] of the expert's features in the target (Eq. 10).
-        eps: least Gram norm (Eq. 14). The authors' code also adds it to the matrix that is inverted and keeps LayerNorm
+        eps: least Gram norm (Eq. 14). The authors' code also adds it to the inverted matrix and keeps LayerNorm
             determinants above it; here it doesn't, so that Eq. 16 and 59 hold exactly.
-        update: what is solved for: `linear` weights, `bias` of linear modules, `norm` scale and shift.
+        update: kinds of parameters to solve for: `linear` weights, `bias` of linear modules, `norm` scale and shift.
         anchor: `merged` for Eq. 11, `none` to drop the pull towards the anchor.
-        last_block_tokens: token-weight rule of the last block's sites, keys and values excepted, instead of the
-            adapter's own; the authors' script has `cls_emphasis` here, the paper's text counts every token alike.
-        solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is good to about 1e-3 only.
-        inputs: what each layer is fed while it is fitted: `deployed`, what the layers calibrated before it give, as the
-            paper has it; `merged` or `expert`, what those of that model give, which ablations of it ask for.
+        last_block_tokens: token-weight rule of the last block's sites, except keys and values, instead of the
+            adapter's own; the authors' script has `cls_emphasis` here, the paper's text weighs every token alike.
+        solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is accurate to about 1e-3
+            only.
+        inputs: the features that a layer reads while it is fitted: `deployed` from the calibrated layers before it,
+            as in the paper, or `merged` or `expert` from that model, for ablations.
     """
 
     title = "FeatCal"
@@ -382,7 +389,7 @@ class FeatCal(ClosedFormBase):
 
     @property
     def anchor_reach(self) -> float:
-        """Rho, or 1 where nothing pulls (Eq. 11)."""
+        """The setting rho, or 1 without an anchor (Eq. 11)."""
         return 1.0 if self.anchor == "none" else self.rho
 
     @property
@@ -391,16 +398,16 @@ class FeatCal(ClosedFormBase):
         return 0.0 if self.anchor == "none" else self.lam
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
-        """Ask for a share `alpha` of the expert in the target; keys and values keep their own token weights."""
+        """Return a target with share `alpha` of the expert; keys and values keep their own token weights."""
         emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
         return TargetSpec(self.alpha, emphasised or site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """Return omega = 1 / max(|G|_F, eps) (Eq. 14), so that tasks count alike whatever their features' scale."""
+        """Return omega = 1 / max(|G|_F, eps) (Eq. 14), so that tasks have equal weight at any feature scale."""
         return 1 / gram_norm.clamp_min(self.eps)
 
     def least_rows(self, width: int) -> int:
-        """Return the least number of rows with one solution: without a ridge, as many as inputs."""
+        """Return the least number of rows with one solution: 1 with a ridge, otherwise the number of inputs."""
         return 1 if self.pull else width
 
     def anchor_of(self, merged: Parameters, base: Parameters | None) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Residual calibration: linear modules also repair what the modules before them left.
+"""Residual calibration: linear modules also correct the errors of the modules before them.
 
 `residual_blocks` is the method as one function, `ResidualCal` the same for the streamed engine.
 """

@@ -25,7 +25,7 @@ _REPORTED_EVERY = 10
 
 @dataclass(frozen=True)
 class LowRank:
-    """f - U relu(D f) with D [r, d] and U [d, r], token by token; with `normalize`, f is brought to |f| = 1 first."""
+    """The map f - U relu(D f) with D [r, d] and U [d, r], token by token; `normalize` first scales f to |f| = 1."""
 
     down: Tensor
     up: Tensor
@@ -43,13 +43,19 @@ class LowRank:
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return what is saved; a third tensor marks maps that normalize features."""
+        """Return the tensors to save; a third one marks maps that normalize features."""
         flag = {"normalize": torch.ones(())} if self.normalize else {}
         return {"down": self.down, "up": self.up, **flag}
 
 
 def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Draw a matrix as `nn.Linear` starts with: uniform within 1 / sqrt(columns), Kaiming's bound with a = sqrt 5."""
+    """Sample a matrix as `nn.Linear` initializes it: uniform within 1 / sqrt(columns), Kaiming's bound with a = sqrt 5.
+
+    Args:
+        rows: number of rows.
+        columns: number of columns.
+        generator: the random generator.
+    """
     bound = 1 / math.sqrt(columns)
     return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
 
@@ -84,9 +90,9 @@ class _LowRankTrained(Trained):
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
     def train(self, features: FinalFeatures, course: Course) -> LowRank:
-        """Train the correction of one task; batches are drawn without replacement, epoch after epoch.
+        """Train the correction of one task; batches are sampled without replacement, epoch after epoch.
 
-        There is no validation and no choice among steps: where it stops is fixed beforehand.
+        The number of steps is fixed: there is no validation and no choice among steps.
         """
         parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
@@ -105,10 +111,10 @@ class _LowRankTrained(Trained):
 
 @calibrators.register("surgery")
 class Surgery(_LowRankTrained):
-    """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
+    """A low-rank correction of the final feature per task, f' = f - U relu(D f), trained on the mean |f' - f_expert|.
 
-    The authors train on test images. Of texts, f is what the score map reads, token by token, for which nobody has
-    published another way.
+    The authors train on test images. For texts, f is what the score map reads, token by token, for which no other way
+    is published.
     """
 
     title = "Surgery"
@@ -126,7 +132,7 @@ class Surgery(_LowRankTrained):
         self.normalize = normalize
 
     def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return D, drawn, and U, zero."""
+        """Return D, sampled, and U, zero."""
         width, device = merged.shape[-1], merged.device
         down = moved(uniform(self.rank, width, generator), device)
         return [down, torch.zeros(width, self.rank, device=device)]
@@ -134,7 +140,14 @@ class Surgery(_LowRankTrained):
     def loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the mean distance of the corrected features from the expert's."""
+        """Return the mean distance of the corrected features from the expert's.
+
+        Args:
+            merged: vectors of the merged model, [T, d].
+            expert: vectors of the expert, [T, d].
+            parameters: D and U.
+            generator: not used.
+        """
         down, up = parameters
         target = F.normalize(expert, dim=-1) if self.normalize else expert
         return (LowRank(down, up, self.normalize)(merged) - target).abs().mean()
@@ -163,7 +176,7 @@ class ProbSurgery(_LowRankTrained):
         self.weight = weight
 
     def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return D, drawn, and M and V, zero."""
+        """Return D, sampled, and M and V, zero."""
         width = merged.shape[-1]
         down = beside(merged, uniform(self.rank, width, generator))
         return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
@@ -171,7 +184,14 @@ class ProbSurgery(_LowRankTrained):
     def loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the loss with one draw of z per vector."""
+        """Return the loss with one sample of z per vector.
+
+        Args:
+            merged: vectors of the merged model, [T, d].
+            expert: vectors of the expert, [T, d].
+            parameters: D, M and V.
+            generator: the generator of z.
+        """
         noise = beside(merged, torch.randn(merged.shape, generator=generator))
         return _prob_surgery_loss(merged, expert, noise, parameters, self.weight)
 

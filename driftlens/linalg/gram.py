@@ -1,4 +1,4 @@
-"""Growing sums of float32 products, kept in float64; of X'X only the half below the diagonal is computed."""
+"""Running sums of float32 products, kept in float64; of X'X only the lower triangle is computed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _Tile = tuple[slice, slice]
 
 
 def add_scaled(total: Tensor, part: Tensor, scale: float | Tensor = 1.0) -> None:
-    """Add `scale * part` to `total` in place, of one shape; `part` may be of a narrower dtype.
+    """Add `scale * part` to `total` in place.
 
-    A tensor's `scale` [] is not read: nobody waits for it.
+    A mixed sum converts `part` first. A converted copy of a large matrix takes ten times longer than the sum, because
+    of its memory, so only some rows are converted at a time.
 
-    Mixed sums make a converted copy first. A copy of all of a large matrix takes ten times longer than the sum, for the
-    sake of the memory it has to be given, so only some rows are converted at a time.
+    Args:
+        total: the sum.
+        part: of the same shape, possibly of a narrower dtype.
+        scale: a number, or a tensor [], which is not read, so that nothing synchronizes with the device.
     """
     part = part.to(total.device)
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
@@ -40,9 +43,12 @@ def _add(total: Tensor, part: Tensor, scale: float | Tensor) -> None:
 
 
 def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A sum with one more part in it: in the part's own dtype while it is the only one, then in `dtype`.
+    """Return a sum plus one part: in the part's dtype while it is the only one, then in `dtype`.
 
-    `total` may be modified; `part` isn't, once there are two.
+    Args:
+        total: the sum, which may be modified; None for an empty one.
+        part: the part, not modified.
+        dtype: the dtype of sums.
     """
     if total is None:
         return part
@@ -53,16 +59,16 @@ def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def single(rows: Tensor) -> Tensor:
-    """Rows of float16 or bfloat16 in float32, others as they are: a product is rounded to the dtype of its factors."""
+    """Return float16 and bfloat16 rows in float32, others as they are: products are rounded to their factors' dtype."""
     return rows.float() if rows.dtype.itemsize < torch.float32.itemsize else rows
 
 
 class GramSum:
-    """A growing sum of rows' outer products, [k, k], lower triangle only.
+    """A running sum of rows' outer products, [k, k], lower triangle only.
 
-    Products are taken in the dtype of the rows, at least in float32, sums in `dtype`: float32 products of some thousand
-    rows are good to about 1e-6, and summing many of them in float64 loses nothing more. Rows lie on `device`, and so
-    does the sum, unless that device knows no such numbers, or has no room: then products go to the host, tile by tile.
+    Products are computed in the dtype of the rows, at least in float32, sums in `dtype`. Float32 products of some
+    thousand rows are accurate to about 1e-6, and summing many of them in float64 loses nothing more. The sum is on
+    the rows' `device`, unless that has no such dtype or no room: then products are copied to the host, tile by tile.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,7 +80,7 @@ class GramSum:
         self._tiles = list(_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
-        """Add rows' outer products, rows' rows; `rows` is [T, k]."""
+        """Add rows' rows; `rows` is [T, k]."""
         rows = single(rows)
         for tile in self._tiles:
             self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
@@ -89,7 +95,7 @@ class GramSum:
         self._is_empty = False
 
     def norm(self) -> Tensor:
-        """Frobenius norm of the whole symmetric sum, a number in float64."""
+        """Return the Frobenius norm of the whole symmetric sum, in float64."""
         # A float32 sum of this many squares would be too small in the fourth digit.
         lower = near_float64(self._lower)
         energies = [
@@ -100,9 +106,12 @@ class GramSum:
         return torch.stack(energies).sum().sqrt()
 
     def quadratic(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o, k]: [o], in their dtype.
+        """Return v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o], in their dtype.
 
-        `more` is [k, k], not symmetric as a rule; None leaves it out.
+        Args:
+            vectors: [o, k].
+            more: [k, k], not symmetric in general; None leaves it out.
+            scale: the factor of S.
         """
         forms = vectors.new_zeros(len(vectors))
         for rows, columns in self._tiles:
@@ -115,11 +124,11 @@ class GramSum:
         return forms
 
     def clear(self) -> None:
-        """Start again at zero, in the same memory."""
+        """Reset the sum to zero, in the same memory."""
         self._is_empty = True
 
     def full(self) -> Tensor:
-        """The symmetric sum with both halves, [k, k], in the memory of this sum."""
+        """Return the symmetric sum with both halves, [k, k], in the memory of this sum."""
         for rows, columns in self._tiles:
             tile = self._lower[rows, columns]
             if rows == columns:  # a product's two halves may differ in their last bits
@@ -138,9 +147,9 @@ class GramSum:
 
 
 def _tiles(start: int, stop: int) -> Iterator[_Tile]:
-    """Rows and columns of tiles that cover the lower triangle: squares on the diagonal, all else below it.
+    """Yield rows and columns of tiles that cover the lower triangle: squares on the diagonal, rectangles below it.
 
-    Halving again and again leaves products as square as can be, which run fastest.
+    Repeated halving keeps products nearly square, which run fastest.
     """
     if stop - start <= _LEAF:
         yield slice(start, stop), slice(start, stop)
@@ -152,7 +161,7 @@ def _tiles(start: int, stop: int) -> Iterator[_Tile]:
 
 
 class OutputSums(NamedTuple):
-    """Sums over rows: of (W t) x', [O, k], of W t, [O], and of (W t)^2, [O], or None where nobody asked for it."""
+    """Sums over rows: (W t) x', [O, k]; W t, [O]; and (W t)^2, [O], or None if not computed."""
 
     cross: Tensor
     target: Tensor
@@ -160,25 +169,25 @@ class OutputSums(NamedTuple):
 
 
 class OutputCross:
-    """Growing sums of wanted outputs with inputs, in the way that takes fewer operations.
+    """Running sums of target outputs with inputs, by the cheaper of two ways.
 
-    W is an expert's weight and b its bias, x the input that the merged model feeds the site, u the one that the expert
-    feeds it, and wanted is W t of t = alpha * u + (1 - alpha) * x (FeatCal, arXiv:2605.13030, Eq. 10). The expert's
-    outputs y = W u + b are known, since it has run. With T rows, W x of every row costs T O k operations and the
-    product of W t with the input T O k more; the sum of t x' alone costs T k^2, and O k^2 once at the end.
+    W is an expert's weight and b its bias, x the merged model's input of the site and u the expert's, and the target
+    output is W t of t = alpha * u + (1 - alpha) * x (FeatCal, arXiv:2605.13030, Eq. 10). The expert's outputs y = W u
+    + b are known. With T rows, W x of every row costs T O k operations and the product of W t with the input T O k
+    more; the sum of t x' alone costs T k^2, and the product with W O k^2 once at the end.
 
-    Through the inputs that is C, the sum of t x', and W once at the end. For the energies the expert's outputs make up
-    for a Gram matrix of t: row by row w of W, with G the sum of x x',
+    The second way sums C = t x' and multiplies by W at the end. For the energies, the expert's outputs replace a Gram
+    matrix of t: for each row w of W, with G the sum of x x',
 
         sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
 
     Args:
         weight: W, [O, k].
         bias: b, [O].
-        alpha: share of the expert in what is wanted.
-        num_rows: about how many rows there will be.
-        dtype: of the sums.
-        energies: whether (W t)^2 is wanted.
+        alpha: share of the expert in the target.
+        num_rows: approximate number of rows.
+        dtype: the dtype of the sums.
+        energies: True to sum (W t)^2.
     """
 
     def __init__(
@@ -204,10 +213,13 @@ class OutputCross:
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
-        """Add rows x, [T, k], with the expert's own u, [T, k].
+        """Add rows.
 
-        `expert_outputs` are y, [T, o] of each site whose weight is stacked in W; `weights` [T] say how much each row
-        counts, None counts each 1.
+        Args:
+            rows: inputs x of the merged model, [T, k].
+            expert_rows: inputs u of the expert, [T, k].
+            expert_outputs: outputs y of the expert, [T, o] for each site whose weight is stacked in W.
+            weights: weights of the rows, [T]; None weighs each 1.
         """
         of_these = self._of_outputs if self.row_by_row else self._of_inputs
         outputs_of_sites = [*map(single, expert_outputs)]
@@ -247,7 +259,7 @@ class OutputCross:
         return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
     def sums(self, gram: GramSum) -> OutputSums:
-        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
+        """Return the sums; `gram` is the sum of x x' over the same rows."""
         assert self._sums is not None
         if self.row_by_row:
             return self._sums
@@ -261,7 +273,7 @@ class OutputCross:
 
 
 def _split(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Parts of the last axis, as wide as these."""
+    """Split the last axis into parts as wide as those of `like`."""
     return torch.split(stacked, [part.shape[-1] for part in like], dim=-1)
 
 
@@ -292,14 +304,14 @@ class JointMoments:
             total.add_(value.to(total.device))
 
     def within(self, basis: Tensor) -> JointMoments:
-        """Of the inputs in an orthonormal basis [k, r]."""
+        """Return the moments of the inputs in an orthonormal basis [k, r]."""
         return JointMoments(
             basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
         )
 
 
 class JointSums:
-    """Growing `JointMoments`, in the memory and the dtype of a Gram sum."""
+    """Running `JointMoments`, in the memory and the dtype of a Gram sum."""
 
     @summing()
     def __init__(self, gram: GramSum, outputs: int) -> None:
@@ -312,9 +324,12 @@ class JointSums:
         self._gram.add(product, 1.0)
 
     def add(self, x: Tensor, targets: Tensor, *others: JointSums) -> None:
-        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o].
+        """Add products of rows with their targets, to other sums as well.
 
-        To others as well, from the same product.
+        Args:
+            x: rows, [T, k].
+            targets: local and upstream targets side by side, [T, 2 o].
+            others: sums that the same product is added to.
         """
         x, targets = single(x), single(targets)
         # A product whose rows aren't whole cache lines takes up to twice as long.
@@ -333,11 +348,11 @@ class JointSums:
         self._energy += other._energy.to(self._energy.device)
 
     def moments(self, scale: float) -> JointMoments:
-        """The sums, multiplied by a number, in their own memory."""
+        """Return the sums multiplied by a number, in their own memory."""
         sums = self._gram.full(), *self._cross.chunk(2), self._energy
         return JointMoments(*(value.mul_(scale) for value in sums))
 
 
 def solve_bytes(outputs: int, inputs: int) -> int:
-    """About what sums and solve hold in float64: Gram matrices of a task and of all, a factor; cross moments twice."""
+    """Return the approximate bytes of sums and solve in float64: three [k, k] matrices, and cross moments twice."""
     return 8 * (3 * inputs**2 + 2 * outputs * inputs)

@@ -1,4 +1,4 @@
-"""Measures of similarity: debiased linear CKA between features, similarities of embeddings, and of rankings by them."""
+"""Similarity measures: debiased linear CKA of features, similarities of embeddings, and retrieval scores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from torch import Tensor
 
 
 def linear_cka(left: Tensor, right: Tensor) -> Tensor:
-    """How alike two sets of features of the same samples are.
+    """Return the debiased linear CKA of two sets of features of the same samples.
 
-    1 for features equal up to rotation and scale, 0 on average for unrelated ones. With K = left left' and M = right
-    right', both with zero diagonals, it is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)), where HSIC is the unbiased
-    estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)).
-
-    Rotations, scale, shifts and a common order of the samples leave it unchanged; other linear maps of the features do
-    not.
+    It is 1 for features equal up to rotation and scale, 0 on average for unrelated ones. With K = left left' and M =
+    right right', both with zero diagonals, it is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)), where HSIC is the unbiased
+    estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)). Rotations, scale, shifts and a
+    common order of the samples leave it unchanged; other linear maps of the features do not.
 
     Source: Kornblith et al., "Similarity of Neural Network Representations Revisited" (arXiv:1905.00414), with the
     unbiased HSIC estimator of Song et al. (JMLR 2012), as used by Nguyen et al. (arXiv:2010.15327).
@@ -53,13 +51,13 @@ def _hsic(left: Tensor, right: Tensor) -> Tensor:
 
 
 def similarities(queries: Tensor, others: Tensor, how: str = "cosine", *, paired: bool = False) -> Tensor:
-    """How alike embeddings are, by the words of sentence-transformers; larger is more alike.
+    """Return similarities of embeddings by the names of sentence-transformers; larger is more similar.
 
     Args:
         queries: [n, d].
         others: [m, d].
         how: cosine, dot, euclidean or manhattan.
-        paired: whether every query has one of its own.
+        paired: True to compare row with row.
 
     Returns:
         [n, m], or [n] of pairs.
@@ -81,7 +79,7 @@ DEEPEST = 10
 
 
 def _ndcg(hits: Sequence[bool], wanted: int) -> float:
-    """Binary relevance: the sum of 1 / log2(rank + 1) of what answers, by that of an ideal ranking."""
+    """Return binary NDCG: the sum of 1 / log2(rank + 1) over hits, relative to an ideal ranking."""
     best = sum(1 / math.log2(rank + 1) for rank in range(1, min(wanted, DEEPEST) + 1))
     return sum(hit / math.log2(rank + 1) for rank, hit in enumerate(hits, 1)) / best if best else 0.0
 

@@ -27,10 +27,10 @@ _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eig
 
 @dataclass(frozen=True)
 class Factor:
-    """L with L L' = a symmetric positive definite matrix.
+    """The Cholesky factor L of a symmetric positive definite matrix L L'.
 
     Attributes:
-        lower: L, [k, k], below and on the diagonal; what stands above it means nothing.
+        lower: L, [k, k]; entries above the diagonal are uninitialized.
         smallest_eigenvalue: of the matrix, estimated by inverse-power steps on L, so at least the true one.
         largest_eigenvalue: of the matrix, estimated by power steps on L, so at most the true one.
     """
@@ -41,17 +41,17 @@ class Factor:
 
     @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue, estimated; at most the true condition number."""
+        """The estimated condition number; at most the true one."""
         return max(1.0, self.largest_eigenvalue / self.smallest_eigenvalue)
 
     def solve_rows(self, rows: Tensor) -> Tensor:
-        """X with X (L L') = rows, [o, k], which may be overwritten; one factor serves every row."""
+        """Solve X (L L') = rows, [o, k], which may be overwritten."""
         # X S = R with S symmetric means S X' = R'.
         half = _solve_rows(self.lower.mT, rows, upper=True)
         return _solve_rows(self.lower, half, upper=False)
 
     def energy(self, rows: Tensor) -> Tensor:
-        """x' (L L') x for every row x, [o], computed in the dtype of `rows`, [o, k]."""
+        """Return x' (L L') x for every row x, [o], in the dtype of `rows`, [o, k]."""
         total = rows.new_zeros(len(rows))
         for start, panel in _panels(self.lower):
             total += (rows[:, start:] @ panel.to(rows)).square().sum(dim=1)
@@ -59,16 +59,16 @@ class Factor:
 
 
 def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
-    """Cholesky factor of S = scale * matrix + shift * I, [k, k], of which the lower triangle is read.
+    """Return the Cholesky factor of S = scale * matrix + shift * I, [k, k].
 
-    Refused is an S whose smallest eigenvalue is at most k * machine epsilon * its largest: a factorisation that
-    went through is no proof of full rank. Nothing is damped, clipped or pseudo-inverted instead.
+    An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused: a factorisation that went
+    through is no proof of full rank. Nothing is damped, clipped or pseudo-inverted instead.
 
     Args:
-        matrix: symmetric; it is not modified.
-        what: what messages call S, for example "gram + 0.05 I".
+        matrix: symmetric, of which the lower triangle is read; it is not modified.
+        what: the name of S in messages, for example "gram + 0.05 I".
         scale: positive.
-        shift: what is added on the diagonal.
+        shift: added to the diagonal.
 
     Raises:
         NumericsError: an entry is NaN or infinite.
@@ -104,9 +104,12 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
 
 
 def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float:
-    """How far X [o, k] is from solving X S = R, as |X S v - R v| / (|X S v| + |R v|) along one direction v.
+    """Return the error of a solution X [o, k] of X S = R, |X S v - R v| / (|X S v| + |R v|) along one direction v.
 
-    `image` is S v, [k], of `probe(k)`, and `wanted` R v, [o].
+    Args:
+        solution: X.
+        image: S v, [k], of `probe(k)`.
+        wanted: R v, [o].
     """
     gradient = solution @ image
     size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(wanted))
@@ -114,7 +117,7 @@ def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float
 
 
 def probe(like: Tensor) -> Tensor:
-    """A direction v, [k], that no system knows of: random, and the same for every system of k unknowns."""
+    """Return a random direction v, [k], the same for every system of k unknowns."""
     generator = torch.Generator().manual_seed(1)
     return beside(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
@@ -148,7 +151,7 @@ def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _square(lower: Tensor, vector: Tensor) -> Tensor:
-    """L L' v, [k, 1], of which the zeros above the diagonal aren't read."""
+    """Return L L' v, [k, 1], without reading above the diagonal."""
     product = torch.zeros_like(vector)
     for start, panel in _panels(lower):
         product[start:] += panel @ (panel.mT @ vector[start:])
@@ -156,7 +159,7 @@ def _square(lower: Tensor, vector: Tensor) -> Tensor:
 
 
 def _solve_rows(triangle: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
-    """X with X T = rows; in the memory of `rows`, which takes half the time, unless gradients are wanted."""
+    """Solve X T = rows, in the memory of `rows` unless gradients are required: that takes half the time."""
     out = None if rows.requires_grad or triangle.requires_grad else rows
     return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False, out=out)
 
@@ -172,7 +175,7 @@ def _limit(matrix: Tensor, largest: float) -> float:
 
 
 def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> Tensor:
-    """Largest eigenvalue of a positive operator, estimated from below by a few power steps."""
+    """Estimate the largest eigenvalue of a positive operator from below, by a few power steps."""
     generator = torch.Generator().manual_seed(0)
     vectors = beside(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
@@ -182,17 +185,15 @@ def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1
 
 @dataclass(frozen=True)
 class Moments:
-    """Weighted averages over rows x of a linear map's input and y of its wanted output (without bias).
-
-    Letters: k inputs, o outputs.
+    """Weighted averages over rows: inputs x of a linear map, k wide, and target outputs y without bias, o wide.
 
     Attributes:
         gram: E[x x'], [k, k], symmetric; G of FeatCal (arXiv:2605.13030), Eq. 13.
         output_cross: E[y x'], [o, k]; W_i C_i there, when y = W_i x_target.
         mean_in: E[x], [k].
         mean_target: E[y], [o].
-        target_energy: E[y * y], [o]; None where nobody asked for it, and then there is no misfit.
-        weight_sum: how much all rows count together, a number. What a row counts is up to the caller.
+        target_energy: E[y * y], [o]; None if not computed, and then there is no misfit.
+        weight_sum: the sum of the weights of all rows, a number.
     """
 
     gram: Tensor
@@ -203,13 +204,13 @@ class Moments:
     weight_sum: Tensor
 
     def of_outputs(self, rows: slice) -> Moments:
-        """Those of some outputs alone."""
+        """Return the moments of some outputs."""
         energy = None if self.target_energy is None else self.target_energy[rows]
         cross, target = self.output_cross[rows], self.mean_target[rows]
         return replace(self, output_cross=cross, mean_target=target, target_energy=energy)
 
     def misfit(self, weight: Tensor) -> Tensor:
-        """weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""
+        """Return weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""
         assert self.target_energy is not None
         quadratic = ((weight @ self.gram) * weight).sum(dim=1)
         mixed = (weight * self.output_cross).sum(dim=1)
@@ -217,9 +218,14 @@ class Moments:
 
 
 def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
-    """Cholesky factor of scale * gram + lam * I, which serves every site with this Gram matrix; see `factorize`.
+    """Return the Cholesky factor of scale * gram + lam * I; see `factorize`.
 
     The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
+
+    Args:
+        gram: [k, k].
+        lam: lambda >= 0.
+        scale: positive.
     """
     return factorize(gram, what=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
 
@@ -227,17 +233,17 @@ def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Fa
 def solve_bias(
     target: Tensor, output: Tensor, weight_sum: float | Tensor, anchor: Tensor | None, *, lam: float
 ) -> Tensor:
-    """Bias that makes the site's mean output right once its weight is fixed, pulled towards `anchor`.
+    """Solve for the bias with the weight fixed, pulled towards `anchor`.
 
-    The minimiser of sum_i omega_i |W mu_i + b - t_i|^2 + lam * |b - anchor|^2, which is
+    It minimises sum_i omega_i |W mu_i + b - t_i|^2 + lam * |b - anchor|^2, so it is
 
         (sum_i omega_i (t_i - W mu_i) + lam * anchor) / (sum_i omega_i + lam).
 
-    Source: FeatCal (arXiv:2605.13030), Eq. 55. The sum of the task weights has the unit of 1 / features^2 and lambda
-    has none, so large features leave the bias to its anchor; compare the two before reading much into a bias.
+    Source: FeatCal (arXiv:2605.13030), Eq. 55. The sum of the task weights has the unit 1 / features^2 and lambda has
+    none, so with large features the anchor determines the bias.
 
     Args:
-        target: mean wanted output t with its bias, averaged over tasks with weights omega, [o].
+        target: mean target output t with its bias, averaged over tasks with weights omega, [o].
         output: mean output W mu without bias, averaged likewise, [o].
         weight_sum: the sum of the task weights omega.
         anchor: [o]; None drops both terms with `lam`.
@@ -254,8 +260,10 @@ def solve_bias(
 class _RidgeSolution:
     """The weight [o, k] that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
 
-    `factor` is of the matrix that was inverted, weight_sum * E[x x'] + lam * I. The objective is by output, [o]:
-    outputs don't interact, so sums over some are those sites'; None where the moments lack the energy of y.
+    Attributes:
+        weight: the solution.
+        factor: of the inverted matrix, weight_sum * E[x x'] + lam * I.
+        objective: by output, [o]; None if the moments lack the energy of y.
     """
 
     weight: Tensor
@@ -263,9 +271,9 @@ class _RidgeSolution:
     objective: Tensor | None
 
     def excess(self, other: Tensor) -> Tensor:
-        """How much higher the objective is at another weight, by output, [o], in the dtype of `other`.
+        """Return the increase of the objective at another weight, by output, [o], in the dtype of `other`.
 
-        Exactly tr(D H D') with D the difference of the weights and H the matrix that was inverted.
+        It is exactly tr(D H D') with D the difference of the weights and H the inverted matrix.
         """
         return self.factor.energy((other - self.weight).to(other.dtype))
 
@@ -273,22 +281,22 @@ class _RidgeSolution:
 def solve_ridge(
     moments: Moments, anchor: Tensor | None, *, lam: float, factor: Factor | None = None
 ) -> _RidgeSolution:
-    """Return the weight closest to the outputs experts would give, pulled towards `anchor`, and its objective.
+    """Solve for the weight that fits the target outputs best, pulled towards `anchor`.
 
     Minimises over W, with all tasks already summed into the moments,
 
         weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2,
 
-    where x is what the *merged* model feeds this site and y the output wanted from it. With G = weight_sum * E[x x']
-    and R = weight_sum * E[y x'], the minimiser is (R + lam * anchor) (G + lam * I)^-1.
+    where x is the *merged* model's input of this site and y its target output. With G = weight_sum * E[x x'] and R =
+    weight_sum * E[y x'], the minimiser is (R + lam * anchor) (G + lam * I)^-1.
     Source: FeatCal (arXiv:2605.13030), Eq. 17.
 
     Args:
-        moments: of one site, or of several that are stacked; `weight_sum` is the sum of the task weights. Use float64:
-            a half-precision Cholesky factor is noise, and at lam = 1e-5 float32 is good to about 1e-3 only.
+        moments: of one site, or of several stacked ones; `weight_sum` is the sum of the task weights. Use float64: a
+            half-precision Cholesky factor is noise, and at lam = 1e-5 float32 is accurate to about 1e-3 only.
         anchor: [o, k], in the unit of the weight; None drops both terms with `lam`.
         lam: lambda >= 0, relative to a Gram matrix of Frobenius norm 1.
-        factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
+        factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), if known already.
 
     Raises:
         NumericsError: a moment holds NaN or infinite entries.
@@ -334,7 +342,15 @@ class NormMoments:
     def of_affine(
         cls, mean: Tensor, second: Tensor, scale: Tensor, shift: Tensor | None, weight_sum: Tensor
     ) -> NormMoments:
-        """Moments whose wanted output is y = scale * z + shift; no shift means 0."""
+        """Return moments with target output y = scale * z + shift.
+
+        Args:
+            mean: E[z], [k].
+            second: E[z * z], [k].
+            scale: [k].
+            shift: [k]; None means 0.
+            weight_sum: the sum of the weights of all rows.
+        """
         if shift is None:
             shift = scale.new_zeros(scale.shape)
         return cls(
@@ -357,7 +373,7 @@ class NormMoments:
         return NormMoments(**averages, weight_sum=total)
 
     def misfit(self, scale: Tensor, shift: Tensor | None) -> Tensor:
-        """weight_sum * E |scale z + shift - y|^2, a number, from the moments alone."""
+        """Return weight_sum * E |scale z + shift - y|^2, a number, from the moments alone."""
         error = scale**2 * self.second - 2 * scale * self.scale_target + self.target_energy
         if shift is not None:
             error = error + 2 * scale * shift * self.mean + shift**2 - 2 * shift * self.shift_target
@@ -373,18 +389,18 @@ def solve_layer_norm(
     *,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift that come closest to the experts' own, on the merged model's normalised features.
+    """Solve for the scale and shift closest to the experts', on the merged model's normalised features.
 
-    Minimises over gamma and beta, coordinate by coordinate and with every task counting 1,
+    Minimises over gamma and beta, coordinate by coordinate and with weight 1 for every task,
 
         sum_i E (gamma z + beta - gamma_i z - beta_i)^2 + lam (gamma - anchor)^2 + lam (beta - anchor)^2,
 
     whose normal equations are two by two.  Source: FeatCal (arXiv:2605.13030), Eq. 57-59.
 
-    The closed form is taken as a step from the merged model's own parameters. Where a coordinate hardly varies and
-    `lam` is tiny, the determinant is mostly rounding, which then makes the step a little too short or too long; the
-    parameters themselves it would scale away. The authors' code clamps the determinant instead, which leaves the
-    minimiser of Eq. 57 and can end above the objective it started from.
+    The closed form is computed as a step from the merged model's parameters. If a coordinate hardly varies and `lam`
+    is tiny, the determinant is mostly rounding, which then changes the length of the step and not the parameters
+    themselves. The authors' code clamps the determinant instead, which leaves the minimiser of Eq. 57 and can end
+    above the objective it started from.
 
     Args:
         moments: of all tasks together, so that `weight_sum` is their number.
@@ -420,15 +436,15 @@ def solve_layer_norm(
 
 
 def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: float) -> Tensor:
-    """Scale that comes closest to the experts' own where there is no shift, on the merged model's normalised features.
+    """Solve for the scale closest to the experts' in a norm without shift, on the merged model's normalised features.
 
     The paper calibrates no RMSNorm; this is its LayerNorm update without a shift. Per coordinate,
 
         sum_i E (gamma z - gamma_i z)^2 + lam (gamma - anchor)^2
             = sum_i q_i (gamma - gamma_i)^2 + lam (gamma - anchor)^2,     q_i = E[z^2] on task i,
 
-    is a parabola whose derivative vanishes at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam): an average of the
-    experts' scales, each counting as much as its task excites that coordinate. An average needs no least denominator.
+    is minimal at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam), an average of the experts' scales with the
+    weights q_i. An average needs no least denominator.
 
     Args:
         moments: of all tasks together, so that `weight_sum` is their number; z = x / rms(x).
@@ -439,7 +455,7 @@ def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: fl
         The scale, [k].
 
     Raises:
-        SingularGramError: no task excites a coordinate, and nothing pulls it either.
+        SingularGramError: a coordinate is zero in every task, and there is no anchor.
     """
     pulled = moments.weight_sum * moments.scale_target
     excited = moments.weight_sum * moments.second
@@ -450,7 +466,7 @@ def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: fl
 
 
 def _require_regular(smallest: Tensor, limit: Tensor) -> None:
-    """Refuse coordinates whose smallest eigenvalue is at most the limit, both [k]; NaN passes, as it is no zero."""
+    """Raise if the smallest eigenvalue of a coordinate is at most the limit, both [k]; NaN passes."""
     is_singular = smallest <= limit
     if bool(is_singular.any()):
         worst = float(smallest.min())
@@ -467,7 +483,7 @@ SINGLE = torch.finfo(torch.float32).eps
 
 
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
-    """rows [o, k] times the pseudoinverse of `gram` [k, k], both in float64; by Cholesky where it is regular.
+    """Multiply rows [o, k] by the pseudoinverse of `gram` [k, k], both in float64; by Cholesky if it is regular.
 
     Eigenvalues of at most k * machine epsilon * the largest count as 0.
     """
@@ -480,9 +496,9 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
 
 
 def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] that is more than the rounding of float32.
+    """Return U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] above the rounding of float32.
 
-    Computed in float64. None are left of a matrix of zeros.
+    Computed in float64. The rank r of a zero matrix is 0.
     """
     left, values, right = torch.linalg.svd(near_factors(wide(matrix)), full_matrices=False)
     rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
@@ -490,7 +506,7 @@ def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def polar(matrix: Tensor) -> Tensor:
-    """The partial isometry closest to a matrix [m, k]: with all singular values 1, or 0 where they are none."""
+    """Return the partial isometry closest to a matrix [m, k]: singular values become 1, or stay 0."""
     left, _, right = singular_parts(matrix)
     return left @ right
 
@@ -504,7 +520,7 @@ _CG_STEPS = 5
 
 
 def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
-    """The sum of moments, in another dtype or in theirs."""
+    """Return the sum of moments, in `dtype` or in theirs."""
     dtype = dtype or parts[0].gram.dtype
     place = place_of_sums(dtype, parts[0].gram.device)
     summed = JointMoments(
@@ -516,7 +532,7 @@ def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> Jo
 
 
 class Ridges(NamedTuple):
-    """Ridges of the two parts, the share t of the second, and the held-out misfit with them where it is known."""
+    """The ridges of the local and the upstream part, the share t of the second, and the held-out misfit if known."""
 
     local: float
     upstream: float
@@ -530,12 +546,16 @@ def choose_ridges(
     most: float = 1.0,
     grid: Sequence[float] = GRID,
 ) -> Ridges:
-    """The ridges and the share in [0, most] whose maps, each fitted without a fold, miss that fold least.
+    """Choose ridges and share by cross-validation: maps are fitted without a fold, and their misfit on it is minimal.
 
-    Misfits are those to the residual target; with `most` 0, the folds hold no other than the local one. One
-    eigendecomposition per fold serves the whole grid. Where there are more than `WIDEST` inputs, maps are compared
-    inside the span that a few products with the Gram matrix of all folds leave of as many random directions; that
-    changes the choice, and not what is solved with it. All is computed in the dtype of the moments.
+    Misfits are against the residual target; with `most` 0 that is the local one. One eigendecomposition per fold
+    serves the whole grid. With more than `WIDEST` inputs, maps are compared in the span of a random sketch of the
+    Gram matrix; that affects the choice only, not the solve. All is computed in the dtype of the moments.
+
+    Args:
+        folds: moments of every fold.
+        most: the largest share of upstream repair.
+        grid: candidate ridges, ascending.
     """
     for fold in folds:
         require_finite(fold)
@@ -575,7 +595,7 @@ def choose_ridges(
 
 
 def _span(gram: Tensor, width: int) -> Tensor:
-    """An orthonormal basis [k, width] of nearly the leading eigenvectors' span."""
+    """Return an orthonormal basis [k, width] of approximately the leading eigenvectors."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(len(gram), width, generator=generator, dtype=torch.float64).to(gram)
     for _ in range(2):
@@ -584,7 +604,7 @@ def _span(gram: Tensor, width: int) -> Tensor:
 
 
 class _JointSolution(NamedTuple):
-    """D, [o, k], and the larger stationarity error of its parts; None where a metric leaves it to iteration."""
+    """The change D, [o, k], and the larger stationarity error of its parts; None after iterations."""
 
     change: Tensor
     error: float | None
@@ -597,14 +617,20 @@ def solve_joint(
     tasks: Sequence[tuple[Tensor, JointMoments]] = (),
     is_two_sided: bool = False,
 ) -> _JointSolution:
-    """D of the whole, with the ridges and the share given; `moments` are of all folds.
+    """Solve for the change D of weights and biases, with the ridges and the share given.
 
-    `tasks` has the output metric S_i of every task and its moments, which add up to those of all folds: then it is
-    sum_i S_i D A_i + l0 D0 + l1 D1 = sum_i S_i C_i that is solved, D = D0 + D1 and C_i = C0_i + t Cd_i, by a few
-    preconditioned conjugate-gradient steps from the solution without metric. What they add has the ridge l1 (l0 where
-    t is 0), as most of a change is upstream repair as a rule: with steps for D0 and D1 apart they took twice as long.
-    They are preconditioned by V (A + l I)^-1, or if it `is_two_sided` by S^-1 V (A + l I)^-1 with S the mean of all
-    S_i, which must be positive definite. The tasks' moments may be of a narrower dtype.
+    With output metrics S_i, the system is sum_i S_i D A_i + l0 D0 + l1 D1 = sum_i S_i C_i, with D = D0 + D1 and C_i =
+    C0_i + t Cd_i. A few preconditioned conjugate-gradient steps start at the solution without metric. Their change
+    has the ridge l1 (l0 if t is 0), as most of it is upstream repair; steps for D0 and D1 apart took twice as long.
+    The preconditioner is V (A + l I)^-1, or two-sided S^-1 V (A + l I)^-1 with S the mean of all S_i, which must be
+    positive definite.
+
+    Args:
+        moments: of all folds.
+        ridges: the ridges and the share t.
+        tasks: output metric S_i and moments of every task, whose sum is `moments`, possibly of a narrower dtype;
+            empty without metrics.
+        is_two_sided: True for the two-sided preconditioner.
     """
     require_finite(moments)
     parts = [("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)]
@@ -646,7 +672,7 @@ def _towards(
     tasks: Sequence[tuple[Tensor, JointMoments]],
     outputs: Factor | None,
 ) -> Tensor:
-    """E with sum_i S_i E A_i + l E nearly what is left, [o, k], by conjugate gradients from 0."""
+    """Solve sum_i S_i E A_i + l E = left, [o, k], approximately, by conjugate gradients from 0."""
     solution, towards, before = torch.zeros_like(left), torch.zeros_like(left), left.new_tensor(math.inf)
     for _ in range(_CG_STEPS):
         better = inputs.solve_rows(left.clone())
@@ -665,7 +691,7 @@ def _towards(
 
 
 def require_finite(moments: JointMoments) -> None:
-    """Refuse moments with NaN or infinite entries."""
+    """Raise if moments hold NaN or infinite entries."""
     ends = [end for value in vars(moments).values() for end in value.aminmax()]
     if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(

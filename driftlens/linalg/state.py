@@ -1,12 +1,11 @@
-"""States as one long vector per sample, and integrals over the segment between two of them.
+"""States as one vector per sample, path-averaged Jacobians, and integrals along lines of scores.
 
 A state is a dict of tensors whose first axis is the sample. Samples do not interact, so one product with a Jacobian
-serves every sample of a batch; only floating leaves are differentiated, the others are held fixed.
+serves every sample of a batch. Only floating leaves are differentiated, the others are held fixed.
 
 Integrals are Gauss-Legendre sums: of a layer's Jacobian between two inputs (`PathJacobian`), and of softmax and
-cross-entropy along a straight line of scores. The latter two have values known in closed form, so they are checks of
-the machinery, not measurements. Scores of CLIP are scaled by about 100, so that line is cut into panels short enough
-for eight nodes each.
+cross-entropy along a straight line of scores. The latter two have closed forms, so they check the machinery. Scores
+of CLIP are scaled by about 100, so that line is cut into panels short enough for eight nodes each.
 """
 
 from __future__ import annotations
@@ -42,34 +41,34 @@ _SCORES = 1 << 18
 
 
 def floating(state: State) -> State:
-    """The leaves that can drift: those of a floating dtype."""
+    """Return the leaves of a floating dtype, which can drift."""
     return {name: leaf for name, leaf in state.items() if leaf.is_floating_point()}
 
 
 def subtract(left: State, right: State) -> State:
-    """left - right over floating leaves; the others carry no drift and are left out."""
+    """Return left - right over floating leaves; the others are left out."""
     return {name: leaf - right[name] for name, leaf in left.items() if leaf.is_floating_point()}
 
 
 def added(left: State, right: State) -> State:
-    """left + right, of the same floating leaves."""
+    """Return left + right, of the same floating leaves."""
     return {name: leaf + right[name] for name, leaf in left.items()}
 
 
 def inner(left: State, right: State) -> Tensor:
-    """Inner product per sample over all leaves and tokens, [n]."""
+    """Return the inner product per sample over all leaves and tokens, [n]."""
     products = [(leaf * right[name]).flatten(1).sum(dim=1) for name, leaf in left.items()]
     return torch.stack(products).sum(dim=0)
 
 
 def norm(state: State) -> Tensor:
-    """Euclidean norm per sample over all leaves and tokens, [n]."""
+    """Return the Euclidean norm per sample over all leaves and tokens, [n]."""
     norms = [lengths(leaf.flatten(1)) for leaf in state.values()]
     return norms[0] if len(norms) == 1 else lengths(torch.stack(norms, dim=1))
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """Euclidean norm of each row [n, k], [n]; right, too, where squares leave float32's range, and no bit else."""
+    """Return the Euclidean norm of each row [n, k], [n], also if squares are out of float32's range."""
     norms = torch.linalg.vector_norm(rows, dim=1)
     least = torch.finfo(torch.promote_types(rows.dtype, torch.float32)).tiny ** 0.5 * 2**20
     is_right = norms.isfinite() & (norms >= least)
@@ -85,21 +84,21 @@ def lengths(rows: Tensor) -> Tensor:
 
 
 def binade(sizes: Tensor) -> Tensor:
-    """A power of two near each size, 1 where that is 0 or not finite: to divide by it is exact, so no bit changes."""
+    """Return a power of two near each size, 1 if it is 0 or not finite; dividing by it is exact."""
     half = sizes / 2  # so that the power is finite, too
     power = (half / torch.frexp(half).mantissa).clamp_min(torch.finfo(sizes.dtype).tiny)
     return torch.where((half > 0) & half.isfinite(), power, 1)
 
 
 def relative_error(estimate: State, exact: State) -> Tensor:
-    """Sum over samples of |estimate - exact| over the sum of |exact|, a number; NaN where the latter is zero."""
+    """Return the sum over samples of |estimate - exact| over the sum of |exact|; NaN if the latter is zero."""
     size = norm(exact).sum()
     error = norm(subtract(estimate, exact)).sum()
     return torch.where(size > 0, error / size, torch.nan)
 
 
 def expert_cosine(left: Tensor, right: Tensor) -> Tensor:
-    """Cosine of the angle between matching rows [n, d], [n] in [-1, 1]; NaN where a row is zero, without direction."""
+    """Return the cosine of matching rows [n, d], [n] in [-1, 1]; NaN if a row is zero."""
     # Unit rows first: the product of two norms would leave float32's range for features near 1e19.
     return (_unit(left) * _unit(right)).sum(dim=1).clamp(-1, 1)
 
@@ -112,7 +111,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 @cache
 def gauss_legendre(nodes: int) -> tuple[tuple[float, float], ...]:
-    """(node, weight) pairs on [0, 1], exact for polynomials up to degree 2 * nodes - 1; the weights sum to 1."""
+    """Return (node, weight) pairs on [0, 1], exact for polynomials up to degree 2 * nodes - 1; weights sum to 1."""
     points, weights = np.polynomial.legendre.leggauss(nodes)
     return tuple((float(t), float(w)) for t, w in zip((points + 1) / 2, weights / 2, strict=True))
 
@@ -164,9 +163,10 @@ class PathJacobian:
         return totals
 
     def closure(self) -> Tensor:
-        """|A (end - start) - (layer(end) - layer(start))| / |layer(end) - layer(start)|, a ratio of sums over samples.
+        """Return |A (end - start) - (layer(end) - layer(start))| / |layer(end) - layer(start)|, a ratio of sums over
+        samples.
 
-        NaN where the layer's outputs do not differ.
+        It is NaN if the layer's outputs do not differ.
         """
         exact = subtract(self.layer_call(self.end), self.layer_call(self.start))
         change = self.jvp(subtract(self.end, self.start))
@@ -186,19 +186,23 @@ class PathJacobian:
         return push(point)[1], vmap(vjp(self._call, point)[1])(covectors)[0]
 
     def _point(self, t: float) -> State:
-        """The point at t on the segment, floating leaves alone."""
+        """Return the point at t on the segment, floating leaves alone."""
         start, end = floating(self.start), floating(self.end)
         return {name: torch.lerp(start[name], end[name], t) for name in start}
 
     def _call(self, state: State) -> State:
-        """The layer as a function of floating leaves alone."""
+        """Run the layer as a function of floating leaves alone."""
         fixed = {name: leaf for name, leaf in self.start.items() if not leaf.is_floating_point()}
         return floating(self.layer_call({**fixed, **state}))
 
 
 @contextmanager
 def forward_mode_attention() -> Iterator[None]:
-    """Attention kernels that have forward-mode derivatives, for the length of the context; refuses what has none."""
+    """Use attention kernels that have forward-mode derivatives, inside the context.
+
+    Raises:
+        NotDifferentiableError: an operation has no such derivative.
+    """
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
@@ -235,7 +239,7 @@ def _add(total: State, part: State, weight: float) -> None:
 
 
 def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
-    """p(z + d) - p(z) as the integral of (diag p - p p') d along the line, [n, classes], up to quadrature error.
+    """Return p(z + d) - p(z) as the integral of (diag p - p p') d along the line, [n, classes], up to quadrature error.
 
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
     """
@@ -248,9 +252,14 @@ def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
 
 
 def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tensor:
-    """CE(y, z + d) - CE(y, z) in nats, [n], as the integral of (p - one_hot(y))' d along the line; y are labels, [n].
+    """Return CE(y, z + d) - CE(y, z) in nats, [n], as the integral of (p - one_hot(y))' d along the line.
 
     Source: FeatCal (arXiv:2605.13030), Eq. 41 with the cross-entropy as loss.
+
+    Args:
+        scores: z, [n, classes].
+        change: d, [n, classes].
+        labels: y, [n].
     """
     wanted = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(wanted)
@@ -262,13 +271,13 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
 
 
 def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of equally many rows, some rows at a time: of a vocabulary, as many scores as caches hold."""
+    """Yield chunks of rows of all tensors, of as many scores as caches hold."""
     rows = max(1, _SCORES // max(1, parts[1].shape[1]))
     return zip(*(torch.split(part, rows) for part in parts), strict=True)
 
 
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
-    """Yield (node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] asks for."""
+    """Yield (node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] needs."""
     if panels is None:
         spread = (change.amax(dim=1) - change.amin(dim=1)).max().item() if change.numel() else 0.0
         panels = max(1, math.ceil(spread / PANEL))
@@ -278,11 +287,11 @@ def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple
 
 
 class FixedWeights(TorchFunctionMode):
-    """Inside this context weights and biases of `linear` and `layer_norm` don't move, whatever module calls them.
+    """Hold weights and biases of `linear` and `layer_norm` fixed in derivatives, inside the context.
 
-    Nor does a plain number that a tensor is multiplied or divided by: torch makes a tensor of it, and for each product
-    works out in Python what a tangent of zeros would add. `gelu` has no weights; its slope is worked out once for all
-    vectors.
+    Under `vmap(jvp(...))`, torch's own rules treat weights as inputs and compute, for every vector, what depends on
+    the point alone. Here, pushing many vectors through a block costs about as much as that many forward passes.
+    Products with a plain number and the slope of `gelu` have rules as well, for the same reason.
     """
 
     def __torch_function__(
@@ -292,7 +301,7 @@ class FixedWeights(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Put the rules below in the place of torch's own."""
+        """Apply the rules below instead of torch's own."""
         if function in _BY_NUMBER and not kwargs:
             tensor, other = args
             if isinstance(tensor, Tensor) and isinstance(other, int | float):
@@ -389,14 +398,14 @@ class _Gelu(torch.autograd.Function):
 
 
 def _standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """z, and 1 / sqrt(var + eps)."""
+    """Return z, and 1 / sqrt(var + eps)."""
     variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
     scale = torch.rsqrt(variance + eps)
     return (x - mean) * scale, scale
 
 
 def _without_moments(vector: Tensor, z: Tensor) -> Tensor:
-    """v - mean(v) - z mean(z v): what shifts and stretches its input, a norm does not see."""
+    """Return v - mean(v) - z mean(z v): a norm ignores shift and scale of its input."""
     along = torch.linalg.vecdot(z, vector).unsqueeze(-1) / z.shape[-1]
     return torch.addcmul(vector - vector.mean(dim=-1, keepdim=True), z, along, value=-1)
 

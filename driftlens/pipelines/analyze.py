@@ -104,7 +104,7 @@ def analyze(
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
-    again = f"`{command_to_resume(out)}{less}` goes on"
+    again = f"`{command_to_resume(out)}{less}` resumes"
     opened = writing(team, partial(RunWriter.resume, out) if resumes else create)
     with opened as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
@@ -165,7 +165,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
 
 def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
-    """Measure what a run lacks: scores, the attribution of drift to layers, optional diagnostics.
+    """Measure missing parts of a run: scores, the attribution of drift to layers, optional diagnostics.
 
     Args:
         path: the run directory.
@@ -177,7 +177,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
 
     Raises:
         RunError: the analysis of the run is unfinished.
-        SpecError: there is no such diagnostic, or the run is of live modules.
+        SpecError: there is no such diagnostic, or the run was made from live modules.
     """
     folder = Path(path)
     require_analyzed(folder, scored=True)
@@ -232,7 +232,7 @@ class Phases:
             self.explain(study.explained_variants)
 
     def measure(self, variants: Sequence[str]) -> None:
-        """Measure drift and accuracy; `expert` stands for each task's expert."""
+        """Measure drift and accuracy; `expert` means each task's expert."""
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
@@ -251,7 +251,7 @@ class Phases:
             self._run("params", partial(self._compare_parameters, variants), self.study)
 
     def explain(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
-        """Attribute drift to layers, for tasks and variants whose rows lack it."""
+        """Measure the attribution of drift to layers for tasks and variants whose rows lack it."""
         if self.study.settings.jacobian is None:
             return
         first = {column.option: column.name for column in reversed(LAYERS.columns)}
@@ -310,6 +310,12 @@ class Phases:
 
         return self.study.team.once(read)
 
+    def _log(self, notices: Iterable[str], warnings: Iterable[str] = ()) -> None:
+        for warning in warnings:
+            self.writer.warn(warning)
+        for notice in notices:
+            self.writer.notice(notice)
+
     def _digest(self, names: Sequence[str]) -> None:
         """Record digest, size and origin of models of the study's pool."""
         self.writer.describe(models=self.study.team.each(names, self.study.model_info))
@@ -331,11 +337,10 @@ class Phases:
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
-        scores = scores_of(self.study, task, list(variants), self.reporter)
+        scores = self.study.of_task(task, partial(scores_of, self.study, task, variants, self.reporter))
         if scores is None:
             return
-        for notice in scores.notices:
-            self.writer.notice(notice)
+        self._log(scores.notices)
         for name, rows in (("scores", scores.results), ("accuracy", scores.rows)):
             if rows:
                 self.writer.append(name, pd.DataFrame(rows), replace=True)
@@ -359,10 +364,7 @@ class Phases:
             writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
         for name, frame in _frames(diagnosis).items():
             writer.append(name, frame, replace=True, columns=_columns(chosen(study.settings.options), name))
-        for warning in diagnosis.warnings:
-            writer.warn(warning)
-        for notice in diagnosis.notices:
-            writer.notice(notice)
+        self._log(diagnosis.notices, diagnosis.warnings)
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
@@ -377,10 +379,7 @@ class Phases:
         explanation = self._attributed(self.study, task, variants)
         if explanation is None:
             return
-        for warning in explanation.warnings:
-            self.writer.warn(warning)
-        for notice in explanation.notices:
-            self.writer.notice(notice)
+        self._log(explanation.notices, explanation.warnings)
         if explanation.layers:
             self.writer.fill("samples", stacked(explanation.samples))
             # Last, because these rows mark a variant as explained.
@@ -406,9 +405,10 @@ class Phases:
         self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
 
     def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
-        """Attribute the drift of variants and write the tables of options; return None except in the main process."""
+        """Measure the attribution of variants and write the tables of options; return None except in the main process."""
         spill = self.writer.folder / layout.SCRATCH
-        explanation = attribution_of(study, task, variants, spill, self.reporter)
+        work = partial(attribution_of, study, task, variants, spill, self.reporter)
+        explanation = study.of_task(task, work)
         if explanation is not None and explanation.adjoint:
             self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
         if explanation is not None and explanation.groups:

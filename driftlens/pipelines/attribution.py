@@ -53,10 +53,11 @@ class Explanation:
     notices: list[str] = field(default_factory=list)
 
 
+@torch.no_grad()
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
-) -> Explanation | None:
-    """Attribute the drift of variants to layers.
+) -> Explanation:
+    """Compute the attribution of variants' drift to layers.
 
     Args:
         study: models, samples and settings.
@@ -66,15 +67,8 @@ def attribution_of(
         reporter: receives progress.
 
     Returns:
-        Rows of tables; None except in the main process.
+        Rows of tables, warnings and notices.
     """
-    return study.of_task(task, partial(_explained, study, task, variants, spill, reporter))
-
-
-@torch.no_grad()
-def _explained(
-    study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
-) -> Explanation:
     settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, Explanation()
     assert settings is not None
     if not variants:

@@ -6,7 +6,6 @@ Entry point: `calibrate`. Solved layers are kept in a scratch folder of the run 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,6 @@ from driftlens.experiment.resume import (
     writing,
 )
 from driftlens.experiment.study import Study
-from driftlens.merging.method import merge_methods
 from driftlens.models.saving import save_state_dict
 from driftlens.pipelines.analyze import Phases
 from driftlens.pipelines.calibration_plan import (
@@ -128,7 +127,7 @@ def calibrate(
         _require_held_out_samples(plan)
     team.once(lambda: reopening.require_same_samples(opened.manifest, study))
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
-    resumed = functools.partial(RunWriter.resume, folder)
+    resumed = partial(RunWriter.resume, folder)
     with writing(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
@@ -172,7 +171,16 @@ class OpenCalibration:
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """Open a run's models and samples and plan the requested calibration; nothing is written."""
+    """Open a run's models and samples and plan the requested calibration; nothing is written.
+
+    Args:
+        folder: the run directory.
+        request: method, settings and samples.
+        context: device, and how live modules are passed in again.
+
+    Raises:
+        SpecError: a setting is invalid, or the run was made from live modules that are missing.
+    """
     require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:
@@ -300,7 +308,7 @@ def _solve_and_measure(
         solution = solved()
 
         def write() -> None:
-            notices = _notices(plan, study, opened.manifest)
+            notices = _notices(plan, study)
             info = dataclasses.replace(
                 plan.info, seconds=scratch.seconds or solution.seconds, notices=notices
             )
@@ -324,7 +332,7 @@ def _solve_and_measure(
 def _with_choice(
     request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
 ) -> OpenCalibration:
-    """Choose settings and return the calibration with them; scores of candidates and the choice are stored."""
+    """Return the calibration with chosen settings; scores of candidates and the choice are stored."""
     from driftlens.pipelines.model_selection import ResultStore, choose_settings
 
     plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
@@ -343,10 +351,11 @@ def _with_choice(
                 study.blinded(plan.samples),
                 plan.calibrator,
                 plan.sites,
-                _CandidateEvents(reporter, writer, plan.name),
+                reporter,
                 ResultStore(scratch.tried, team),
                 others=request.method is None,
                 share=request.shrink,
+                on_score=partial(writer.event, layout.CANDIDATE, of=plan.name),
             )
             selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.asked}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
@@ -356,19 +365,6 @@ def _with_choice(
         settled = start | chosen.identity | {"selection": dict(chosen.plan.selection)}
         team.once(lambda: scratch.settle(settled))
     return chosen
-
-
-class _CandidateEvents(Reporter):
-    """Progress that also writes every candidate's score to the run's events, which the dashboard shows."""
-
-    def __init__(self, reporter: Reporter, writer: RunWriter, name: str) -> None:
-        self._reporter, self._writer, self._calibration = reporter, writer, name
-
-    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report a step, see `Reporter.step`."""
-        if "score" in metrics:
-            self._writer.event(layout.CANDIDATE, of=self._calibration, name=label, **metrics)
-        self._reporter.step(phase, done, total, label, **metrics)
 
 
 def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
@@ -395,7 +391,7 @@ def _complete(
     phases: Phases,
     export: Export | None,
 ) -> None:
-    """Add what is missing after drift and accuracy: digests, task vectors, model card, export, attribution."""
+    """Add the parts that follow drift and accuracy: digests, task vectors, model card, export, attribution."""
     plan, study, folder = opened.plan, opened.study, writer.folder
     study.team.once(opened.scratch.remove)
     info = writer.manifest.calibrations[plan.name]
@@ -470,7 +466,7 @@ def _total(values: Iterable[float | None]) -> float:
     return sum(math.nan if value is None else value for value in values)
 
 
-def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
+def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     """Return notices on the samples and the scope of a calibration."""
     # Samples from files never overlap: splits are drawn without replacement.
     notices = _diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
@@ -478,27 +474,14 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
-        partial = [f"only a part is calibrated: {text}"] if share < 1 else []
-        return [*notices, *partial, *_anchor(plan, manifest), *_moved_but_not_calibrated(pool, plan.sites)]
+        notices += [f"only a part is calibrated: {text}"] if share < 1 else []
+        if plan.control:
+            anchor = f"base + {plan.calibrator.anchor_reach:g} (merged - base)"
+            notices.append(f"the anchor is {anchor}; {plan.control} measures it alone")
+        return [*notices, *_moved_but_not_calibrated(pool, plan.sites)]
     if plan.boundaries:
         return [*notices, "the weights are the merged model's; its adapters need the task of an input"]
     return [*notices, f"this is {plan.unchanged}"]
-
-
-def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
-    """Return a notice on an anchor other than the merged model, in terms of the merge method."""
-    if not plan.control:
-        return []
-    reach, merge = plan.calibrator.anchor_reach, manifest.merge or {}
-    text = f"the anchor is base + {reach:g} (merged - base)"
-    scaling = merge.get("parameters", {}).get("scaling")
-    name = str(merge.get("method"))
-    laws = merge_methods[name].laws if name in merge_methods else frozenset()
-    if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
-        text += f": {merge['title']} with scaling {reach * scaling:g} in place of {scaling:g}"
-    elif merge:
-        text += f": {reach:g} times the step of {merge['title']} from the base"
-    return [f"{text}; {plan.control} measures it alone"]
 
 
 def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:

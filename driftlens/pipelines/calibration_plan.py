@@ -95,7 +95,7 @@ class CalibrationPlan(Chosen):
         calibrator: the calibrator with its settings.
         sites: names of the modules to solve, by layer.
         samples: calibration samples by task.
-        control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
+        control: variant of the anchor alone; empty without anchor, or if it is the merged model.
         automatic: True if settings were chosen by `--auto`.
         selection: how they were chosen.
         patterns: requested patterns of sites; empty means linear and norm modules inside blocks.
@@ -331,7 +331,7 @@ def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
 
 
 def preset_of(calibrator: Calibrator) -> str:
-    """Return the published preset that equals the settings; empty if there is none."""
+    """Return the name of the published preset that equals the settings; empty without one."""
     settings, kind = calibrator.get_params(), type(calibrator)
     # Settings that a preset leaves out must have their defaults.
     return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
@@ -428,7 +428,13 @@ def save_variants(
 
 
 def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
-    """Return the entry of the manifest with seconds, notices and changes from `config.yaml`."""
+    """Return the entry of the manifest with seconds, notices and changes from `config.yaml`.
+
+    Args:
+        info: the entry.
+        run: the run directory.
+        name: of the calibration.
+    """
     from driftlens.config.yaml_text import from_yaml
 
     file = run / _config_file(name)
@@ -601,7 +607,7 @@ class Export:
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
-    """Extend the card's Python example by the code that attaches adapters, if the adapter defines it."""
+    """Return a card whose Python example includes the code that attaches adapters, if the adapter defines it."""
     task, first = next(iter(attachments.items()), ("", None))
     code = str(getattr(first, "code", ""))
     if not code:

@@ -59,22 +59,15 @@ class Scores:
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Scores | None:
+def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Scores:
     """Score variants on a task's test samples by all its metrics.
 
     Args:
         study: the opened models and samples.
         task: the task.
-        variants: names in the study's pool; `expert` stands for the task's expert.
+        variants: names in the study's pool; `expert` means the task's expert.
         reporter: receives progress.
-
-    Returns:
-        The scores; None except in the main process.
     """
-    return study.of_task(task, partial(_scores, study, task, variants, reporter))
-
-
-def _scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Scores:
     scores, samples = Scores(), study.tasks[task].test
     if samples is None:
         return scores
@@ -121,7 +114,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     Args:
         study: the opened models and samples.
         task: the task.
-        variants: names in the study's pool; `expert` stands for the task's expert.
+        variants: names in the study's pool; `expert` means the task's expert.
         reporter: receives progress.
 
     Returns:
@@ -164,7 +157,18 @@ def _model(variant: str, task: str) -> str:
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """Return the features after the last layer of one model, one vector per sample, [n, d]."""
+    """Return the features of one model after the last layer.
+
+    Args:
+        pool: the models.
+        model: name in the pool.
+        task: the task, whose adapters are attached.
+        samples: the samples to read.
+        pooling: how tokens are pooled.
+
+    Returns:
+        [n, d], one vector per sample.
+    """
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)

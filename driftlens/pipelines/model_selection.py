@@ -282,14 +282,34 @@ def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
 
 
 def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return KL(expert || model) of each sample's class probabilities, [n], in nats."""
+    """Return KL(expert || model) of each sample's class probabilities.
+
+    Args:
+        features: final features of the model, [n, d].
+        head: the model's score map.
+        expert: final features of the expert, [n, d].
+        expert_head: the expert's score map.
+
+    Returns:
+        [n], in nats.
+    """
     expert_log = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
     model_log = F.log_softmax(wide(head.scores(features)), dim=1)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
 def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return the Hellinger distance between model and expert of each sample's class probabilities, [n], 0 to 1."""
+    """Return the Hellinger distance between model and expert of each sample's class probabilities.
+
+    Args:
+        features: final features of the model, [n, d].
+        head: the model's score map.
+        expert: final features of the expert, [n, d].
+        expert_head: the expert's score map.
+
+    Returns:
+        [n], between 0 and 1.
+    """
     roots = [
         (F.log_softmax(wide(score_map.scores(final)), dim=1) / 2).exp()
         for score_map, final in ((expert_head, expert), (head, features))
@@ -435,8 +455,9 @@ def choose_settings(
     *,
     others: bool = False,
     share: float | None = None,
+    on_score: Callable[..., object] = lambda **_: None,
 ) -> tuple[Calibrator, dict[str, Any]]:
-    """Choose a calibrator by cross-fitting on the calibration samples; no label is read.
+    """Select a calibrator by cross-fitting on the calibration samples; no label is read.
 
     Two halves of the samples take turns: every model is made from one and scored on the other. The merged model, or
     else the base, is kept unless something is clearly better. Otherwise the most expensive candidate is taken whose
@@ -450,6 +471,7 @@ def choose_settings(
         store: scores of candidates, perhaps with some of an interrupted job.
         others: include other merges and the candidates of other calibrators.
         share: the only interpolation factor to try; None tries several.
+        on_score: called with `name`, `score` and `share` of every candidate.
 
     Returns:
         The calibrator, and a record of the choice as plain values. If its `kept` is not empty, that model is kept and
@@ -484,6 +506,7 @@ def choose_settings(
             measured[candidate.name] = by_share
             best, at_best = _best(by_share, measure)
             progress.step(_PHASE, 1, 1, score=at_best.mean, share=best)
+            on_score(name=candidate.title, score=at_best.mean, share=best)
         progress.finish(_PHASE)
         unchanged = trials.unchanged_models()
     record = _record(study, candidates, unchanged, measured, failures, measure)

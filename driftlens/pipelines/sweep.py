@@ -48,7 +48,6 @@ from driftlens.runs.run import DriftRun, is_live, open_run
 from driftlens.runs.schema import SWEEPS
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Access, Context
-from driftlens.utils.distributed import ALONE
 from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.utils.files import PathLike
 from driftlens.utils.metrics import METRICS
@@ -93,7 +92,7 @@ class _Setting:
         return _Setting.of(self.method, updated, count, corruption)
 
     def stored(self, row: Mapping[Any, Any]) -> _Setting:
-        """Return the setting of a row of the sweep table; this one provides what the row lacks."""
+        """Return the setting of a row of the sweep table; this one provides missing values."""
         corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
         return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
 
@@ -420,10 +419,7 @@ def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor)
         row["kl"] = float(
             scorer.by_class(divergences, CANDIDATE_MODEL, task, features, expert).cpu().numpy().mean()
         )
-    # The scorer gave this task to one process, so the scores must not be distributed again.
-    alone = dataclasses.replace(scorer.study, team=ALONE)
-    scored = scores_of(alone, task, [CANDIDATE_MODEL], Reporter())
-    for score in scored.rows if scored is not None else ():
+    for score in scores_of(scorer.study, task, [CANDIDATE_MODEL], Reporter()).rows:
         name = score["metric"] if score["metric"] in METRICS else "accuracy"
         row |= {name: score["value"], "n_test": score["n"]}
     return row
@@ -493,7 +489,7 @@ def compare_methods(
     try:
         results = {method.name: attempt(functools.partial(calibrated, method), team) for method in wanted}
     except Cancelled as error:
-        error.hint = "What was finished is kept; the same command resumes."
+        error.hint = "Finished calibrations are kept; the same command resumes."
         raise
     require_any(results.values())
     return {name: result.message for name, result in results.items() if isinstance(result, DriftLensError)}

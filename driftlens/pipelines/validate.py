@@ -406,7 +406,8 @@ def _score_experts(study: Study, checks: Preflight) -> None:
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
         subject = f"expert of {task}"
-        scores = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
+        work = partial(scores_of, study, task, variants, Reporter())
+        scores = checks.attempt(subject, partial(study.of_task, task, work))
         if scores is None:
             continue
         rows = [row for row in scores.rows if row["metric"] == scores.rows[0]["metric"]]
@@ -431,7 +432,7 @@ def _judge(
     scores = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
     shown = {name: with_interval(value, metric.kind) for name, value in scores.items()}
     expert, base, chance = scores["expert"], scores.get("base"), 1 / max(num_classes, 1)
-    text = f"the {subject} scores {shown['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
+    text = f"the {subject} scores {shown['expert']} in {metric.title} on {rows['expert']['n']} of its task's samples"
     if num_classes > 1 and expert.low <= chance:
         error = DataError(
             f"{text}, not clearly above chance for {num_classes} classes ({100 * chance:.1f} %)",

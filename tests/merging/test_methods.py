@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from driftlens.merging.method import merge_methods
-from driftlens.pipelines.calibrate import _anchor
 from driftlens.utils.errors import NumericsError, SpecError
-from driftlens.utils.registry import settings_of
 from tests.merging.applying import LAWS, Tensors, apply, assert_same, random_model, random_state, states
 from tests.reference import merging as slow
 
@@ -37,25 +33,6 @@ def test_names_shapes_and_dtypes_are_kept_and_inputs_untouched(name: str) -> Non
     for key, tensor in given[0].items():
         assert torch.equal(base[key], tensor)
         assert all(torch.equal(experts[task][key], given[1][task][key]) for task in experts)
-
-
-@pytest.mark.parametrize("name", merge_methods)
-def test_every_method_has_words_for_an_anchor_that_hold(name: str) -> None:
-    """Where they name a scaling, merging with it is that anchor."""
-    method, rho, scaling = merge_methods[name], 1.5, 0.4
-    has_scaling = "scaling" in settings_of(method.function).model_fields
-    merge = method.with_settings({"scaling": scaling} if has_scaling else {})
-    plan: Any = SimpleNamespace(control="baseline:x", calibrator=SimpleNamespace(anchor_reach=rho))
-    manifest: Any = SimpleNamespace(merge=merge.record)
-    (words,) = _anchor(plan, manifest)
-    assert "the anchor is base + 1.5 (merged - base)" in words and method.title in words
-    if "with scaling 0.6 in place of 0.4" in words:
-        base, experts = states(method)
-        merged = apply(method, base, experts, scaling=scaling)
-        anchor = {key: base[key] + rho * (merged[key] - base[key]) for key in base}
-        assert_same(apply(method, base, experts, scaling=rho * scaling), anchor)
-    else:
-        assert "1.5 times the step" in words
 
 
 BASE = random_state(0)

@@ -385,7 +385,7 @@ def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: Drif
 
     with pytest.raises(Cancelled) as caught:
         analyze(spec, AnalysisRequest(out=out, attribution=False), Context(on_progress=stop, cancel=token))
-    assert caught.value.hint.endswith(f"`{command_to_resume(out)} --no-attribution` goes on.")
+    assert caught.value.hint.endswith(f"`{command_to_resume(out)} --no-attribution` resumes.")
     assert find_runs(out)[0].state == "cancelled" and not list(out.rglob("*.safetensors"))
     run = analyze(spec, AnalysisRequest(out=out, resume=True))
     pd.testing.assert_frame_equal(run.layers(), light.layers())

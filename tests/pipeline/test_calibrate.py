@@ -33,7 +33,7 @@ from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
 from tests.quick import few
 from tests.zoo.towers import under_transformers_names
-from tests.zoo.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
+from tests.zoo.world import DEPTH, TASKS, Form, World, labels, merged_weights, pixels
 
 FORMS = [
     pytest.param("open_clip", marks=[OPEN_CLIP, pytest.mark.slow]),
@@ -208,10 +208,7 @@ def test_the_run_says_what_was_done(run: DriftRun, form: Form) -> None:
     }
     assert info.settings["update"] == ["linear", "bias", "norm"]
     anchor, *left_alone = info.notices
-    assert (
-        f"Task Arithmetic with scaling {RHO * SCALING:g} in place of {SCALING:g}" in anchor
-        and CONTROL in anchor
-    )
+    assert f"the anchor is base + {RHO:g} (merged - base)" in anchor and CONTROL in anchor
     assert [text.split(" (")[0] for text in left_alone] == ["the stem", "the head"]
     config = yaml.safe_load((run.path / f"calibrations/{NAME}/config.yaml").read_text(encoding="utf-8"))
     assert config["settings"] == info.settings and config["control"] == CONTROL

@@ -114,7 +114,7 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
     wanted = wanted_methods([("featcal", {}), ("residual", {})])
     with pytest.raises(Cancelled) as caught:
         compare_methods(folder, wanted, Context(on_progress=stop, cancel=token))
-    assert caught.value.hint == "What was finished is kept; the same command resumes."
+    assert caught.value.hint == "Finished calibrations are kept; the same command resumes."
     before = open_run(folder).manifest.calibrations
     assert [*before] == ["featcal"]
     compare_methods(folder, wanted)

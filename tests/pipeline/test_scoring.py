@@ -69,7 +69,7 @@ def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(colours: Wor
     assert finding.level == "ok"
     # Wilson's interval for 48 of 48.
     assert (
-        "scores 100.0 % (92.6 to 100.0 %) in accuracy on 48 samples of its own task, the base" in finding.text
+        "scores 100.0 % (92.6 to 100.0 %) in accuracy on 48 of its task's samples, the base" in finding.text
     )
 
 
@@ -85,7 +85,7 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
     result = score(colours, class_means(colours, "flowers")[[1, 2, 0]], tmp_path)
     finding = judged(result)
     assert finding.level == "problem"
-    assert "guessing among 3 classes (33.3 %)" in finding.text
+    assert "not clearly above chance for 3 classes (33.3 %)" in finding.text
     assert result.exit_code == 4
 
 

@@ -405,7 +405,7 @@ class Phases:
         self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
 
     def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
-        """Measure the attribution of variants and write the tables of options; return None except in the main process."""
+        """Measure the attribution of variants and write the tables of options; None except in the main process."""
         spill = self.writer.folder / layout.SCRATCH
         work = partial(attribution_of, study, task, variants, spill, self.reporter)
         explanation = study.of_task(task, work)

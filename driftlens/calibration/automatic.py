@@ -19,7 +19,7 @@ from driftlens.utils.intervals import standard_error, student
 
 NUM_FOLDS = 4
 LEVEL = 0.95
-"""Of the two-sided intervals of all deciding comparisons together that must leave out 0 (Bonferroni)."""
+"""Simultaneous confidence level of all comparisons (Bonferroni)."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,6 @@ def folds_of(
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
             f"task {task} has {num_samples} calibration samples; {what} takes at least {2 * NUM_FOLDS}",
-            hint="Bring more samples; settings of a preset and merges by name need none held out.",
+            hint="Add samples, or choose a preset or a merge by name, which hold none out.",
         )
     return [range(part, num_samples, parts) for part in range(parts)]

@@ -138,8 +138,8 @@ class FinalFeatures:
         """
         if self.merged.dim() > 3:
             raise IncompatibleModelsError(
-                f"{self.layer.path} gives features {list(self.merged.shape)}, channels before space; a map of tokens "
-                "can't be attached there",
+                f"{self.layer.path} returns features {list(self.merged.shape)}, channels before space; a map of "
+                "tokens can't be attached there",
                 hint="Choose a method that changes weights.",
             )
         places = slice(None) if chosen is None else moved(chosen, self.merged.device)
@@ -273,7 +273,7 @@ def require_task_id(task_id: str, method: str) -> None:
     """Raise a `SpecError` if a method has one map per task and `task_id` is `unknown`."""
     if task_id == "unknown" and not calibrators[method].takes_sites:
         raise SpecError(
-            f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
+            f"{method} has one map per task, which needs the task of an input, and task_id is unknown",
             hint="Choose a method that changes weights (featcal, residual), or set task_id: known.",
         )
 
@@ -281,4 +281,4 @@ def require_task_id(task_id: str, method: str) -> None:
 calibrators: Registry[type[Calibrator]] = Registry(
     "calibrator", "driftlens.calibration", "driftlens.calibrators"
 )
-"""Names to classes; calling one with settings as keyword arguments gives a calibrator."""
+"""Calibrator classes by name; their keyword arguments are the settings."""

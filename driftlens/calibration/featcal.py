@@ -97,7 +97,7 @@ def featcal_blocks(
 
 
 _Task = tuple[Any, Tensor, Tensor]
-"""The expert's module, and its inputs [n, d] in the calibrated model and in the expert."""
+"""The expert's module with its inputs [n, d] in the calibrated model and in the expert."""
 
 
 def _linear_closed_form(
@@ -185,7 +185,7 @@ def _solve_linear(
     image = moments.weight_sum * (moments.gram @ direction) + pull * direction
     weight_sum = float(moments.weight_sum)
     updates, start = [], 0
-    for site in problem.sites:  # one by one: all at once would hold several copies of all weights
+    for site in problem.sites:  # one by one, or several copies of all weights would be in memory
         name, bias_name = f"{site.name}.weight", f"{site.name}.bias"
         merged, pulled = problem.merged[name], None if anchor is None else anchor[name]
         of_site = moments.of_outputs(slice(start, start + len(merged)))
@@ -279,7 +279,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The paper's text, all CLIP suites; also the defaults of `FeatCal`.
         "paper-clip": {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "update": ("linear", "bias", "norm")},
-        # The authors' script for eight ViT-B/32 tasks; of the last block only the class token counts fully.
+        # The authors' script for eight ViT-B/32 tasks; in the last block only the class token has full weight.
         "demo-clip": {
             "lam": 0.05,
             "rho": 2.2,
@@ -293,7 +293,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-8b": {"lam": 3.0, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
     }
 )
-"""Name -> parameters of `FeatCal`, of models that can be loaded; what a preset leaves out keeps its default."""
+"""Parameters of `FeatCal` by preset; missing ones keep their defaults."""
 
 
 @calibrators.register("featcal")
@@ -353,19 +353,21 @@ class FeatCal(ClosedFormBase):
         update: Annotated[
             Sequence[Update],
             Label("Parameters to solve for"),
-            "what is solved for: weights of linear modules, their biases, scale and shift of norms",
+            "weights of linear modules, their biases, scale and shift of norms",
         ] = UPDATES,
         anchor: Annotated[
             Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
         ] = "merged",
         last_block_tokens: Annotated[
-            str | None, Label("Token weights of the last block"), "how the last block's tokens count"
+            str | None, Label("Token weights of the last block"), "rule for the tokens of the last block"
         ] = None,
         solve_dtype: Annotated[
             Literal["float64", "float32"], Label("Precision"), "of sums and solves"
         ] = "float64",
         inputs: Annotated[
-            Literal["deployed", "merged", "expert"], Label("Features fed"), "whose features a layer is fed"
+            Literal["deployed", "merged", "expert"],
+            Label("Features fed"),
+            "features that a layer reads during the fit",
         ] = "deployed",
     ) -> None:
         self.lam = lam

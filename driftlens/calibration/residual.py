@@ -87,7 +87,7 @@ def _joint_closed_form(
     for x, local, wanted in tasks:
         gap = local - _affine(merged, x) + share * (wanted - local)
         norms.append(torch.linalg.matrix_norm(x.mT @ x) / len(x))
-        if bias is not None:  # a constant input, so large that the bias is hardly penalised
+        if bias is not None:  # a constant input, large so that the ridge hardly penalises the bias
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         grams.append(x.mT @ x / len(x))
         crosses.append(gap.mT @ x / len(x))
@@ -146,7 +146,7 @@ class ResidualCal(Stepwise, Calibrator):
         cv: Annotated[
             Literal["on", "off"], Label("Cross-validation"), "chooses ridges and share of every module"
         ] = "on",
-        folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples held out in turn"] = 4,
+        folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples, each held out once"] = 4,
         ridge: Annotated[
             float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"
         ] = 0.03,
@@ -186,7 +186,7 @@ class ResidualCal(Stepwise, Calibrator):
             ridges = Ridges(self.ridge, self.ridge, self.residual)
         moments = total(problem.folds, getattr(torch, self.solve_dtype))
         try:
-            # With as many rows as views give, the metric is well known, and few steps should go far in it.
+            # Views give enough rows for an accurate metric, so a preconditioner with it converges in few steps.
             is_two_sided = problem.has_views and self.mu < 1
             change, gap = solve_joint(moments, ridges, tasks=problem.tasks, is_two_sided=is_two_sided)
         except SingularGramError as error:

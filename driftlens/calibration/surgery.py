@@ -16,7 +16,7 @@ from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, cal
 from driftlens.utils.devices import beside, moved
 from driftlens.utils.registry import Bounds, Label
 
-Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"]
+Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, one batch each"]
 Batch = Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"]
 StepLength = Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"]
 
@@ -126,7 +126,7 @@ class Surgery(_LowRankTrained):
         steps: Steps = 1000,
         batch: Batch = 16,
         lr: StepLength = 1e-3,
-        normalize: Annotated[bool, Label("Unit features"), "whether features are normalised first"] = False,
+        normalize: Annotated[bool, Label("Unit features"), "normalise features first"] = False,
     ) -> None:
         super().__init__(rank, steps, batch, lr)
         self.normalize = normalize

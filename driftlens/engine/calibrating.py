@@ -194,7 +194,7 @@ class CalibratedLayer:
 
 
 Solved = tuple[dict[str, Tensor], list[SiteReport]]
-"""A layer's new parameters by its own names, and a report per site."""
+"""New parameters by the layer's names, and a report per site."""
 _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
 
@@ -470,7 +470,7 @@ class CalibrationWalk(ABC):
             started = time.perf_counter()
             paths = {site.name: site_path(layer, site) for site in problem.sites}
             try:
-                # No name for the unrounded solutions: they would be held while the next problem is solved.
+                # A name for the unrounded solutions would keep them in memory during the next solve.
                 solved = [self._rounded(layer, update) for update in self._solved_or_kept(problem)]
             except NumericsError as error:
                 named = ", ".join(paths.values())
@@ -506,10 +506,10 @@ class CalibrationWalk(ABC):
             slot = layer.parameters[name]
             if (
                 expected := slot.shape(source.headers[slot.key].shape)
-            ) != value.shape:  # it would be broadcast
+            ) != value.shape:  # or assignment would broadcast it
                 raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
             dtype = saved[slot.key].dtype
-            # In float64 a solve differs by its own rounding from what it leaves as it is.
+            # In float32, as a float64 solve changes even unchanged parameters by rounding.
             change += written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
             parameters[name] = value.to(dtype).to(self.pool.device, self.pool.dtype)
         return SiteUpdate(parameters, replace(update.report, change=vars(change)))
@@ -568,7 +568,7 @@ class _InputSums(NamedTuple):
             parts = weights.sum(), weights.count_nonzero(), weights @ rows
             for total, part in zip((self.weight_sum, self.num_rows, self.rows), parts, strict=True):
                 total += part.to(total.device)
-            # With both factors of the product scaled by the root, each row counts its weight.
+            # Both factors of the product are scaled by the root, which gives each row its weight.
             rows = rows * weights.sqrt()[:, None]
         self.gram.add_rows(rows)
 
@@ -603,7 +603,7 @@ class _LinearSums:
     objectives: bool
     _inputs: _InputSums = field(init=False)
     _cross: OutputCross | None = field(default=None, init=False)
-    _gram: GramSum | None = field(default=None, init=False)  # its memory serves task after task
+    _gram: GramSum | None = field(default=None, init=False)  # reused for every task
     _total: GramSum | None = field(default=None, init=False)
     _energy: Tensor | None = field(default=None, init=False)
     _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -736,7 +736,7 @@ class _NormSums:
         else:
             weighted = unit * weights[:, None]
             sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
-        # Converted copies of whole batches would take longer than the sums; those of batches are kept in `dtype`.
+        # Converting whole batches to `dtype` would take longer than summing them; only the sums are converted.
         first, second, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:
             first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
@@ -794,7 +794,7 @@ class SnapshotWalk(CalibrationWalk):
 
     def __init__(self, context: CalibrationContext, calibrator: Layerwise) -> None:
         super().__init__(context, calibrator)
-        # Before features are cached there, half of what is free; processes sum up the same sites at the same time.
+        # Measured before features fill the device. Processes must agree, as they sum the same sites at the same time.
         self.room = min(self.team.gather(room_for_sums(self.pool.device, self.context.feature_budget)))
 
     @torch.no_grad()
@@ -819,7 +819,7 @@ class SnapshotWalk(CalibrationWalk):
             of_run, reports_of_run = self.solved(layer, problems)
             updates |= of_run
             reports += reports_of_run
-            del parts, problems  # their memory serves the features
+            del parts, problems  # free their memory before features pass
         drift: dict[str, float] = {}
         if not is_last and self.calibrator.inputs == "deployed":
             drift = self.advance(layer, merged, updates)
@@ -899,7 +899,7 @@ class SnapshotWalk(CalibrationWalk):
     ) -> None:
         """Add one batch to the sums."""
         linear = [part for part in parts if isinstance(part, _LinearSums)]
-        # Linear sites of one group read the same rows; the first one's stand for all.
+        # Linear sites of one group read the same rows, so one tap per group is enough.
         inputs = {part.sites[0].name for part in linear}
         outputs = {site.name for part in linear for site in part.sites}
         state = batch.get(EXPERT)
@@ -908,7 +908,7 @@ class SnapshotWalk(CalibrationWalk):
         )
         if moves:
             self.stream.keep(layer, batch, EXPERT, left, named="the expert")
-        # Rows of an expert of a mixture are pairs where both models send tokens where the expert does.
+        # With the expert's routes in both models, rows of a mixture's expert are pairs of the same tokens.
         routes = seen.side.routes
         side = batch.side if routes is None else batch.side.along(routes.given())
         if self.calibrator.inputs != "expert":

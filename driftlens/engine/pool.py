@@ -99,7 +99,7 @@ class Attachment(Protocol):
 
 
 Attachments = Mapping[str, Attachment]
-"""Task -> its correction of the final feature."""
+"""Corrections of the final feature by task."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ModelPool:
         """Return a score map for one model; a language-model head takes the model's own rows."""
         if not isinstance(head, LmHead) or model not in self:
             return head
-        # Kept, for what it knows of its rows takes long to find out: their norm, over a vocabulary.
+        # Cached, because the norms of its rows over a vocabulary are slow to compute.
         key, source = (model, head.lm, head.tokens, head.classes), self.source(model)
         if key not in self._heads or self._heads[key].source is not source:
             self._heads[key] = head.of(source)
@@ -209,7 +209,7 @@ class ModelPool:
         wide = copy.copy(self)
         wide.device = device_of(torch.float64, self.device)
         wide.dtype = torch.float64
-        wide._modules = {}  # they compute in their own dtype
+        wide._modules = {}  # live modules compute in their own dtype
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ class ModelPool:
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
         read = self._table if layer.role == "stem" else self._parameter
-        # One tensor for all experts of a mixture: a pass would put them together otherwise.
+        # One tensor for all experts of a mixture, or every pass would concatenate them.
         fused = {key: self._parameter(model, Slot(key)) for key in _stacks(layer)}
         return {
             name: slot.own(slot.of(fused[slot.key])) if slot.is_stacked else read(model, slot)
@@ -248,7 +248,7 @@ class ModelPool:
         if self.device.type != "cpu" or len(header.shape) != 2 or header.dtype == self.dtype:
             return self._parameter(model, slot)
         if (model, slot) not in self._known_finite:
-            self.stored(model, slot)  # and read anew: what was looked through would stay in memory
+            self.stored(model, slot)  # checked, then read again: the checked pages would stay in memory
         return Table.of(self.stored(model, slot), self.dtype)
 
     def begun(self, inputs: object) -> tuple[State, SideInputs]:
@@ -316,7 +316,7 @@ class ModelPool:
         """Raise a `DataError` if a model's weights exceed the budget; live models are in memory anyway."""
         if model not in self._modules and (needed := self.weight_bytes(model)) > self.budget:
             text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
-            hint = "Raise it where there is memory for a whole model."
+            hint = "Raise it if there is memory for a whole model."
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
 
     @contextmanager
@@ -399,8 +399,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     for key, header in needed.items():
         if headers[key].shape != header.shape:
             raise IncompatibleModelsError(
-                f"{source.name}: {key!r} has shape {list(headers[key].shape)}; "
-                f"the architecture wants {list(header.shape)}",
+                f"{source.name}: {key!r} has shape {list(headers[key].shape)}, expected {list(header.shape)}",
                 hint="The checkpoint belongs to another model size; merge only models fine-tuned from one base.",
                 key=key,
             )
@@ -490,7 +489,7 @@ def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Ten
 def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
     for name, (held, leaf, is_buffer) in zip(names, _places(module, names), strict=True):
         value = read(name)
-        is_bare = is_buffer or isinstance(value, Table)  # a parameter would be made of all of a table
+        is_bare = is_buffer or isinstance(value, Table)  # nn.Parameter would convert the whole table
         held[leaf] = value if is_bare else nn.Parameter(value, requires_grad=False)
 
 
@@ -539,8 +538,8 @@ def final_module(chain: LayerChain) -> str:
     path = last.path if last.role == "block" else chain.final
     if path is None:
         raise IncompatibleModelsError(
-            f"what leaves the {last.role} is no module's output in {chain.architecture}, so nothing can be "
-            "attached to the library's own model there",
+            f"no module of {chain.architecture} returns the output of the {last.role}, so nothing can be "
+            "attached to the library's model there",
             hint="Choose a method that changes weights.",
         )
     return path

@@ -55,12 +55,12 @@ from driftlens.utils.variants import expert_of
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
 _AT_ONCE = 2048
-"""Rows that are multiplied together at least, where there are so many: products of few are slow."""
+"""Least number of rows per product; products of few rows are slow."""
 _LEAST = 1e-12
-"""Of the weight of a task beside the others, so that no expert that answers always the same divides by zero."""
+"""Least weight of a task relative to others: an expert with constant outputs would divide by zero."""
 
 _Rows = list[tuple[Tensor, Tensor]]
-"""Of one fold: x~ [T, k] and both targets [T, 2 o], some at a time."""
+"""Rows x~ [T, k] of one fold with both targets, [T, 2 o]."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Sums:
     def problem(self, group: _Group, merged: Parameters, *, has_views: bool) -> StepProblem:
         """Return the problem to solve, with Gram matrices scaled to mean norm 1."""
         norms = [self.norms[task] for task in sorted(self.norms)]
-        # Where no input ever varies from 0 there is nothing to bring to norm 1.
+        # All inputs may be 0, which can't be scaled to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
         return StepProblem(
             group.sites,
@@ -190,14 +190,14 @@ class _StepWalk(CalibrationWalk):
         for step in self._steps(groups):
             solved: dict[str, Tensor] = {}
             for number, group in step:
-                # Every group is summed in a pass of its own and solved before the next, in the main process alone.
+                # One pass per group, and its solve before the next pass: their sums together may not fit in memory.
                 sums = self._sums(layer, student, merged, number, group, streams)
                 problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
                 parameters, group_reports = self.solved(layer, problems)
                 solved |= parameters
                 reports += group_reports
             updates |= solved
-            student, solved = merged, {}  # frees the parameters of the last step
+            student, solved = merged, {}  # frees the parameters of the last step before new ones are made
             student = replaced(layer, merged, updates)
         for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.drop(_WANTED)
@@ -335,7 +335,7 @@ class _StepWalk(CalibrationWalk):
             if self.calibrator.weights == "uniform" and sees:
                 self.seen[task] = {(layer.index, at): _GradientSums(rows) for at, rows in enumerate(counts)}
         self.stream.check()
-        # The host knows who goes where by one copy of a layer, whatever the batches.
+        # One copy per layer brings the routes to the host; a copy per batch would synchronize each time.
         if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
             parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
             self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
@@ -386,7 +386,7 @@ class _StepWalk(CalibrationWalk):
         """Return the sums of one group in the main process, which adds those of the tasks in their order."""
         merged_map = _affine(merged, group)
         outputs, inputs = merged_map.shape
-        # Products of float32 rows are no better than float32, and few of them are summed up.
+        # Few products of float32 rows are summed, so float64 sums would be no more accurate.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
         gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
@@ -475,7 +475,7 @@ class _StepWalk(CalibrationWalk):
         for number, (batch, count) in enumerate(batches, start=1):
             of_samples = [fold_of[digest] for digest in self.originals[batch]]
             x, wanted, tokens = self._rows(layer, student, group, streams, batch)
-            # On the CPU, where their number per fold is known without waiting for a device.
+            # On the CPU, so that counting rows per fold doesn't synchronize with the device.
             fold = torch.tensor(of_samples)
             if tokens is None:
                 fold = fold.repeat_interleave(len(x) // len(of_samples))
@@ -618,7 +618,7 @@ def _total(numbers: Sequence[Tensor]) -> float:
 
 
 Key = tuple[int, int]
-"""Layer, and number of the group in it."""
+"""Index of a layer, and number of the group in it."""
 
 
 def _row_counts(
@@ -691,7 +691,7 @@ class ExpertGradients:
                     y, gradients = seen[at]
                     state = batch.get(entered)
                     count = _row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
-                    if group.sites[0].expert is not None:  # of an expert's gates the gradients know
+                    if group.sites[0].expert is not None:  # the gradients include an expert's gates
                         count = count.ne(0).to(count)
                     counts[at].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
@@ -753,7 +753,7 @@ class ExpertGradients:
                 for name, value in batch.get(entered).items()
             }
             out = layer.call(parameters, state, side, tap if wanted else None)
-            for name in wanted.difference(outputs):  # an expert that no token is sent to
+            for name in wanted.difference(outputs):  # an expert without tokens
                 weight = parameters[f"{name}.weight"]
                 outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":

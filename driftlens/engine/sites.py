@@ -33,7 +33,7 @@ def site_path(layer: Layer, site: Site) -> str:
 
 
 GROUPS = ("embeddings", "q", "k", "v", "qkv", "o", "gate", "up", "down", "norms", "head", "other")
-"""Parts that modules play in any transformer; `qkv` is an in-projection that is one module."""
+"""Roles of modules in a transformer; `qkv` is a fused in-projection."""
 _LETTERS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v", "attn": "qkv"}
 
 
@@ -120,7 +120,7 @@ def select_sites(
                 raise IncompatibleModelsError(
                     f"{path} shares its weight with {', '.join(tied[path][:3])}, so it can't be calibrated for one "
                     "place alone",
-                    hint="Leave it out with a pattern of sites, or give each place a weight of its own.",
+                    hint="Leave it out with a pattern of sites, or untie the weight.",
                 )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
@@ -133,7 +133,7 @@ def select_sites(
         shared = f"; {len(tied)} of them share their weights with other places" if tied else ""
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches {matching}",
-            hint=f"Its sites are called like {', '.join(paths[:3]) or '(there are none)'}{shared}.",
+            hint=f"Its sites are {', '.join(paths[:3]) or '(there are none)'}{shared}.",
         )
     return chosen
 
@@ -207,9 +207,9 @@ def coverage(
 
 
 _KINDS = {"weight": "linear", "bias": "bias"}
-"""Of the parameters of a linear module: what a calibrator's `update` calls them."""
+"""Parameter of a linear module -> its kind in a calibrator's `update`."""
 MOST_NAMED = 5
-"""Names that a sentence lists before it counts the others."""
+"""Number of names that a message lists before it counts the others."""
 
 
 def _percent(share: float) -> str:
@@ -261,11 +261,11 @@ def _is_meant(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) 
 
 
 UNIFORM = "uniform"
-"""The rule of token weights that counts all tokens alike."""
+"""The rule that weighs all tokens alike."""
 ENTERED = ""
-"""Stands for what enters a block, among the streams that are added to."""
+"""Name of the layer's input among residual streams."""
 _ROWS = 64
-"""Of a batch without tokens, which say whether one tensor is the sum of two others."""
+"""Number of compared rows of a batch without tokens."""
 
 
 @dataclass(frozen=True)
@@ -433,9 +433,9 @@ def added_to(
         Site -> module.
     """
     inputs: dict[str, Tensor] = {}
-    outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
+    outputs: dict[str, tuple[Tensor, int]] = {}  # with the number of inputs read before
 
-    # What experts of a mixture give is gated and scattered, never added as it is.
+    # Outputs of a mixture's experts are gated and scattered, never added directly.
     experts = {site.name for site in layer.sites if site.expert is not None}
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
@@ -447,7 +447,7 @@ def added_to(
     out = layer.call(parameters, state, side, tap)
     sums = [*inputs.values(), out[layer.stream]]
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
-    # The first sample says it. It is compared on the host, as a device would be waited for at every pair.
+    # The first sample is enough. It is compared on the host: each pair would synchronize with the device.
     tensors = [*entered.values(), *sums, *(y for y, _ in outputs.values())]
     first = on_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
     few = {id(tensor): rows for tensor, rows in zip(tensors, first, strict=True)}

@@ -31,7 +31,7 @@ from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
 OnStep = Callable[[int, str], None]
-"""Called with layer index and task before every batch; it may raise, `Cancelled` for instance."""
+"""Callback (layer index, task) before every batch; it may raise, `Cancelled` for instance."""
 
 
 class Part(Protocol):
@@ -60,7 +60,7 @@ class InMemoryBatches:
 
 
 Parts = Mapping[str, Part]
-"""Task -> its samples."""
+"""Samples by task."""
 
 
 @dataclass
@@ -191,8 +191,8 @@ class FeatureStream:
                 raise NumericsError(
                     f"features of {model} are NaN or infinite after layer {layer.index} "
                     f"({layer.path}), task {batch.task!r}, first in sample {sample!r}",
-                    hint="Look at that input and at the layer's weights; "
-                    "in a half-precision dtype, try compute.dtype: float32.",
+                    hint="Check that input and the layer's weights; in a half-precision dtype, set compute.dtype to "
+                    "float32.",
                     layer=layer.index,
                     task=batch.task,
                     sample=sample,
@@ -229,7 +229,7 @@ class FeatureStore:
         for file in self._files:
             file.unlink(missing_ok=True)
         if self._made_folder and self.folder is not None:
-            with contextlib.suppress(OSError):  # somebody else's files may lie there too
+            with contextlib.suppress(OSError):  # it may hold other files
                 self.folder.rmdir()
 
     def cache(self, name: str, state: State) -> _CachedState:
@@ -275,7 +275,7 @@ class FeatureStore:
         from safetensors.torch import save_file
 
         if not folder.exists():
-            # Not its parents: a run that was removed meanwhile must not come back.
+            # Without parents: a run that was removed meanwhile must not be recreated.
             folder.mkdir(exist_ok=True)
             self._made_folder = True
         self._files.add(folder / name)
@@ -507,9 +507,9 @@ def walk(
                     routes={name: route for name, route in passes.items() if route is not None},
                     variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
                 )
-            entered.clear()  # before the next batch is taken: both would be alive
+            entered.clear()  # or two batches would be in memory
         stream.check()
-        maps.clear()  # before the next layer is read
+        maps.clear()  # or two layers would be in memory
 
 
 def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
@@ -622,11 +622,10 @@ def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
 
 
 _RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest relative error of one drift computed in two ways: orders of magnitude above either dtype's rounding."""
+"""Largest relative error between two computations of one drift, far above the rounding of the dtype."""
 
 _ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""The same relative to the features. Drift is their difference, so it inherits rounding of their size, some tens of
-machine epsilons after many layers; where models hardly differ, that is all there is to see."""
+"""The same relative to the features: drift is their difference, so rounding of their size remains in it."""
 
 
 def tolerance(dtype: str, drift_rel: float) -> float:
@@ -656,7 +655,7 @@ class LibraryDrift:
         num_states = len(pool.chain.layers) * (1 + len(variants))
         per_sample = waiting_bytes(pool, expert_of(task), samples.load([0]), num_states)
         fitting = max(1, budget // max(1, per_sample))
-        # Not fewer samples read, for texts are padded to the longest of their batch.
+        # A whole batch is read and then cut, because texts are padded to the longest of their batch.
         self.batch = next(samples.batches()).first(min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
@@ -718,7 +717,7 @@ def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tup
     size, apart, scale = sizes.tolist()
     error = apart / size if size > 0 else math.nan
     limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
-    # Where one sees no difference at all, the other must see none either.
+    # If one computation finds no drift at all, the other must not either.
     return error, limit, error > limit or (size == 0 and apart > _ROUNDING[dtype] * scale)
 
 

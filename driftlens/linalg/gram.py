@@ -11,8 +11,8 @@ from torch import Tensor
 
 from driftlens.utils.devices import near_float64, place_of_sums, summing
 
-_LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
-_ENTRIES = 2**18  # converted at a time: about what a core's own cache holds
+_LEAF = 128  # rows or columns per product; smaller ones run slower
+_ENTRIES = 2**18  # entries converted at a time, about the cache of a core
 _LINE = 16  # numbers in a cache line, in float32
 _Tile = tuple[slice, slice]
 
@@ -73,7 +73,7 @@ class GramSum:
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k, self.dtype, self.device = k, dtype, place_of_sums(dtype, device)
-        # Empty until the first product, which overwrites it: touching this much memory once is what costs.
+        # Uninitialized until the first product overwrites it: touching this much memory twice is slow.
         with summing():
             self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
@@ -332,7 +332,7 @@ class JointSums:
             others: sums that the same product is added to.
         """
         x, targets = single(x), single(targets)
-        # A product whose rows aren't whole cache lines takes up to twice as long.
+        # Rows of whole cache lines: other widths take up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
         product = torch.mm(targets.mT, x, out=lines[:, : x.shape[1]])
         local, upstream = targets.chunk(2, dim=1)

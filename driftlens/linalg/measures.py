@@ -75,7 +75,7 @@ def similarities(queries: Tensor, others: Tensor, how: str = "cosine", *, paired
 
 
 DEEPEST = 10
-"""How far down a ranking is looked at."""
+"""Number of ranks that are scored."""
 
 
 def _ndcg(hits: Sequence[bool], wanted: int) -> float:
@@ -90,4 +90,4 @@ RANKINGS: dict[str, Callable[[Sequence[bool], int], float]] = {
     "precision@5": lambda hits, wanted: sum(hits[:5]) / 5,
     "mrr@10": lambda hits, wanted: next((1 / rank for rank, hit in enumerate(hits, 1) if hit), 0.0),
 }
-"""By metric: whether each of the first passages answers a query, and how many of all do -> the query's share in it."""
+"""Metric -> (hits by rank, number of relevant passages) -> the score of one query."""

@@ -19,9 +19,9 @@ from driftlens.utils.devices import HOST, beside, near_factors, place_of_sums, w
 from driftlens.utils.errors import NumericsError, SingularGramError
 
 _PANEL = 384
-_NARROW = 192  # for a processor, whose matrix library solves slower than it multiplies
+_NARROW = 192  # on CPUs, whose libraries solve slower than they multiply
 _STEPS = 3
-_STARTS = 2  # one may lie across the direction that is looked for, and tell of another
+_STARTS = 2  # one may be orthogonal to the eigenvector
 _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eigenvalues
 
 
@@ -76,14 +76,14 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     """
     scale = float(scale)
     lower, failures = _lower_factor(matrix, scale, shift)
-    # Read at once, as a device is waited for whenever it is; without a factor the eigenvalues mean nothing.
+    # All numbers are read in one copy: each read synchronizes with the device.
     powers = _power(lambda v: _square(lower, v), matrix), _power(lambda v: _solve(lower, v), matrix, _STARTS)
     numbers = failures, torch.isfinite(matrix.sum()), *powers
     failed, is_finite, largest, inverse = torch.stack([number.to(matrix) for number in numbers]).tolist()
     if not is_finite and not bool(torch.isfinite(matrix).all()):
         raise NumericsError(
             f"{what} holds NaN or infinite entries",
-            hint="Look at the features and weights that it was computed from.",
+            hint="Check the features and weights that it was computed from.",
         )
     if not failed:
         smallest = 1 / inverse
@@ -124,7 +124,7 @@ def probe(like: Tensor) -> Tensor:
 
 def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
     """Return L, and whether the matrix is not positive definite."""
-    # Panel by panel of columns: torch's own factorisation takes half as long again, to copy and to write zeros.
+    # Panels of columns: torch.linalg.cholesky takes half as long again, to copy and to write zeros.
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     failures = []
     panel = _NARROW if matrix.is_cpu else _PANEL
@@ -145,7 +145,7 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, T
 
 def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield columns of L from their diagonal downwards, some at a time, and where they start."""
-    # No wider than those that it was made in: above the diagonal its memory is uninitialized.
+    # Not wider than the panels of the factorisation: memory above the diagonal is uninitialized.
     for start in range(0, len(lower), _NARROW):
         yield start, lower[start:, start : start + _NARROW]
 
@@ -308,7 +308,7 @@ def solve_ridge(
     weight = factor.solve_rows(cross.clone() if anchor is None else torch.add(cross, anchor, alpha=lam))
     if moments.target_energy is None:
         return _RidgeSolution(weight, factor, None)
-    # At the solution W G = R, so that W's quadratic form needs no product with G.
+    # At the solution W G = R, so the quadratic form needs no product with G.
     objective = moments.weight_sum * moments.target_energy - torch.linalg.vecdot(cross, weight)
     if anchor is not None:
         objective = objective + lam * torch.linalg.vecdot(anchor, anchor - weight)
@@ -479,7 +479,7 @@ def _require_regular(smallest: Tensor, limit: Tensor) -> None:
 
 
 SINGLE = torch.finfo(torch.float32).eps
-"""Below this share of the largest singular value, and that by width, float32 entries hold nothing but rounding."""
+"""Singular values below this share of the largest, times the width, are rounding of float32."""
 
 
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
@@ -515,7 +515,7 @@ BIAS_INPUT = math.sqrt(1000.0)
 GRID = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1, 10**-0.5, 1.0, 3.0)
 """Values of l0 and l1: 1e-4 to 1 by half decades, and 3."""
 WIDEST = 256
-"""Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""
+"""Largest number of inputs for an exact comparison of folds; beyond it, they are projected to this many directions."""
 _CG_STEPS = 5
 
 
@@ -562,7 +562,7 @@ def choose_ridges(
     if len(folds[0].gram) > WIDEST:
         basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
         folds = [fold.within(basis) for fold in folds]
-    # They are small by now. Devices are slow at what follows, or can't do it, and each step would wait for them.
+    # Small matrices: on a device each step would synchronize, and some devices have no eigh.
     folds = [JointMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds]
     everything = total(folds)
     ridges = everything.gram.new_tensor(grid)
@@ -583,7 +583,7 @@ def choose_ridges(
         mixed += inverse.mT @ (local.mT @ upstream * held_out) @ inverse - linear
     best = torch.where(square > 0, -mixed / square, 0.0).clamp(0, most)
     scores = plain[:, None] + best * (2 * mixed + best * square)
-    # Of equal scores the largest ridges, which change least.
+    # Flipped, so that of equal scores the largest ridges win, which change least.
     flat = int(scores.flip(0, 1).argmin())
     chosen, beside = (len(grid) - 1 - place for place in divmod(flat, len(grid)))
     return Ridges(
@@ -696,5 +696,5 @@ def require_finite(moments: JointMoments) -> None:
     if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(
             "the moments hold NaN or infinite entries",
-            hint="Look at the features and weights that they were computed from.",
+            hint="Check the features and weights that they were computed from.",
         )

@@ -31,13 +31,13 @@ from driftlens.utils.errors import NotDifferentiableError
 State = dict[str, Tensor]
 
 TOGETHER = 4 << 20
-"""Bytes of vectors and covectors, over all nodes, up to which one pass takes all nodes: small layers wait for calls."""
+"""Largest size in bytes, over all nodes, for one pass with all nodes; small layers are bound by the number of calls."""
 
 NODES = 8
 PANEL = 2.0
-"""Longest change of score differences over a panel; eight nodes then err below 1e-11 (over 4, by up to 8e-9)."""
+"""Largest change of score differences over a panel: eight nodes err below 1e-11 (for 4.0, up to 8e-9)."""
 _SCORES = 1 << 18
-"""Scores that are integrated over at a time."""
+"""Number of scores that are integrated at a time."""
 
 
 def floating(state: State) -> State:
@@ -72,7 +72,7 @@ def lengths(rows: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(rows, dim=1)
     least = torch.finfo(torch.promote_types(rows.dtype, torch.float32)).tiny ** 0.5 * 2**20
     is_right = norms.isfinite() & (norms >= least)
-    is_host = rows.device.type == "cpu"  # elsewhere to ask would be to wait
+    is_host = rows.device.type == "cpu"  # elsewhere the test would synchronize with the device
     if not rows.shape[1] or (is_host and is_right.all()):
         return norms
     sizes = torch.linalg.vector_norm(rows, ord=math.inf, dim=1)
@@ -85,7 +85,7 @@ def lengths(rows: Tensor) -> Tensor:
 
 def binade(sizes: Tensor) -> Tensor:
     """Return a power of two near each size, 1 if it is 0 or not finite; dividing by it is exact."""
-    half = sizes / 2  # so that the power is finite, too
+    half = sizes / 2  # so that the power is finite
     power = (half / torch.frexp(half).mantissa).clamp_min(torch.finfo(sizes.dtype).tiny)
     return torch.where((half > 0) & half.isfinite(), power, 1)
 
@@ -99,7 +99,7 @@ def relative_error(estimate: State, exact: State) -> Tensor:
 
 def expert_cosine(left: Tensor, right: Tensor) -> Tensor:
     """Return the cosine of matching rows [n, d], [n] in [-1, 1]; NaN if a row is zero."""
-    # Unit rows first: the product of two norms would leave float32's range for features near 1e19.
+    # Unit rows first: the product of two norms would overflow float32 for features near 1e19.
     return (_unit(left) * _unit(right)).sum(dim=1).clamp(-1, 1)
 
 
@@ -206,7 +206,7 @@ def forward_mode_attention() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-        # Averages over space go through torch vector by vector; nobody can do anything about that.
+        # Pooling over space has no batching rule in torch, which warns; there is no other way.
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         try:
             yield
@@ -217,9 +217,7 @@ def forward_mode_attention() -> Iterator[None]:
                 raise
             raise NotDifferentiableError(
                 f"a layer can't be differentiated: {first[:160]}",
-                hint="Phi-3.5-MoE's router asks for numbers, BLOOM's activation is a function of its own. "
-                "Leave its Jacobians out: "
-                "`metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
+                hint="Leave Jacobians out: `metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
             ) from error
 
 
@@ -322,7 +320,7 @@ class _FixedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
         weight = inputs[1]
-        ctx.set_materialize_grads(False)  # or zeros as large as the weight are made for every call
+        ctx.set_materialize_grads(False)  # or every call allocates zeros as large as the weight
         ctx.save_for_backward(weight)
         ctx.save_for_forward(weight)
 
@@ -419,7 +417,7 @@ def _gelu_slope(x: Tensor, approximate: str) -> Tensor:
     return slope
 
 
-# Each takes what torch's function of its name takes.
+# Same signatures as torch's functions.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -59,8 +59,9 @@ _AT_ONCE = 2048
 _LEAST = 1e-12
 """Least weight of a task relative to others: an expert with constant outputs would divide by zero."""
 
-_Rows = list[tuple[Tensor, Tensor]]
-"""Rows x~ [T, k] of one fold with both targets, [T, 2 o]."""
+_NUM_PASSES = 2
+_LEAST_ENERGY, _FLOOR = 1e-4, 0.02
+"""Bounds of token weights, relative to their mean: a token without gradient still counts a little."""
 
 
 @dataclass
@@ -186,7 +187,7 @@ class _StepWalk(CalibrationWalk):
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
         student, updates = merged, dict[str, Tensor]()
         reports: list[SiteReport] = []
-        streams = self._run_all_experts(layer, student, needs_output=not is_last)
+        streams = self._run_experts(layer, student, needs_output=not is_last)
         for step in self._steps(groups):
             solved: dict[str, Tensor] = {}
             for number, group in step:
@@ -300,30 +301,19 @@ class _StepWalk(CalibrationWalk):
             rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
         return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
-    def _run_all_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> dict[str, str]:
-        """Run the experts; return the residual stream of each site, from the first task that the layer reads."""
-        ran = self.team.gather(self._run_experts(layer, student, needs_output=needs_output))
-        if self.calibrator.weights == "uniform":
-            self._compute_weights()
-        _, streams = min((first for first in ran if first is not None), key=lambda first: first[0])
-        return streams
-
-    def _run_experts(
-        self, layer: Layer, student: Parameters, *, needs_output: bool
-    ) -> tuple[str, dict[str, str]] | None:
-        """Run this process's experts; return the first task that the layer reads, and each site's residual stream."""
+    def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
+        """Run this process's experts; return each site's residual stream, from the first task that the layer reads."""
         groups, streams, first = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
             expert = self.expert(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
-            sees = False
             for batch in self.stream.batches(layer, task):
                 if not layer.sees(batch.side):
                     self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
                     continue
-                sees = True
+                first = first or task
                 if streams is None:
                     repairs = self.calibrator.residual > 0
                     state = batch.get(MERGED)
@@ -331,15 +321,18 @@ class _StepWalk(CalibrationWalk):
                 left = self._run_expert(layer, expert, batch, streams, counts, names, stops=not needs_output)
                 if needs_output:
                     self.stream.keep(layer, batch, EXPERT, left, named="the expert")
-            first = first or (task if sees else "")
-            if self.calibrator.weights == "uniform" and sees:
-                self.seen[task] = {(layer.index, at): _GradientSums(rows) for at, rows in enumerate(counts)}
+            if self.calibrator.weights == "uniform" and counts[0]:
+                entries = enumerate(counts)
+                self.seen[task] = {(layer.index, number): _GradientSums(rows) for number, rows in entries}
         self.stream.check()
         # One copy per layer brings the routes to the host; a copy per batch would synchronize each time.
         if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
             parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
             self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
-        return (first, streams or {}) if first else None
+        if self.calibrator.weights == "uniform":
+            self._compute_weights()
+        found = [entry for entry in self.team.gather((first, streams)) if entry[0]]
+        return min(found, key=lambda entry: entry[0])[1] or {}
 
     def _run_expert(
         self,
@@ -388,15 +381,14 @@ class _StepWalk(CalibrationWalk):
         outputs, inputs = merged_map.shape
         # Few products of float32 rows are summed, so float64 sums would be no more accurate.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
-        gram = partial(GramSum, inputs, dtype, self.pool.device)
+        new_gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
-        sums = _Sums([JointSums(gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
-        memory = [gram() for _ in range(2 + num_folds)]
+        sums = _Sums([JointSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
         for task, owner in self.owners.items():
-            summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, memory)
-            of_task = self.team.at(owner, summed)
-            if of_task is not None:
-                sums.add(of_task)
+            summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, new_gram)
+            task_sums = self.team.at(owner, summed)
+            if task_sums is not None:
+                sums.add(task_sums)
         return sums
 
     def _task_sums(
@@ -408,7 +400,7 @@ class _StepWalk(CalibrationWalk):
         group: _Group,
         streams: Mapping[str, str],
         task: str,
-        memory: Sequence[GramSum],
+        new_gram: Callable[[], GramSum],
     ) -> _Sums | None:
         """Return the sums of one group and task; None if the layer reads nothing of the task."""
         key = layer.index, at
@@ -416,10 +408,8 @@ class _StepWalk(CalibrationWalk):
         if weighted is None:
             return None
         outputs, inputs = merged_map.shape
-        product, task_gram, *fold_grams = memory
-        for gram in memory:
-            gram.clear()
-        folds = [JointSums(gram, outputs) for gram in fold_grams]
+        product, task_gram = new_gram(), new_gram()
+        folds = [JointSums(new_gram(), outputs) for _ in range(self.calibrator.num_folds)]
         energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
         energy = sum(energies) / max(1, len(energies))
         factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
@@ -430,29 +420,25 @@ class _StepWalk(CalibrationWalk):
         task_sums: list[JointSums] = []
         if self.calibrator.mu:
             metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
-            task_sums = [JointSums(GramSum(inputs, product.dtype, self.pool.device), outputs)]
+            task_sums = [JointSums(new_gram(), outputs)]
             sums.tasks[task] = metric, task_sums[0]
-        pending: list[_Rows] = [[] for _ in folds]
-        rows_by_fold = self._by_fold(layer, student, group, streams, task, weighted)
-        for x, wanted, root, sizes in rows_by_fold:
+        for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
             root = root * factor**0.5
             x, wanted = x * root, wanted * root
             # Local and upstream targets side by side, [T, 2 o]: (W - W_m) x, and the wanted output less W x.
             targets = x @ maps.mT
             upstream = targets[:, wanted.shape[1] :]
             torch.sub(wanted, upstream, out=upstream)
-            if len(x) + sum(len(rows) for kept in pending for rows, _ in kept) > _AT_ONCE:
-                _take_in(pending, folds, *task_sums)
             sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
             parts = (part.split_with_sizes(sizes) for part in (x, targets))
-            for fold, kept, rows, wished in zip(folds, pending, *parts, strict=True):
-                kept.append((rows, wished))
+            for fold, rows, rows_targets in zip(folds, *parts, strict=True):
+                fold.add(rows, rows_targets, *task_sums)
+                # One product serves the fold, the task and the norm of the task's Gram matrix.
                 product.clear()
                 product.add_rows(rows)
                 for part in (fold, *task_sums):
                     part.add_gram(product)
                 task_gram.add(product, 1.0)
-        _take_in(pending, folds, *task_sums)
         width = inputs - group.has_bias
         sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
         return sums
@@ -523,15 +509,6 @@ class _StepWalk(CalibrationWalk):
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
 
 
-def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
-    """Add rows fold by fold to the folds' sums and to `every`, in one product each, and clear them."""
-    for fold, kept in zip(folds, some, strict=True):
-        if kept:
-            x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
-            fold.add(x, targets, *every)
-            kept.clear()
-
-
 def _affine(parameters: Parameters, group: _Group) -> Tensor:
     """Return the stacked weights, with biases as a column for the constant input."""
     weight = stacked(parameters, group.sites)
@@ -539,10 +516,6 @@ def _affine(parameters: Parameters, group: _Group) -> Tensor:
         return weight
     bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
-
-
-_NUM_PASSES = 2
-_LEAST_ENERGY, _FLOOR = 1e-4, 0.02
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,14 @@ def decide(
 
 
 def folds_of(
-    num_samples: int, task: str, what: str = "choosing settings", *, parts: int = NUM_FOLDS
+    num_samples: int, task: str, purpose: str = "choosing settings", *, parts: int = NUM_FOLDS
 ) -> list[range]:
     """Return the positions of every fold's samples of a task, folds being interleaved and of nearly equal size.
 
     Args:
         num_samples: the number of samples.
         task: the task, for messages.
-        what: the purpose of holding out, for messages.
+        purpose: the purpose of holding out, for messages.
         parts: the number of folds.
 
     Raises:
@@ -151,7 +151,7 @@ def folds_of(
     """
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
-            f"task {task} has {num_samples} calibration samples; {what} takes at least {2 * NUM_FOLDS}",
+            f"task {task} has {num_samples} calibration samples; {purpose} takes at least {2 * NUM_FOLDS}",
             hint="Add samples, or choose a preset or a merge by name, which hold none out.",
         )
     return [range(part, num_samples, parts) for part in range(parts)]

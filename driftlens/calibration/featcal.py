@@ -86,7 +86,9 @@ def featcal_blocks(
                 key: torch.lerp(of_base.get_parameter(key).double(), value.double(), rho)
                 for key, value in module.named_parameters()
             }
-            tasks = [(expert.get_submodule(name), x[name], wanted[name]) for expert, x, wanted in snapshot]
+            tasks = [
+                (expert.get_submodule(name), x[name], x_expert[name]) for expert, x, x_expert in snapshot
+            ]
             if isinstance(module, nn.Linear):
                 solved[name] = _linear_closed_form(tasks, anchor, lam, alpha, eps)
             else:
@@ -118,8 +120,8 @@ def _linear_closed_form(
     if "bias" in anchor:
         total = lam * anchor["bias"]
         for expert, omega, mean, mean_target in moments:
-            wanted = expert.bias.double() + expert.weight.double() @ mean_target
-            total = total + omega * (wanted - solved["weight"] @ mean)
+            target_out = expert.bias.double() + expert.weight.double() @ mean_target
+            total = total + omega * (target_out - solved["weight"] @ mean)
         solved["bias"] = total / (lam + sum(omega for _, omega, *_ in moments))  # Eq. 55
     return solved
 
@@ -202,10 +204,10 @@ def _solve_linear(
             weight, after = solution.weight, solution.objective
             before = None if after is None else after + solution.excess(merged)
             parameters[name] = weight
-            wanted = of_site.weight_sum * (of_site.output_cross @ direction)
+            right = of_site.weight_sum * (of_site.output_cross @ direction)
             if pulled is not None:
-                wanted = wanted + pull * (pulled @ direction)
-            error = stationarity_error(weight, image, wanted)
+                right = right + pull * (pulled @ direction)
+            error = stationarity_error(weight, image, right)
         if "bias" in update and site.name in problem.expert_bias:
             parameters[bias_name] = solve_bias(
                 of_site.mean_target + problem.expert_bias[site.name],

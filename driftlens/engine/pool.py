@@ -376,22 +376,22 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     Raises:
         IncompatibleModelsError: names the keys.
     """
-    wanted = {
+    expected = {
         name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
     }
-    needed = {key: wanted[key] for key in chain.parameter_keys()}
+    needed = {key: expected[key] for key in chain.parameter_keys()}
     headers = source.headers
     missing = [key for key in needed if key not in headers]
-    unknown = [key for key in headers if key not in wanted]
+    unknown = [key for key in headers if key not in expected]
     if missing or unknown:
-        parts = [f"lacks {some_of([*map(repr, missing)])}"] if missing else []
-        parts += (
+        problems = [f"lacks {some_of([*map(repr, missing)])}"] if missing else []
+        problems += (
             [f"has {some_of([*map(repr, unknown)])}, which {chain.architecture} does not know"]
             if unknown
             else []
         )
         raise IncompatibleModelsError(
-            f"{source.name} {' and '.join(parts)}",
+            f"{source.name} {' and '.join(problems)}",
             hint="Experts, merged model and base must share one architecture; check `architecture` in the spec.",
             missing=missing,
             unknown=unknown,

@@ -209,16 +209,16 @@ class _StepWalk(CalibrationWalk):
         """Return numbered groups in steps, each solved from one snapshot; those of one input, or expert, in turn."""
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
-        beside: dict[Hashable, list[tuple[int, _Group]]] = {}
+        steps: dict[Hashable, list[tuple[int, _Group]]] = {}
         done = Counter[int]()
-        for at, group in enumerate(groups):
+        for number, group in enumerate(groups):
             site = group.sites[0]
             key = site.input if site.expert is None else done[site.expert]
             done.update([] if site.expert is None else [site.expert])
-            beside.setdefault(key, []).append((at, group))
-        return [[group] for step in beside.values() for group in step]
+            steps.setdefault(key, []).append((number, group))
+        return [[group] for step in steps.values() for group in step]
 
-    def _begin(self, first: Layer) -> None:
+    def _begin(self, first_layer: Layer) -> None:
         """Read all samples, assign folds, and compute gradient token weights of all layers."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
@@ -226,9 +226,9 @@ class _StepWalk(CalibrationWalk):
                 self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
-        self.folds = {task: self._folds_of(task, first) for task in self.parts}
+        self.folds = {task: self._folds_of(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
-            self._weigh(first)
+            self._weigh(first_layer)
             self._compute_weights()
 
     def _add_digests(self, batch: Batch, waiting: CachedBatch) -> None:
@@ -253,15 +253,15 @@ class _StepWalk(CalibrationWalk):
         """The steps of token weights: about half of the layers', or 0 for uniform weights."""
         return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
 
-    def _folds_of(self, task: str, first: Layer) -> dict[str, int]:
+    def _folds_of(self, task: str, first_layer: Layer) -> dict[str, int]:
         """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
-        step, num_folds = -self._num_early_steps or first.index, self.calibrator.num_folds
-        batches = self.stream.batches(first, task, tell=partial(self.tell, step, task))
+        step, num_folds = -self._num_early_steps or first_layer.index, self.calibrator.num_folds
+        batches = self.stream.batches(first_layer, task, tell=partial(self.tell, step, task))
         different = sorted({digest for batch in batches for digest in self.originals[batch]})
         self.calibrator.require_samples(len(different), task)
         return {digest: place % num_folds for place, digest in enumerate(different)}
 
-    def _weigh(self, first: Layer) -> None:
+    def _weigh(self, first_layer: Layer) -> None:
         """Collect the gradients of this process's samples, task by task."""
         last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
         for number, task in enumerate(self.parts):
@@ -303,7 +303,7 @@ class _StepWalk(CalibrationWalk):
 
     def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
         """Run this process's experts; return each site's residual stream, from the first task that the layer reads."""
-        groups, streams, first = self.groups[layer.index], None, ""
+        groups, streams, first_task = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
@@ -313,7 +313,7 @@ class _StepWalk(CalibrationWalk):
                 if not layer.sees(batch.side):
                     self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
                     continue
-                first = first or task
+                first_task = first_task or task
                 if streams is None:
                     repairs = self.calibrator.residual > 0
                     state = batch.get(MERGED)
@@ -331,8 +331,8 @@ class _StepWalk(CalibrationWalk):
             self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
         if self.calibrator.weights == "uniform":
             self._compute_weights()
-        found = [entry for entry in self.team.gather((first, streams)) if entry[0]]
-        return min(found, key=lambda entry: entry[0])[1] or {}
+        answers = [entry for entry in self.team.gather((first_task, streams)) if entry[0]]
+        return min(answers, key=lambda entry: entry[0])[1] or {}
 
     def _run_expert(
         self,
@@ -354,17 +354,17 @@ class _StepWalk(CalibrationWalk):
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
             rows.append(_row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
-        wanted = dict(seen.outputs)
+        targets = dict(seen.outputs)
         if (
             (routes := seen.side.routes) is not None
             and routes.chosen is not None
             and routes.gates is not None
         ):
-            wanted |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
+            targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
             self.chosen[batch] = Routes(routes.chosen)
         for name, stream in streams.items():
-            wanted[name] = wanted[name] + stream_of(layer, stream, state, seen.inputs)
-        batch.put(_WANTED, wanted)
+            targets[name] = targets[name] + stream_of(layer, stream, state, seen.inputs)
+        batch.put(_WANTED, targets)
         return left
 
     def _sums(
@@ -372,7 +372,7 @@ class _StepWalk(CalibrationWalk):
         layer: Layer,
         student: Parameters,
         merged: Parameters,
-        at: int,
+        number: int,
         group: _Group,
         streams: Mapping[str, str],
     ) -> _Sums:
@@ -385,7 +385,9 @@ class _StepWalk(CalibrationWalk):
         num_folds = self.calibrator.num_folds
         sums = _Sums([JointSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
         for task, owner in self.owners.items():
-            summed = partial(self._task_sums, layer, student, merged_map, at, group, streams, task, new_gram)
+            summed = partial(
+                self._task_sums, layer, student, merged_map, number, group, streams, task, new_gram
+            )
             task_sums = self.team.at(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)
@@ -396,14 +398,14 @@ class _StepWalk(CalibrationWalk):
         layer: Layer,
         student: Parameters,
         merged_map: Tensor,
-        at: int,
+        number: int,
         group: _Group,
         streams: Mapping[str, str],
         task: str,
         new_gram: Callable[[], GramSum],
     ) -> _Sums | None:
         """Return the sums of one group and task; None if the layer reads nothing of the task."""
-        key = layer.index, at
+        key = layer.index, number
         weighted = self.weighted.get(task, {}).get(key)
         if weighted is None:
             return None
@@ -422,14 +424,14 @@ class _StepWalk(CalibrationWalk):
             metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
             task_sums = [JointSums(new_gram(), outputs)]
             sums.tasks[task] = metric, task_sums[0]
-        for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
+        for x, outputs_y1, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
             root = root * factor**0.5
-            x, wanted = x * root, wanted * root
+            x, outputs_y1 = x * root, outputs_y1 * root
             # Local and upstream targets side by side, [T, 2 o]: (W - W_m) x, and the wanted output less W x.
             targets = x @ maps.mT
-            upstream = targets[:, wanted.shape[1] :]
-            torch.sub(wanted, upstream, out=upstream)
-            sums.num_rows = [before + more for before, more in zip(sums.num_rows, sizes, strict=True)]
+            upstream = targets[:, outputs_y1.shape[1] :]
+            torch.sub(outputs_y1, upstream, out=upstream)
+            sums.num_rows = [before + count for before, count in zip(sums.num_rows, sizes, strict=True)]
             parts = (part.split_with_sizes(sizes) for part in (x, targets))
             for fold, rows, rows_targets in zip(folds, *parts, strict=True):
                 fold.add(rows, rows_targets, *task_sums)
@@ -455,25 +457,25 @@ class _StepWalk(CalibrationWalk):
         """Yield x~ [T, k], y1 [T, o] and roots of weights [T, 1] of some batches, ordered by fold, and the rows per
         fold.
         """
-        some: list[tuple[Tensor, ...]] = []
+        chunk: list[tuple[Tensor, ...]] = []
         fold_of, num_batches = self.folds[task], len(weighted.rows)
         batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
             of_samples = [fold_of[digest] for digest in self.originals[batch]]
-            x, wanted, tokens = self._rows(layer, student, group, streams, batch)
+            x, targets, tokens = self._rows(layer, student, group, streams, batch)
             # On the CPU, so that counting rows per fold doesn't synchronize with the device.
             fold = torch.tensor(of_samples)
             if tokens is None:
                 fold = fold.repeat_interleave(len(x) // len(of_samples))
             else:
                 fold = fold.repeat_interleave(tokens[0] // len(of_samples))[tokens[1]]
-            some.append((x, wanted, count.sqrt()[:, None], fold))
-            if number == num_batches or sum(len(x) for x, *_ in some) >= _AT_ONCE:
-                *rows, fold = (torch.cat(parts) for parts in zip(*some, strict=True))
+            chunk.append((x, targets, count.sqrt()[:, None], fold))
+            if number == num_batches or sum(len(x) for x, *_ in chunk) >= _AT_ONCE:
+                *rows, fold = (torch.cat(parts) for parts in zip(*chunk, strict=True))
                 order = moved(fold.argsort(stable=True), x.device)
-                x, wanted, root = (part[order] for part in rows)
-                yield x, wanted, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
-                some = []
+                x, targets, root = (part[order] for part in rows)
+                yield x, targets, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
+                chunk = []
 
     def _rows(
         self, layer: Layer, student: Parameters, group: _Group, streams: Mapping[str, str], batch: CachedBatch
@@ -491,19 +493,19 @@ class _StepWalk(CalibrationWalk):
         x = x.reshape(-1, x.shape[-1])
         if expert is not None:
             tokens = len(goals[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
-        wanted = [
+        targets = [
             goals[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else goals[name]
             for name in group.names
         ]
         if group.has_bias:
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
-        return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in wanted], dim=1), tokens
+        return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in targets], dim=1), tokens
 
     def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
-        first, name = self.stream.cached[task][0], _moment_name(key)
-        moment, mu = first.get(name)["moment"].to(like), self.calibrator.mu
-        first.drop(name)
+        first_batch, name = self.stream.cached[task][0], _moment_name(key)
+        moment, mu = first_batch.get(name)["moment"].to(like), self.calibrator.mu
+        first_batch.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
         trace = self.weighted[task][key].trace
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
@@ -660,28 +662,30 @@ class ExpertGradients:
             for batch in self.stream.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
-                for at, group in enumerate(groups):
-                    y, gradients = seen[at]
+                for number, group in enumerate(groups):
+                    y, gradients = seen[number]
                     state = batch.get(entered)
                     count = _row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
                     if group.sites[0].expert is not None:  # the gradients include an expert's gates
                         count = count.ne(0).to(count)
-                    counts[at].append(count)
+                    counts[number].append(count)
                     rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
-                    energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
+                    energies[number].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
                     for g in rows if self.moments else ():
-                        moment = moments[at] = moments[at] or GramSum(g.shape[1], single(g).dtype, g.device)
+                        moment = moments[number] = moments[number] or GramSum(
+                            g.shape[1], single(g).dtype, g.device
+                        )
                         moment.add_rows(g * count.sqrt()[:, None])
                 if entered != start:
                     batch.drop(entered)
-            for at, summed in enumerate(moments):
-                entry = weighable[layer.index, at] = _GradientSums(
-                    _together(counts[at]), _together(energies[at])
+            for number, summed in enumerate(moments):
+                entry = weighable[layer.index, number] = _GradientSums(
+                    _together(counts[number]), _together(energies[number])
                 )
                 if summed is not None:
                     full = summed.full()
                     entry.traces.append(wide(full).trace())
-                    self.stream.cached[task][0].put(_moment_name((layer.index, at)), {"moment": full})
+                    self.stream.cached[task][0].put(_moment_name((layer.index, number)), {"moment": full})
         for batch in self.stream.cached[task]:
             for number in range(self.num_passes):
                 batch.drop(f"back-{number}")
@@ -714,19 +718,19 @@ class ExpertGradients:
         draw: Callable[[int], Tensor],
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
-        wanted = {site.name for group in groups for site in group.sites}
+        names = {site.name for group in groups for site in group.sites}
         outputs: dict[str, Tensor] = {}
 
         def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-            return (lambda y: outputs.__setitem__(site, y)) if site in wanted else None
+            return (lambda y: outputs.__setitem__(site, y)) if site in names else None
 
         with torch.enable_grad():
             state = {
                 name: value.detach().requires_grad_(value.is_floating_point())
                 for name, value in batch.get(entered).items()
             }
-            out = layer.call(parameters, state, side, tap if wanted else None)
-            for name in wanted.difference(outputs):  # an expert without tokens
+            out = layer.call(parameters, state, side, tap if names else None)
+            for name in names.difference(outputs):  # an expert without tokens
                 weight = parameters[f"{name}.weight"]
                 outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":
@@ -741,7 +745,7 @@ class ExpertGradients:
         sites = [outputs[site.name] for group in groups for site in group.sites]
         gradients: list[list[Tensor]] = []
         for number in range(self.num_passes):
-            more = number + 1 < self.num_passes
+            is_kept = number + 1 < self.num_passes
             pairs = [
                 pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
             ]
@@ -749,7 +753,7 @@ class ExpertGradients:
                 [value for value, _ in pairs],
                 [*leaves, *sites],
                 [gradient for _, gradient in pairs],
-                retain_graph=more,
+                retain_graph=is_kept,
                 allow_unused=True,
             )
             full = [

@@ -187,18 +187,18 @@ def coverage(
             if owner in sites.get(layer.index, ()) and kind in update:
                 solved[in_block] += size
             elif in_block:
-                what = name
+                label = name
                 if name in layer.no_sites:
-                    owner, what = layer.no_sites[name]
-                    modules[what].add((layer.index, owner))
+                    owner, label = layer.no_sites[name]
+                    modules[label].add((layer.index, owner))
                 elif site is not None and site_path(layer, site) in tied:
-                    what = f"{name}: its weight serves other places too"
-                left[what] += size
+                    label = f"{name}: its weight serves other places too"
+                left[label] += size
     of_blocks, of_all = solved[True] / max(1, total[True]), solved.total() / total.total()
     shown = []
-    for what, size in left.most_common(MOST_NAMED):
-        name, _, why = what.partition(": ")
-        count = f"{len(modules[what])} " if modules[what] else ""
+    for label, size in left.most_common(MOST_NAMED):
+        name, _, why = label.partition(": ")
+        count = f"{len(modules[label])} " if modules[label] else ""
         shown.append(f"{count}{name} ({_percent(size / total[True])}{f': {why}' if why else ''})")
     more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
     text = f"{sum(map(len, sites.values()))} sites hold {_percent(of_blocks)} of the blocks' parameters"

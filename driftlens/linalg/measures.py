@@ -78,16 +78,16 @@ DEEPEST = 10
 """Number of ranks that are scored."""
 
 
-def _ndcg(hits: Sequence[bool], wanted: int) -> float:
+def _ndcg(hits: Sequence[bool], relevant: int) -> float:
     """Return binary NDCG: the sum of 1 / log2(rank + 1) over hits, relative to an ideal ranking."""
-    best = sum(1 / math.log2(rank + 1) for rank in range(1, min(wanted, DEEPEST) + 1))
+    best = sum(1 / math.log2(rank + 1) for rank in range(1, min(relevant, DEEPEST) + 1))
     return sum(hit / math.log2(rank + 1) for rank, hit in enumerate(hits, 1)) / best if best else 0.0
 
 
 RANKINGS: dict[str, Callable[[Sequence[bool], int], float]] = {
     "ndcg@10": _ndcg,
-    "accuracy@1": lambda hits, wanted: float(any(hits[:1])),
-    "precision@5": lambda hits, wanted: sum(hits[:5]) / 5,
-    "mrr@10": lambda hits, wanted: next((1 / rank for rank, hit in enumerate(hits, 1) if hit), 0.0),
+    "accuracy@1": lambda hits, relevant: float(any(hits[:1])),
+    "precision@5": lambda hits, relevant: sum(hits[:5]) / 5,
+    "mrr@10": lambda hits, relevant: next((1 / rank for rank, hit in enumerate(hits, 1) if hit), 0.0),
 }
 """Metric -> (hits by rank, number of relevant passages) -> the score of one query."""

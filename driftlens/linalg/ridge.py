@@ -58,7 +58,7 @@ class Factor:
         return total
 
 
-def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
+def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
     """Return the Cholesky factor of S = scale * matrix + shift * I, [k, k].
 
     An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused: a factorisation that went
@@ -66,7 +66,7 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
 
     Args:
         matrix: symmetric, of which the lower triangle is read; it is not modified.
-        what: the name of S in messages, for example "gram + 0.05 I".
+        name: the name of S in messages, for example "gram + 0.05 I".
         scale: positive.
         shift: added to the diagonal.
 
@@ -82,7 +82,7 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     failed, is_finite, largest, inverse = torch.stack([number.to(matrix) for number in numbers]).tolist()
     if not is_finite and not bool(torch.isfinite(matrix).all()):
         raise NumericsError(
-            f"{what} holds NaN or infinite entries",
+            f"{name} holds NaN or infinite entries",
             hint="Check the features and weights that it was computed from.",
         )
     if not failed:
@@ -94,7 +94,7 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     if not failed and smallest > _limit(matrix, largest):
         return Factor(lower, smallest, largest)
     raise SingularGramError(
-        f"{what} is singular to working precision: its smallest eigenvalue is {smallest:.2e}, its largest "
+        f"{name} is singular to working precision: its smallest eigenvalue is {smallest:.2e}, its largest "
         f"{largest:.2e}",
         hint="Raise `lam` (it needs an anchor to pull towards), or calibrate on more samples than the site has input "
         "features.",
@@ -103,17 +103,17 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     )
 
 
-def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float:
+def stationarity_error(solution: Tensor, image: Tensor, right: Tensor) -> float:
     """Return the error of a solution X [o, k] of X S = R, |X S v - R v| / (|X S v| + |R v|) along one direction v.
 
     Args:
         solution: X.
         image: S v, [k], of `probe(k)`.
-        wanted: R v, [o].
+        right: R v, [o].
     """
     gradient = solution @ image
-    size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(wanted))
-    return float(torch.linalg.vector_norm(gradient - wanted)) / size if size else 0.0
+    size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(right))
+    return float(torch.linalg.vector_norm(gradient - right)) / size if size else 0.0
 
 
 def probe(like: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Fa
         lam: lambda >= 0.
         scale: positive.
     """
-    return factorize(gram, what=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
+    return factorize(gram, name=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
 
 
 def solve_bias(
@@ -488,11 +488,11 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     Eigenvalues of at most k * machine epsilon * the largest count as 0.
     """
     try:
-        return factorize(gram, what="the sum of the tasks' Gram matrices").solve_rows(rows.clone())
+        return factorize(gram, name="the sum of the tasks' Gram matrices").solve_rows(rows.clone())
     except SingularGramError:
         values, vectors = torch.linalg.eigh(gram)
-        kept = values > len(gram) * torch.finfo(gram.dtype).eps * values[-1].clamp_min(0)
-        return (rows @ vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
+        is_kept = values > len(gram) * torch.finfo(gram.dtype).eps * values[-1].clamp_min(0)
+        return (rows @ vectors[:, is_kept] / values[is_kept]) @ vectors[:, is_kept].mT
 
 
 def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -642,7 +642,7 @@ def solve_joint(
         if share == 0:
             continue
         if ridge not in factors:
-            factors[ridge] = factorize(moments.gram, what=f"gram + {ridge:g} I", shift=ridge)
+            factors[ridge] = factorize(moments.gram, name=f"gram + {ridge:g} I", shift=ridge)
         target: Tensor = getattr(moments, part)
         solution = factors[ridge].solve_rows(target.clone())
         change += share * solution
@@ -654,15 +654,15 @@ def solve_joint(
     ridge = ridges.upstream if ridges.share else ridges.local
     left = -penalty
     for metric, sums in tasks:
-        wanted = (sums.local + ridges.share * sums.upstream).to(left)
-        left += metric.to(left) @ (wanted - change @ sums.gram.to(left))
+        target = (sums.local + ridges.share * sums.upstream).to(left)
+        left += metric.to(left) @ (target - change @ sums.gram.to(left))
     outputs = _mean_metric(tasks, like=change) if is_two_sided else None
     return _JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
 
 
 def _mean_metric(tasks: Sequence[tuple[Tensor, JointMoments]], like: Tensor) -> Factor:
     mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
-    return factorize(mean.to(like), what="the mean output metric")
+    return factorize(mean.to(like), name="the mean output metric")
 
 
 def _towards(

@@ -259,12 +259,12 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
         change: d, [n, classes].
         labels: y, [n].
     """
-    wanted = change.gather(1, labels[:, None])[:, 0]
-    total = torch.zeros_like(wanted)
-    for into, z, d, of_label in _by_rows(total, scores, change, wanted):
+    label_change = change.gather(1, labels[:, None])[:, 0]
+    total = torch.zeros_like(label_change)
+    for into, z, d, label_d in _by_rows(total, scores, change, label_change):
         for t, weight in composite_nodes(d):
             p = (z + t * d).softmax(dim=1)
-            into += weight * ((p * d).sum(dim=1) - of_label)
+            into += weight * ((p * d).sum(dim=1) - label_d)
     return total
 
 

@@ -113,11 +113,11 @@ def test_nothing_that_is_handed_in_is_modified() -> None:
 def test_a_factor_of_several_panels_is_the_whole_one(k: int) -> None:
     rows = random(k + 5, k)
     gram = rows.mT @ rows / k
-    factor = factorize(gram, what="gram", scale=2.0, shift=0.1)
+    factor = factorize(gram, name="gram", scale=2.0, shift=0.1)
     want = torch.linalg.cholesky(2 * gram + 0.1 * torch.eye(k, dtype=torch.float64))
     torch.testing.assert_close(factor.lower.tril(), want, rtol=1e-10, atol=1e-12)
     with pytest.raises(SingularGramError):
-        factorize(gram - 2 * torch.diag(torch.ones(k, dtype=torch.float64)), what="gram")
+        factorize(gram - 2 * torch.diag(torch.ones(k, dtype=torch.float64)), name="gram")
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ def test_a_factorisation_that_goes_through_is_no_proof_of_full_rank() -> None:
     matrix = torch.diag(torch.tensor([1.0, 1.0, 1e-16], dtype=torch.float64))
     assert int(torch.linalg.cholesky_ex(matrix).info) == 0
     with pytest.raises(SingularGramError):
-        factorize(matrix, what="gram")
+        factorize(matrix, name="gram")
     matrix[2, 2] = 1e-14
-    assert factorize(matrix, what="gram").smallest_eigenvalue == pytest.approx(1e-14)
+    assert factorize(matrix, name="gram").smallest_eigenvalue == pytest.approx(1e-14)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -158,7 +158,7 @@ def test_moments_that_are_not_finite_are_refused_before_anything_is_solved(value
 def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades: float) -> None:
     basis = torch.linalg.qr(random(k, k, seed=seed)).Q
     true = torch.logspace(0, decades, k, dtype=torch.float64)
-    factor = factorize(basis * true @ basis.mT, what="matrix")
+    factor = factorize(basis * true @ basis.mT, name="matrix")
     smallest, largest = float(true.min()), float(true.max())
     assert smallest * (1 - 1e-6) <= factor.smallest_eigenvalue
     assert factor.largest_eigenvalue <= largest * (1 + 1e-6)
@@ -184,7 +184,7 @@ def test_what_stands_above_a_factors_diagonal_is_never_read(k: int) -> None:
     assert bool(torch.empty(3).isnan().all())
     x = random(2 * k, k)
     matrix, rows = x.mT @ x, random(3, k, seed=1)
-    factor = factorize(matrix, what="matrix")
+    factor = factorize(matrix, name="matrix")
     torch.testing.assert_close(factor.energy(rows), ((rows @ matrix) * rows).sum(dim=1))
     largest = float(torch.linalg.eigvalsh(matrix)[-1])
     assert largest / 4 <= factor.largest_eigenvalue <= largest * (1 + 1e-6)

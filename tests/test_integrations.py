@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from torch import nn
 
 import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.integrations import lm_eval, tracking
+from driftlens.integrations import tracking
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import SpecError
 from tests.pipeline.fixtures import light, world
 from tests.quick import few
-from tests.zoo.world import TASKS, World
+from tests.zoo.world import TASKS
 
 __all__ = ["light", "world"]
 
@@ -60,31 +58,6 @@ def test_what_is_tracked_is_what_the_tables_hold(
     for layer, drift in zip(rows["layer"], rows["drift_l2_mean"], strict=True):
         assert logged.points[f"layers/drift_l2_mean/{TASKS[0]}/merged", layer] == drift
     assert len(logged.points) == count and any(tag.startswith("accuracy/") for tag, _ in logged.points)
-
-
-def test_the_harness_is_run_on_a_variants_folder_and_its_results_are_attached(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def simple_evaluate(**given: Any) -> dict[str, Any]:
-        asked.append(given)
-        scores = {"alias": "arc_easy", "acc,none": 0.5, "acc_stderr,none": 0.05}
-        about = {"versions": {"arc_easy": 1.0}, "config": {"model": "hf"}, "n-shot": {"arc_easy": 0}}
-        return {"results": {"arc_easy": scores}, "samples": {"arc_easy": ["a text"]}, **about}
-
-    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
-    run = dl.analyze(world.one_task("hf", metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
-    expert = f"expert:{TASKS[0]}"
-    file = lm_eval.evaluate(run.path, expert, ["arc_easy"], limit=10)
-    place = world.weights(TASKS[0], "hf")
-    assert asked == [{"model": "hf", "model_args": f"pretrained={place}", "tasks": ["arc_easy"], "limit": 10}]
-    assert "samples" not in json.loads(file.read_text())
-    rows = dl.open_run(run.path).accuracy()
-    [row] = rows[rows["task"] == "arc_easy"].to_dict("records")
-    assert (row["variant"], row["value"]) == (expert, 0.5), row
-    with pytest.raises(SpecError, match="no variant 'calibrated'"):
-        lm_eval.evaluate(run.path, "calibrated", ["arc_easy"])
 
 
 @pytest.mark.slow

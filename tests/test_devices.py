@@ -12,7 +12,7 @@ import torch
 import driftlens
 from driftlens.data import samples
 from driftlens.utils import devices
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import RunError, SpecError
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_the_host_has_all_that_is_asked_of_a_device() -> None:
     devices.reset_peak_memory(CPU)
     devices.synchronize(CPU)
     tensor = torch.ones(2)
-    assert moved(tensor, CPU) is tensor and moved(tensor, CPU, torch.float64).dtype == torch.float64
+    assert to_device(tensor, CPU) is tensor and to_device(tensor, CPU, torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "mps:7", "meta", "tpu", "cpu:x"])

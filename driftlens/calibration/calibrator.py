@@ -21,7 +21,7 @@ from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, Calibr
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
 from driftlens.utils.registry import Registry, read, settings_of
 from driftlens.utils.variants import expert_of
@@ -142,7 +142,7 @@ class FinalFeatures:
                 "tokens can't be attached there",
                 hint="Choose a method that changes weights.",
             )
-        places = slice(None) if chosen is None else moved(chosen, self.merged.device)
+        places = slice(None) if chosen is None else to_device(chosen, self.merged.device)
         mask = None if self.mask is None else self.mask[places]
         return _token_rows(self.merged[places], mask), _token_rows(self.expert[places], mask)
 

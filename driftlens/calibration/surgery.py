@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, calibrators
-from driftlens.utils.devices import beside, moved
+from driftlens.utils.devices import to_device, to_match
 from driftlens.utils.registry import Bounds, Label
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, one batch each"]
@@ -134,7 +134,7 @@ class Surgery(_LowRankTrained):
     def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and U, zero."""
         width, device = merged.shape[-1], merged.device
-        down = moved(uniform(self.rank, width, generator), device)
+        down = to_device(uniform(self.rank, width, generator), device)
         return [down, torch.zeros(width, self.rank, device=device)]
 
     def loss(
@@ -178,7 +178,7 @@ class ProbSurgery(_LowRankTrained):
     def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and M and V, zero."""
         width = merged.shape[-1]
-        down = beside(merged, uniform(self.rank, width, generator))
+        down = to_match(merged, uniform(self.rank, width, generator))
         return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
 
     def loss(
@@ -192,7 +192,7 @@ class ProbSurgery(_LowRankTrained):
             parameters: D, M and V.
             generator: the generator of z.
         """
-        noise = beside(merged, torch.randn(merged.shape, generator=generator))
+        noise = to_match(merged, torch.randn(merged.shape, generator=generator))
         return _prob_surgery_loss(merged, expert, noise, parameters, self.weight)
 
 

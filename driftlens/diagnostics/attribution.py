@@ -34,7 +34,7 @@ from driftlens.linalg.state import (
 from driftlens.models.chain import Layer, Routes, SideInputs
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.diagnostic import diagnostic
 
 SCORE_PANELS = 8
@@ -227,7 +227,7 @@ class Step:
         """Draw normal directions on the CPU, so on any device alike; they are zero on padding."""
         generator = torch.Generator().manual_seed((seed + self.layer.index) * 1_000_003 + self.batch.start)
         drawn = {
-            name: moved(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
+            name: to_device(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
             for name, leaf in state.items()
         }
         masks = {name: mask for name in drawn if (mask := self.batch.side.mask(name)) is not None}

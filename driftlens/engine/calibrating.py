@@ -38,7 +38,7 @@ from driftlens.linalg.gram import (
 )
 from driftlens.linalg.ridge import Moments, NormMoments
 from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, State
-from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing, wide
+from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing, to_float64
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import NumericsError, ShapeError
 from driftlens.utils.progress import LayerSteps
@@ -445,7 +445,7 @@ class CalibrationWalk(ABC):
                 calibrated, expert = (
                     layer.vectors(state, batch.side, pooling) for state in (left, batch.get(EXPERT))
                 )
-                sizes.append(torch.linalg.vector_norm(wide(calibrated - expert), dim=1))
+                sizes.append(torch.linalg.vector_norm(to_float64(calibrated - expert), dim=1))
             if sizes:
                 means[task] = torch.cat(sizes).mean()
         self.stream.check()

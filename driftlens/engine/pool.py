@@ -23,7 +23,7 @@ from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import features_of
 from driftlens.models.tracing.hooks import buffers_on, plain_experts
 from driftlens.models.tracing.mixtures import assembled
-from driftlens.utils.devices import device_of, moved
+from driftlens.utils.devices import device_of, to_device
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 
 
@@ -36,7 +36,7 @@ def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> objec
         dtype: the dtype of floating tensors.
     """
     if isinstance(inputs, Tensor):
-        return moved(inputs, device, dtype if inputs.is_floating_point() else None)
+        return to_device(inputs, device, dtype if inputs.is_floating_point() else None)
     if isinstance(inputs, Mapping):
         return {name: on_device(value, device, dtype) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
@@ -240,7 +240,7 @@ class ModelPool:
         return slot.own(tensor)
 
     def _parameter(self, model: str, slot: Slot) -> Tensor:
-        return moved(self.stored(model, slot), self.device, self.dtype)
+        return to_device(self.stored(model, slot), self.device, self.dtype)
 
     def _table(self, model: str, slot: Slot) -> Tensor:
         """Return a parameter of the stem, converted row by row on use if it may be the embeddings of a vocabulary."""
@@ -355,11 +355,11 @@ class ModelPool:
 
         def read(key: str) -> Tensor:
             if key in source.headers and key not in self.chain.tied:
-                return moved(source.read(key), self.device, self.dtype)
+                return to_device(source.read(key), self.device, self.dtype)
             names = (key, *self.chain.tied.get(key, ()))
             stored = next((name for name in names if name in source.headers), key)
             if stored not in once:
-                once[stored] = moved(source.read(stored), self.device, self.dtype)
+                once[stored] = to_device(source.read(stored), self.device, self.dtype)
             return once[stored]
 
         return read

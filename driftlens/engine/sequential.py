@@ -49,7 +49,7 @@ from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
 from driftlens.linalg.gram import GramSum, JointSums, single
 from driftlens.linalg.ridge import BIAS_INPUT
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
-from driftlens.utils.devices import exact_products, moved, near_float64, wide
+from driftlens.utils.devices import exact_products, near_float64, to_device, to_float64
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
@@ -299,7 +299,7 @@ class _StepWalk(CalibrationWalk):
         for digest in digests:
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
             rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
-        return moved(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
+        return to_device(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
     def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
         """Run this process's experts; return each site's residual stream, from the first task that the layer reads."""
@@ -472,7 +472,7 @@ class _StepWalk(CalibrationWalk):
             chunk.append((x, targets, count.sqrt()[:, None], fold))
             if number == num_batches or sum(len(x) for x, *_ in chunk) >= _AT_ONCE:
                 *rows, fold = (torch.cat(parts) for parts in zip(*chunk, strict=True))
-                order = moved(fold.argsort(stable=True), x.device)
+                order = to_device(fold.argsort(stable=True), x.device)
                 x, targets, root = (part[order] for part in rows)
                 yield x, targets, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
                 chunk = []
@@ -684,7 +684,7 @@ class ExpertGradients:
                 )
                 if summed is not None:
                     full = summed.full()
-                    entry.traces.append(wide(full).trace())
+                    entry.traces.append(to_float64(full).trace())
                     self.stream.cached[task][0].put(_moment_name((layer.index, number)), {"moment": full})
         for batch in self.stream.cached[task]:
             for number in range(self.num_passes):

@@ -26,7 +26,7 @@ from driftlens.engine.pool import LayerMap, ModelPool, on_device
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
-from driftlens.utils.devices import has_float64, memory, moved
+from driftlens.utils.devices import has_float64, memory, to_device
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
@@ -250,7 +250,7 @@ class FeatureStore:
         from safetensors.torch import load_file
 
         state = load_file(cached.state) if isinstance(cached.state, Path) else cached.state
-        return {name: moved(value, cached.devices[name]) for name, value in state.items()}
+        return {name: to_device(value, cached.devices[name]) for name, value in state.items()}
 
     def free(self, cached: _CachedState) -> None:
         """Drop a cached state."""

@@ -45,7 +45,7 @@ from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
 from driftlens.utils.access import Context
-from driftlens.utils.devices import computing_with, exact_products, wide
+from driftlens.utils.devices import computing_with, exact_products, to_float64
 from driftlens.utils.errors import ShapeError, SpecError
 from driftlens.utils.files import PathLike, scratch_beside
 from driftlens.utils.progress import Reporter
@@ -553,7 +553,7 @@ def _input_moments(
             x = rows.inputs[site.name]
             weights = row_weights(pool.chain, layer, site, x, state, rows.side)
             # Float32 products would fill the null space of few tokens with rounding.
-            x = wide(x.flatten(0, -2))
+            x = to_float64(x.flatten(0, -2))
             if site.name not in grams:
                 grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
             if weights is not None:

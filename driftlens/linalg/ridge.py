@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlens.linalg.gram import JointMoments
-from driftlens.utils.devices import HOST, beside, near_factors, place_of_sums, wide
+from driftlens.utils.devices import HOST, near_factors, place_of_sums, to_float64, to_match
 from driftlens.utils.errors import NumericsError, SingularGramError
 
 _PANEL = 384
@@ -119,7 +119,7 @@ def stationarity_error(solution: Tensor, image: Tensor, right: Tensor) -> float:
 def probe(like: Tensor) -> Tensor:
     """Return a random direction v, [k], the same for every system of k unknowns."""
     generator = torch.Generator().manual_seed(1)
-    return beside(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
+    return to_match(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
 
 def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def _limit(matrix: Tensor, largest: float) -> float:
 def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> Tensor:
     """Estimate the largest eigenvalue of a positive operator from below, by a few power steps."""
     generator = torch.Generator().manual_seed(0)
-    vectors = beside(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
+    vectors = to_match(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
         vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
     return torch.linalg.vector_norm(vectors, dim=0).max()
@@ -500,7 +500,7 @@ def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Computed in float64. The rank r of a zero matrix is 0.
     """
-    left, values, right = torch.linalg.svd(near_factors(wide(matrix)), full_matrices=False)
+    left, values, right = torch.linalg.svd(near_factors(to_float64(matrix)), full_matrices=False)
     rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
     return left[:, :rank], values[:rank], right[:rank]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.merging.averages import MOST_STEPS, average
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.utils.devices import wide
+from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.registry import Bounds
 
@@ -104,7 +104,7 @@ def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) 
         return total
     for row in range(count):
         logs = asked.log_probabilities([row], weights)[0]
-        chances = wide(logs.detach()).exp()
+        chances = to_float64(logs.detach()).exp()
         # It is the variance of slopes over classes: one as good as impossible beside the second best adds nothing.
         rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
         for value, chance in zip(logs, chances, strict=True):

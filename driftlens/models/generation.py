@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from driftlens.models.texts import TextReader
 from driftlens.models.tracing.block_runner import fitted
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 
 
 def generate(
@@ -114,7 +114,7 @@ def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool)
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
-    return wide.gather(2, moved(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
+    return wide.gather(2, to_device(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
 
 
 def _continued(
@@ -151,6 +151,6 @@ def _encoded_once(
         rows = [[*reader.before_answers, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
-            encoder_outputs=encoded, decoder_input_ids=moved(ids, device), use_cache=False, **mask
+            encoder_outputs=encoded, decoder_input_ids=to_device(ids, device), use_cache=False, **mask
         ).logits
         yield _of_tokens(scores[:, len(reader.opening) :], tokens, at_end=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
-from driftlens.utils.devices import beside, moved
+from driftlens.utils.devices import to_device, to_match
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
 from driftlens.utils.files import from_json, plain_file
 
@@ -222,11 +222,11 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        return self.logit_scale * F.normalize(features, dim=-1) @ beside(features, self.embeddings).mT
+        return self.logit_scale * F.normalize(features, dim=-1) @ to_match(features, self.embeddings).mT
 
     def derivative(self, features: Tensor) -> Derivative:
         """Return the Jacobian of scores at features [n, d]."""
-        return _derivative(self.logit_scale * beside(features, self.embeddings), features, normalize=True)
+        return _derivative(self.logit_scale * to_match(features, self.embeddings), features, normalize=True)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return scale * |class embeddings|_2 / shortest feature on the segment, infinite if that is 0."""
@@ -275,13 +275,13 @@ class LinearHead:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        bias = None if self.bias is None else beside(features, self.bias)
+        bias = None if self.bias is None else to_match(features, self.bias)
         features = F.normalize(features, dim=-1) if self.normalize else features
-        return F.linear(features, beside(features, self.weight), bias)
+        return F.linear(features, to_match(features, self.weight), bias)
 
     def derivative(self, features: Tensor) -> Derivative:
         """Return the Jacobian of scores at features [n, d]."""
-        return _derivative(beside(features, self.weight), features, normalize=self.normalize)
+        return _derivative(to_match(features, self.weight), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return |weight|_2, divided by the shortest feature on the segment if features are normalized."""
@@ -297,7 +297,7 @@ def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
     """Return True for samples whose best score is that of their own label, [n]."""
-    return head.scores(features).argmax(dim=1) == moved(class_rows(head, labels), features.device)
+    return head.scores(features).argmax(dim=1) == to_device(class_rows(head, labels), features.device)
 
 
 @dataclass(frozen=True)
@@ -359,8 +359,8 @@ class LmHead:
         """Compute scores of the next token [n, classes] for final features [n, d]."""
         parts = []
         for weight, bias in self._weights():
-            shift = None if bias is None else beside(features, bias)
-            parts.append(F.linear(features * self.lm.scale, beside(features, weight), shift))
+            shift = None if bias is None else to_match(features, bias)
+            parts.append(F.linear(features * self.lm.scale, to_match(features, weight), shift))
         scores = torch.cat(parts, dim=-1)
         return scores if self.lm.behind is None else self.lm.behind(scores)
 

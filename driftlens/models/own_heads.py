@@ -16,7 +16,7 @@ from driftlens.models.chain import Pool, pooled
 from driftlens.models.heads import class_names
 from driftlens.models.tracing.block_call import find_features, result
 from driftlens.models.tracing.hooks import call
-from driftlens.utils.devices import beside
+from driftlens.utils.devices import to_match
 from driftlens.utils.errors import DataError
 
 _SLOPES = {
@@ -68,7 +68,7 @@ class OwnHead:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        weights = {name: beside(features, value) for name, value in self.weights.items()}
+        weights = {name: to_match(features, value) for name, value in self.weights.items()}
         return self.form.run(weights, features[:, None])
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ from driftlens.linalg.state import State, inner, norm, stack_item, stacked, subt
 from driftlens.models.chain import pooled
 from driftlens.models.heads import class_rows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import NotDifferentiableError
 from driftlens.utils.progress import Reporter, TaskMeter
 from driftlens.utils.variants import expert_of
@@ -221,7 +221,7 @@ def _score_targets(
     variants = torch.cat([pool(merged) for pool, (_, merged) in zip(pools, ends, strict=True)])
     whole = {"margin": attribution.margin_target(head, experts, variants)}
     if (labels := study.tasks[task].diagnosis.labels) is not None:
-        rows = moved(class_rows(head, labels[: len(experts)]), experts.device)
+        rows = to_device(class_rows(head, labels[: len(experts)]), experts.device)
         whole["loss"] = attribution.loss_target(head, experts, variants, rows)
     sizes = [len(expert) for expert, _ in pulled]
     return {

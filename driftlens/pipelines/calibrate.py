@@ -67,7 +67,7 @@ from driftlens.runs.run import (
 )
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.access import Context
-from driftlens.utils.devices import wide
+from driftlens.utils.devices import to_float64
 from driftlens.utils.distributed import ALONE
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, from_json, write_json_atomic
@@ -538,7 +538,7 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
         confidences = []
         for part in (dataclasses.replace(drawn, views=None), diagnosed):
             features = final_features(study.pool, model, task, part, study.settings.pool)
-            confidences.append(wide(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
+            confidences.append(to_float64(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
         means.append((float(confidences[0].mean()), float(confidences[1].mean())))
         groups += confidences
     if not means:

@@ -29,7 +29,7 @@ from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
 from driftlens.models.texts import Text, TextReader
 from driftlens.results.measures import interval_of
-from driftlens.utils.devices import wide
+from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import DataError
 from driftlens.utils.metrics import ACCURACY, METRICS, metric_called
 from driftlens.utils.progress import Reporter, TaskMeter
@@ -177,10 +177,10 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
 
 def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
     """Return the drift of final features [n, d] from the expert's, as columns of the layer table's last row."""
-    drift = wide(lengths(features - expert))
-    size = float(wide(lengths(expert)).sum())
+    drift = to_float64(lengths(features - expert))
+    size = float(to_float64(lengths(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
-    cosine = float(wide(expert_cosine(features, expert)).nanmean())
+    cosine = float(to_float64(expert_cosine(features, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
 
 

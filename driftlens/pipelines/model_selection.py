@@ -41,7 +41,7 @@ from driftlens.models.heads import ScoreMap
 from driftlens.models.saving import save_state_dict
 from driftlens.pipelines.calibration_plan import method_called, plain_settings, preset_of, with_parameters
 from driftlens.pipelines.evaluation import final_features
-from driftlens.utils.devices import memory, wide
+from driftlens.utils.devices import memory, to_float64
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import Cancelled, CheckpointError, DriftLensError, RunError, SpecError
 from driftlens.utils.files import temporary_folder
@@ -277,8 +277,8 @@ class HeldOutScorer:
 
 def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
     """Return norms of final drift [n] over the mean norm of the expert's features; their mean is `drift_rel`."""
-    sizes = wide(lengths(expert))
-    return wide(lengths(features - expert)) / sizes.mean()
+    sizes = to_float64(lengths(expert))
+    return to_float64(lengths(features - expert)) / sizes.mean()
 
 
 def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
@@ -293,8 +293,8 @@ def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: S
     Returns:
         [n], in nats.
     """
-    expert_log = F.log_softmax(wide(expert_head.scores(expert)), dim=1)
-    model_log = F.log_softmax(wide(head.scores(features)), dim=1)
+    expert_log = F.log_softmax(to_float64(expert_head.scores(expert)), dim=1)
+    model_log = F.log_softmax(to_float64(head.scores(features)), dim=1)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
@@ -311,7 +311,7 @@ def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: Sco
         [n], between 0 and 1.
     """
     roots = [
-        (F.log_softmax(wide(score_map.scores(final)), dim=1) / 2).exp()
+        (F.log_softmax(to_float64(score_map.scores(final)), dim=1) / 2).exp()
         for score_map, final in ((expert_head, expert), (head, features))
     ]
     return ((roots[0] - roots[1]).square().sum(dim=1) / 2).sqrt()

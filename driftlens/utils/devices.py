@@ -177,7 +177,7 @@ def near_float64(tensor: Tensor) -> Tensor:
     return tensor.to(device_of(torch.float64, tensor.device))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def to_float64(tensor: Tensor) -> Tensor:
     """Return the tensor in float64, on the host if its device has no float64."""
     return near_float64(tensor).double()
 
@@ -230,7 +230,7 @@ def use_device(number: int) -> torch.device | None:
     return None
 
 
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
 
     The dtype is converted on the device, so that the copy is as narrow as the stored tensor, or on the host if the
@@ -246,9 +246,9 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device, dtype)
 
 
-def beside(features: Tensor, tensor: Tensor) -> Tensor:
+def to_match(features: Tensor, tensor: Tensor) -> Tensor:
     """Move a tensor to the device and dtype of features."""
-    return moved(tensor, features.device, features.dtype)
+    return to_device(tensor, features.device, features.dtype)
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from driftlens.utils import devices
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import RunError, SpecError
 from tests.accelerator import NAME, turn
 
@@ -23,7 +23,7 @@ def test_tensors_of_two_devices_do_not_mix(sim: torch.device) -> None:
 def test_pinned_memory_that_is_used_again_before_a_wait_is_sent_as_it_became(sim: torch.device) -> None:
     turn(is_lazy=True)
     source = torch.ones(3).pin_memory()
-    sent, safe = source.to(sim, non_blocking=True), moved(source, sim)
+    sent, safe = source.to(sim, non_blocking=True), to_device(source, sim)
     late = source.to(sim, non_blocking=True)
     source.zero_()
     assert torch.equal(sent.cpu(), torch.ones(3)) and torch.equal(safe.cpu(), torch.ones(3))

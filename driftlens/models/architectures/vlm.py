@@ -63,7 +63,7 @@ from driftlens.models.tracing.hooks import (
     zeros_like_weights,
 )
 from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
 _BLIND = "all samples are texts: the vision tower saw nothing and stays as merged, as does what projects its features"
@@ -530,7 +530,7 @@ class _Sighted(BlockRunner):
         tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
         if bool(mask.all()):
             del tensors["vision_mask"]
-        return {name: moved(tensor, device) for name, tensor in tensors.items()}
+        return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
     def _num_tokens(self, sample: Mapping[str, Tensor]) -> int:
         """How many tokens reach the tower's first block of one sample's images."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import SpecError
 
 OTHER_LIST = (
@@ -246,7 +246,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
             hint=_REMEDY,
         )
     tensors = (value for value in inputs.values.values() if isinstance(value, Tensor))
-    return moved(mask.bool(), next(tensors, mask).device)
+    return to_device(mask.bool(), next(tensors, mask).device)
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ from driftlens.models.tracing.hooks import (
 )
 from driftlens.models.tracing.mixtures import assembled, mixing, mixture_of
 from driftlens.models.tracing.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
-from driftlens.utils.devices import moved
+from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError
 
 
@@ -549,7 +549,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return moved(value, weight.device, weight.dtype if value.is_floating_point() else None)
+        return to_device(value, weight.device, weight.dtype if value.is_floating_point() else None)
 
     return mapped(inputs, fit)
 

@@ -95,6 +95,7 @@ def compare_merges(
         label = f"expert of {task}" if model == expert_of(task) else f"{name} on {task}"
         reporter.step(_PHASE, done, len(merges), label)
 
+    # The experts first, so that their time is not counted as that of the first model.
     scorer = HeldOutScorer(study, samples, report)
     for task in samples:
         scorer.expert(task)
@@ -117,7 +118,7 @@ def compare_merges(
                 return scorer.of(CANDIDATE_MODEL)
 
             compared.append(_Compared(merge, attempt(scores), seconds))
-    require_any([each.result for each in compared if each.model.method])
+    require_any([entry.result for entry in compared if entry.model.method])
     reporter.step(_PHASE, len(merges), len(merges))
     return {
         "name": spec.name,

@@ -62,7 +62,8 @@ def test_cached_expert_features_give_the_same_weights_as_none(
     runs = list[str]()
 
     def run(layer: Any, *args: Any, **options: Any) -> Any:
-        runs.append(layer.path)
+        if len(args) == 5:  # the cache asks for outputs, too; the merged model's pass for inputs alone
+            runs.append(layer.path)
         return rows_and_output(layer, *args, **options)
 
     monkeypatch.setattr(calibrating, "rows_and_output", run)

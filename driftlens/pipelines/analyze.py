@@ -109,7 +109,8 @@ def analyze(
     with opened as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
-        def begin() -> None:
+        # Before anything is computed, so that readers can name what is missing in an unfinished run.
+        def _begin() -> None:
             if not (
                 writer.folder / layout.SPEC
             ).exists():  # the run was killed after its manifest was written
@@ -124,7 +125,7 @@ def analyze(
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
-        lead(team, writer, begin)
+        lead(team, writer, _begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
@@ -152,14 +153,15 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
     merge = merge_of(spec, spec.merge.method, spec.merge.parameters)
     writer.describe(merge=merge.record)
 
-    def save() -> None:
+    def _save() -> None:
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
             record, notices = save_merge(models, merge, path, study, reporter)
         writer.describe(merge=record)
         for notice in notices:
             writer.notice(notice)
 
-    run_phase(writer, "merge", lambda: lead(study.team, writer, save))
+    # Also when resumed: the other phases read the stored file, never the model in memory.
+    run_phase(writer, "merge", lambda: lead(study.team, writer, _save))
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -189,6 +191,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
     with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
+        # Each calibration has its own phases, so that removing it also removes their records.
         calibration_of = {calibrated(name): name for name in manifest.calibrations}
         calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
         with deterministic_algorithms(study.settings.deterministic):
@@ -233,6 +236,7 @@ class Phases:
 
     def measure(self, variants: Sequence[str]) -> None:
         """Measure drift and accuracy; `expert` means each task's expert."""
+        # The expert is measured in each pass as the reference, so it is no variant of the study.
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
@@ -281,6 +285,7 @@ class Phases:
                 if lacking:
                     work = partial(self._follow, option, task, lacking)
                     self._run(f"explain:{option}:{task}", work, self.study, again=True)
+        # All other options are measured in one pass per task, which runs every layer once.
         entries = [entry for entry in chosen(add) if entry.option]
         for task in tasks:
             filled = [
@@ -302,13 +307,13 @@ class Phases:
     def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
         """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""
 
-        def read() -> set[tuple[str, str]]:
+        def _read() -> set[tuple[str, str]]:
             rows = getattr(open_run(self.writer.folder), table)()
             if columns:
                 rows = rows[rows.reindex(columns=columns).notna().any(axis=1)]
             return set(zip(rows["task"], rows["variant"], strict=True))
 
-        return self.study.team.once(read)
+        return self.study.team.once(_read)
 
     def _log(self, notices: Iterable[str], warnings: Iterable[str] = ()) -> None:
         for warning in warnings:
@@ -324,7 +329,7 @@ class Phases:
         """Compare the task vectors of these variants with the experts'."""
         study, rows = self.study, list[dict[str, Any]]()
 
-        def compared(task: str, variant: str) -> list[dict[str, Any]]:
+        def _compared(task: str, variant: str) -> list[dict[str, Any]]:
             return [
                 {"task": task, "variant": variant, **row}
                 for entry in chosen(study.settings.options, "weights")
@@ -333,7 +338,7 @@ class Phases:
 
         pairs = [(task, variant) for task in study.tasks for variant in variants]
         for pair in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-            rows += study.of_task(pair[0], partial(compared, *pair)) or []
+            rows += study.of_task(pair[0], partial(_compared, *pair)) or []
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
@@ -400,6 +405,7 @@ class Phases:
         """Add rows of `adjoint` or `groups`; other results of the attribution are kept as stored."""
         settings = self.study.settings
         assert settings.jacobian is not None
+        # Only the requested option: everything else is stored already and would cost further passes.
         jacobian = dataclasses.replace(settings.jacobian, spectral=False, prefix=False, random=False)
         settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
         self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
@@ -463,6 +469,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
             if data.head is not None and not is_of_vocabulary(data.head)
         },
     )
+    # Rows of stored features are in the order of the diagnosis ids.
     for task, data in study.tasks.items():
         if data.calibration is not None:
             writer.write_sample_ids(task, "calibration", data.calibration.ids)
@@ -478,6 +485,7 @@ def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
     ids = data.diagnosis.ids[:MOST_THUMBS]
     if data.diagnosis.texts is not None:
         texts, half = [data.diagnosis.text(position).input for position in range(len(ids))], LONGEST_TEXT // 2
+        # Both ends, because many texts share a long beginning, such as an instruction.
         short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in texts]
         with writer.file(texts_file(task)) as path:
             path.write_text(json.dumps(dict(zip(ids, short, strict=True))), encoding="utf-8")

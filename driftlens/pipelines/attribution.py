@@ -89,6 +89,7 @@ def attribution_of(
         prefixes: dict[str, list[Tensor]] = defaultdict(list)
         for (variant, _), swap in swaps.items():
             prefixes[variant].append(swap.shares())
+        # All targets of a variant are pulled back together: a layer's linearization is the costly part.
         targets = {variant: _targets(study, pull_back, variant) for variant in variants}
         try:
             traced = _traced(
@@ -98,7 +99,7 @@ def attribution_of(
                 lambda layer: meter.step(2 * num_layers - layer, f"causes, back from layer {layer}"),
             )
         except NotDifferentiableError as error:
-            traced = _Traced()
+            traced = _Traced()  # prefix swaps need no derivative and are kept
             explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
@@ -111,6 +112,7 @@ def attribution_of(
         if traced.parts and settings.contributions:
             shares = traced.parts[variant][:, 0]
             _fill(rows, "final_share", shares, energy)
+            # Reported, never distributed over layers, so that shares and remainder sum to 1.
             rows[num_layers]["remainder_share"] = 1 - sum(row["final_share"] for row in rows.values())
             np.divide(shares, energy, out=final_shares, where=energy > 0)
         if settings.prefix:
@@ -198,6 +200,7 @@ def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> lis
         changes, covectors = {"final_drift": torch.where(energy > 0, 1.0, torch.nan)}, [drift]
         for name, of_batches in of_scores.items():
             changes[name] = of_batches[number].change
+            # Scores depend on one stream of the state; the gradients of the others are zero.
             rest = {leaf: torch.zeros_like(value) for leaf, value in drift.items()}
             covectors.append(rest | {stream: of_batches[number].covector})
         targets.append(_Targets(energy, changes, stacked(covectors)))
@@ -308,7 +311,7 @@ def _adjoint_columns(
     energy = _joined(target.energy for target in targets)
     for number, name in enumerate(targets[0].changes):
         change, of_layers = _joined(target.changes[name] for target in targets), parts[:, number]
-        if name == "final_drift":
+        if name == "final_drift":  # as a share, because squared feature units mean nothing to a reader
             of_layers = of_layers / np.where(energy > 0, energy, np.nan)
         for layer, part in enumerate(of_layers, start=1):
             remainder = {"remainder": change - of_layers.sum(axis=0)} if layer == len(parts) else {}

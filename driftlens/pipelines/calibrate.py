@@ -109,6 +109,7 @@ def calibrate(
         SingularGramError: a layer has no unique solution.
     """
     folder, team = pathlib.Path(path), context.access.team
+    # Without --replace and --resume, saving a finished calibration solves nothing.
     begins = request.replace or request.resume
     if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
         team.once(lambda: _export_finished(folder, request, context))
@@ -119,7 +120,7 @@ def calibrate(
     _require_free_name(request, opened, opened.manifest)
     if request.resume:
         identity = plan.identity(opened.manifest, study) | {"automatic": request.auto}
-        scratch.require_same(identity, asked=plan.asked if request.auto else {})
+        scratch.require_same(identity, start=plan.starting_point if request.auto else {})
     export = _export_of(request, opened)
     if export is not None:
         team.once(export.require_place)
@@ -138,6 +139,7 @@ def calibrate(
                 _solve_and_measure(request, opened, writer, phases, reporter)
             if on_measured is not None and team.is_main:
                 on_measured(open_run(folder))
+        # Drift and accuracy are stored; an interruption from here on only delays the attribution.
         is_live = context.live is not None
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
         weights = folder / layout.calibration_weights(plan.name)
@@ -185,6 +187,7 @@ def open_calibration(
     run = open_run(folder)
     if context.live is None:
         reopening.require_spec(folder, run.manifest)
+    # Other calibrations are not needed to solve this one, and opening them takes time.
     study, models = reopening.reopened(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )
@@ -255,7 +258,10 @@ def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: 
     before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
     now |= {"auto": is_chosen, "layers": now.get("layers", [])}
     if is_chosen:
-        before["asked"], now["asked"] = finished.selection.get("asked", plan.asked), plan.asked
+        before["asked"], now["asked"] = (
+            finished.selection.get("asked", plan.starting_point),
+            plan.starting_point,
+        )
     return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
@@ -285,39 +291,40 @@ def _solve_and_measure(
     study, scratch, name = opened.study, opened.scratch, opened.plan.name
     team, replaces = study.team, name in writer.manifest.calibrations
 
-    def clear() -> None:
+    def _clear() -> None:
         if not (request.resume and scratch.is_there):
             scratch.remove()  # first, so that an interrupted removal is not resumed as a calibration
             if not replaces:
                 writer.remove_calibration(name)  # leftovers of an interrupted one
 
-    lead(team, writer, clear)
+    lead(team, writer, _clear)
     if request.auto:
         opened = _with_choice(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.identity
     begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
     team.once(lambda: scratch.begin(begun))
 
-    def solved() -> Solution:
+    def _solved() -> Solution:
         return _solve(writer, study, plan, scratch, reporter)
 
-    if replaces:
-        _make_room(opened, writer, solved)
+    if replaces:  # solve everything first: a failed solve must leave the old calibration
+        _make_room(opened, writer, _solved)
 
-    def save() -> None:
-        solution = solved()
+    def _save() -> None:
+        solution = _solved()
 
-        def write() -> None:
+        def _write() -> None:
             notices = _notices(plan, study)
             info = dataclasses.replace(
                 plan.info, seconds=scratch.seconds or solution.seconds, notices=notices
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
-        lead(team, writer, write)
+        lead(team, writer, _write)
 
+    # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
-    run_phase(writer, _phase(plan), save, study, sums=True)
+    run_phase(writer, _phase(plan), _save, study, sums=True)
     reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
     phases.measure(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
@@ -337,13 +344,13 @@ def _with_choice(
 
     plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
     start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
-    team.once(lambda: scratch.begin(start, asked=plan.asked))
+    team.once(lambda: scratch.begin(start, start=plan.starting_point))
     begun = team.once(lambda: scratch.begun)
     earlier, chosen = begun["selection"], opened
 
-    def choose() -> None:
+    def _choose() -> None:
         nonlocal chosen
-        if earlier.get("asked") == plan.asked:
+        if earlier.get("asked") == plan.starting_point:  # the interrupted job had already chosen
             kind, selection = calibrators[begun["method"]], earlier
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
@@ -357,10 +364,10 @@ def _with_choice(
                 share=request.shrink,
                 on_score=partial(writer.event, layout.CANDIDATE, of=plan.name),
             )
-            selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.asked}
+            selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
 
-    run_phase(writer, f"{_phase(plan)}:choose", choose, study, again=True, sums=True)
+    run_phase(writer, f"{_phase(plan)}:choose", _choose, study, again=True, sums=True)
     if not earlier:
         settled = start | chosen.identity | {"selection": dict(chosen.plan.selection)}
         team.once(lambda: scratch.settle(settled))
@@ -377,11 +384,11 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
             scratch.remove()  # the old one is kept, and resuming would only fail again
         raise
 
-    def remove() -> None:
+    def _remove() -> None:
         with scratch.hidden():
             writer.remove_calibration(plan.name)
 
-    lead(study.team, writer, remove)
+    lead(study.team, writer, _remove)
 
 
 def _complete(
@@ -396,17 +403,17 @@ def _complete(
     study.team.once(opened.scratch.remove)
     info = writer.manifest.calibrations[plan.name]
     variants = [info.control, plan.variant] if info.control else [plan.variant]
-    if plan.variant not in study.pool:
+    if plan.variant not in study.pool:  # the calibration was solved by an earlier job
         reopening.add_calibration(study, opened.models, folder, plan.name, info.method, info.control)
     phases.complete(variants)
 
-    def describe() -> None:
+    def _describe() -> None:
         from driftlens.experiment.model_card import model_card
 
         with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-    lead(study.team, writer, describe)
+    lead(study.team, writer, _describe)
     if export is not None:
         study.team.once(lambda: export.save(info))
     if request.attribution:
@@ -422,7 +429,7 @@ def _solve(
     metrics: dict[str, float] = {}  # of the last finished layer, for the curve that is plotted meanwhile
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
-    def step(progress: Step) -> None:
+    def _step(progress: Step) -> None:
         nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
         # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.
@@ -438,7 +445,7 @@ def _solve(
         done={index: earlier.updates for index, earlier in solution.layers.items()},
         feature_budget=study.settings.feature_budget,
         spill=scratch.spill,
-        on_step=step,
+        on_step=_step,
         pooling=study.settings.pool,
         team=study.team,
         seed=plan.seed,
@@ -486,10 +493,11 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
 
 def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
     """Return notices on stem and head if they differ between the models but are not calibrated."""
+    # Exact comparison: weights that fine-tuning froze are stored bit-identical.
     experts = [name for name in pool.names if task_of(name) is not None]
     first, *others = [*(["base"] if "base" in pool else []), *experts]
 
-    def differs(key: str) -> bool:
+    def _differs(key: str) -> bool:
         start = pool.source(first).read(key).double()
         return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
 
@@ -497,7 +505,7 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
         solved = {f"{site}.{part}" for site in sites.get(layer.index, ()) for part in ("weight", "bias")}
         keys = {slot.key for name, slot in pool.chain.owned(layer).items() if name not in solved}
-        if moved := ", ".join(filter(differs, sorted(keys))):
+        if moved := ", ".join(filter(_differs, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
                 "calibrated: it remains that of the merged model"
@@ -543,6 +551,7 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
         groups += confidences
     if not means:
         return []
+    # Tasks are strata: the error of the mean over tasks follows from each group's own variance.
     error, freedom = standard_error([part / len(means) for part in groups])
     on_drawn, on_diagnosed = np.mean(means, axis=0)
     if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
@@ -581,21 +590,22 @@ class _Scratch:
         """Remove the folder."""
         remove_tree(self._folder)
 
-    def begin(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
+    def begin(self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None) -> None:
         """Write the settings, or require that they equal those already written."""
         if self.is_there:
-            self.require_same(settings, asked=asked)
+            self.require_same(settings, start=start)
         else:
             self.remove()
             write_json_atomic(self._settings, settings)
 
-    def require_same(self, settings: Mapping[str, Any], *, asked: Mapping[str, Any] | None = None) -> None:
-        """Refuse settings that differ from the stored ones; `asked` is the starting point of an automatic choice."""
+    def require_same(self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None) -> None:
+        """Refuse settings that differ from the stored ones; `start` is the starting point of an automatic choice."""
         if not self.is_there:
             return
+        # The command's words may differ although the settings are equal.
         then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
-        if asked and (chosen := then.get("selection")):
-            then, now, skip = then | chosen["asked"], {**now, **asked}, {*skip, "sites", "views"}
+        if start and (chosen := then.get("selection")):
+            then, now, skip = then | chosen["asked"], {**now, **start}, {*skip, "sites", "views"}
         sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
         if text := reopening.difference(*sides):
             raise SpecError(

@@ -138,7 +138,7 @@ class CalibrationPlan(Chosen):
         if "merge" in selection:
             merge = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
             study.pool.add(plan.kept, merged_within(study.blinded(self.samples), merge))
-        if plan.kept:
+        if plan.kept:  # nothing is solved, so there is no anchor to measure either
             return dataclasses.replace(plan, sites={}, control="")
         if "views" in selection:
             views = Views(**selection["views"])
@@ -151,7 +151,7 @@ class CalibrationPlan(Chosen):
         return dataclasses.replace(plan, calibrator=calibrator, control=control)
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def starting_point(self) -> dict[str, Any]:
         """The starting point of an automatic choice, by which a finished calibration is recognized."""
         start = {"method": self.method, "settings": plain_settings(self.calibrator), "layers": self.layers}
         return start | ({"views": self.views} if self.views else {})
@@ -199,6 +199,7 @@ class CalibrationPlan(Chosen):
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
         """Return the inputs of the solution as plain values."""
+        # By digests, so that moved files with equal weights are accepted.
         models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
         info = self.info
         return {
@@ -240,6 +241,7 @@ def plan_calibration(
         if isinstance(calibrator, Stepwise):
             calibrator.require_samples(len(drawn), task)
     patterns, layers = request.sites, request.layers
+    # A trained method has fixed layers, so the patterns of another method in the spec don't concern it.
     if patterns is None and section is not None and (section.method == method or not is_trained):
         patterns = section.sites
     if is_trained and (layers is not None or patterns is not None):
@@ -380,6 +382,7 @@ def save_variants(
     pool = study.pool
     merged = pool.source(plan.kept or "merged")
     keys = [(index, name) for index, layer in solution.layers.items() for name in layer.updates]
+    # Read on demand: the solution of all layers together may exceed memory.
     updates = OnDemand(dict.fromkeys(keys), lambda key: solution.layers[key[0]].updates[key[1]])
     for variant in plan.variants:
         is_control = variant == plan.control
@@ -388,7 +391,7 @@ def save_variants(
             reach = plan.calibrator.anchor_reach
             parameters = _anchors(pool.chain, merged, pool.source("base"), reach, updates)
         source = with_parameters(pool.chain, merged, study.like, parameters)
-        if not is_control and plan.shrink:
+        if not is_control and plan.shrink:  # the control stays the anchor itself
             source = Between(pool.source("base"), source, plan.shrink["share"])
         metadata = _weights_metadata(variant, info)
         with writer.file(calibration_weights(plan.name, control=is_control)) as path:
@@ -497,12 +500,13 @@ def _anchors(
 ) -> OnDemand[ParameterKey]:
     """Return the anchor of Eq. 11, base + reach * (merged - base), for some parameters, in float64."""
 
-    def anchor(key: ParameterKey) -> Tensor:
+    # In float64, as the solve computes it; the difference of close models loses digits in float32.
+    def _anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
         return slot.own(reach * end + (1 - reach) * start)
 
-    return OnDemand(keys, anchor)
+    return OnDemand(keys, _anchor)
 
 
 @dataclass
@@ -558,6 +562,7 @@ class Export:
         metadata = _weights_metadata(calibrated(self.name), info)
         if self._attached and self._is_file:
             save_state_dict(self._attached_file, self._portable, metadata)
+        # A copy of the stored weights in the form of the base: the model is not computed again.
         model, form = self._model(self._weights), self.models.own_form
         save_model(self._architecture, form, model, self.target, metadata=metadata, card=card, heads=heads)
 
@@ -614,7 +619,7 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
         return card
     loader = _LOADER.format(file=_ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
 
-    def extended(usage: str) -> str:
+    def _extended(usage: str) -> str:
         lines = usage.splitlines(keepends=True)
         model_line = next((index for index, line in enumerate(lines) if line.startswith("model")), None)
         if model_line is None:
@@ -622,4 +627,4 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
         lines.insert(model_line + 1, f"attach(model, {task!r})  # the task of the inputs\n")
         return card(f"{loader}{''.join(lines)}")
 
-    return extended
+    return _extended

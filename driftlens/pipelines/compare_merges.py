@@ -91,12 +91,12 @@ def compare_merges(
     shown, samples = _samples(study, held_out=held_out)
     reporter, done, name = context.reporter(), 0, ""
 
-    def report(task: str, model: str) -> None:
+    def _report(task: str, model: str) -> None:
         label = f"expert of {task}" if model == expert_of(task) else f"{name} on {task}"
         reporter.step(_PHASE, done, len(merges), label)
 
     # The experts first, so that their time is not counted as that of the first model.
-    scorer = HeldOutScorer(study, samples, report)
+    scorer = HeldOutScorer(study, samples, _report)
     for task in samples:
         scorer.expert(task)
     compared = []
@@ -109,7 +109,7 @@ def compare_merges(
             name, started, seconds = merge.name, time.perf_counter(), 0.0
             reporter.step(_PHASE, done, len(merges), name)
 
-            def scores(merge: NamedMethod = merge, started: float = started) -> Values:
+            def _scores(merge: NamedMethod = merge, started: float = started) -> Values:
                 nonlocal seconds
                 method = merge_called(merge.method, merge.settings)
                 source = merged_source(models, method, visible, beside=folder / "merged", reporter=quiet)
@@ -117,7 +117,7 @@ def compare_merges(
                 study.pool.add(CANDIDATE_MODEL, source)
                 return scorer.of(CANDIDATE_MODEL)
 
-            compared.append(_Compared(merge, attempt(scores), seconds))
+            compared.append(_Compared(merge, attempt(_scores), seconds))
     require_any([entry.result for entry in compared if entry.model.method])
     reporter.step(_PHASE, len(merges), len(merges))
     return {
@@ -139,6 +139,7 @@ def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dic
         if texts is not None and texts.reader is not None and texts.shown != "none":
             judged[task] = shown[task].answering([""] * len(shown[task]))
         if held_out:
+            # The same split for all methods, so that their scores can be paired sample by sample.
             *rest, last = folds_of(len(shown[task]), task, "judging on held-out samples")
             shown[task] = part_of(shown[task], sorted(position for fold in rest for position in fold))
             judged[task] = part_of(judged[task], last)
@@ -167,6 +168,7 @@ def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[d
         if not isinstance(result, DriftLensError)
     }
     order = sorted(ranking, key=lambda name: ranking[name].mean)
+    # Bonferroni over all pairs, because any two rows of the table may be compared.
     pairs = max(1, len(order) * (len(order) - 1) // 2)
     rows = []
     for model, result, seconds in compared:

@@ -72,12 +72,14 @@ def diagnose(
     diagnosis, data = TaskDiagnosis(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
+    # The models run in their own library first, on one batch, to compare the drift of every layer with.
     library = LibraryDrift(study.pool, task, study.variants, samples, budget)
     inputs = on_device(library.batch.inputs, study.pool.device, study.pool.dtype)
     notice = require_as_peft(study, task, inputs, library.expert)
     recorder = _recorded(study, task, library, reporter)
     diagnosis.features = recorder.features()
     diagnosis.notices += filter(None, [notice])
+    # One task suffices: what lowers the precision is the same for all.
     if task == next(iter(study.tasks)):
         _check_precision(study, task, diagnosis)
     for (variant, index), (tokens, gates) in recorder.routing.items():
@@ -126,6 +128,7 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
     for first in range(0, len(samples), length):
         chunk = samples.batches(first, min(first + length, len(samples)))
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
+            # All variants of a layer follow each other; one of them counts the layers.
             if view.variant == study.variants[0]:
                 index = view.layer.index
                 meter.step(index - 1, f"drift, layer {index} of {num_layers}")
@@ -154,6 +157,7 @@ class _Recorder:
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
         self._pool = pool
+        # Several diagnostics share a function of a view, which is then called once.
         self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
         self._first_variant = first_variant
         self._names: dict[tuple[str, int], list[str]] = {}
@@ -167,8 +171,10 @@ class _Recorder:
         for look in self._per_view:
             columns |= look(view, self._pool)
         self._names[key] = list(columns)
+        # Stacked, so that the host synchronizes with the device once per view.
         self._columns[key].append(torch.stack([*columns.values()]).cpu().double().numpy())
         self._add_model(key, view, view.merged_out, "merged")
+        # The expert's features are the same in the views of all variants.
         if view.variant == self._first_variant:
             self._add_model(("expert", view.layer.index), view, view.expert_out, "expert")
 
@@ -237,6 +243,7 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     theirs = unmerged(study, adapters, inputs)
     if isinstance(theirs, str):
         return f"the features of the expert of {task} were not compared with peft's: {theirs}"
+    # Relative to the adapters' change: relative to the features, a wrong scaling would hardly show.
     base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
     error, limit, is_off = relative_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)

@@ -134,6 +134,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
         for name, data in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
+    # Chunks in the outer loop, so that samples are read once for all variants.
     for first in range(0, len(samples), length):
         chunk = list(samples.batches(first, min(first + length, len(samples))))
         for variant in variants:
@@ -210,6 +211,7 @@ def _answers(
             continue
         rows: dict[str, _Rows] = {name: [] for name in metrics}
         one_score = partial(_one_score, study, task, variant, samples, test.reader)
+        # A model with one score runs layer by layer; generation needs the whole model in memory.
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
             for first in range(0, len(samples), at_once):
                 done = place * len(samples) + first

@@ -107,6 +107,7 @@ def live_again(
     _require_complete(folder, modules, settings, recorded.get("contents", {}))
     study = live_study(modules, settings)
     _require_same_contents(recorded.get("contents", {}), study)
+    # Without separate calibration samples, the diagnosis samples serve both; a notice says so.
     tasks = {
         task: data if data.calibration else dataclasses.replace(data, calibration=data.diagnosis)
         for task, data in study.tasks.items()
@@ -152,6 +153,7 @@ def analyze_study(
     """
     out = request.out or pathlib.Path("runs", study.name)
     live = {"settings": _recorded(settings), "contents": _contents(study)}
+    # Stands in for the digest of a spec, which live modules don't have.
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
     resumes = request.resume and (out / MANIFEST).exists()
     if resumes:

@@ -156,14 +156,14 @@ class ResultStore:
     def read(self, name: str) -> dict[str, NDArray[np.float64]]:
         """Return the stored arrays; none if there is no file, or if it is damaged."""
 
-        def stored() -> dict[str, NDArray[np.float64]]:
+        def _stored() -> dict[str, NDArray[np.float64]]:
             try:
                 source = open_checkpoint(self._file(name))
                 return {key: source.read(key).clone().numpy() for key in source.headers}
             except CheckpointError:  # the scores are computed again and replace this file
                 return {}
 
-        return self._team.once(lambda: stored() if self._file(name).is_file() else {})
+        return self._team.once(lambda: _stored() if self._file(name).is_file() else {})
 
     def write(self, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
         """Store arrays, and the seconds of all work until now."""
@@ -210,13 +210,13 @@ class HeldOutScorer:
     def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
         """Return both measures of a model by task, on all samples or on those at `positions`."""
 
-        def scores(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
+        def _scores(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
             values = {"drift_rel": drift_scores(features, expert)}
             if not self.without_head:
                 values["hellinger"] = self.by_class(distances, model, task, features, expert)
             return {name: value.cpu().numpy() for name, value in values.items()}
 
-        return self.measured(model, scores, positions)
+        return self.measured(model, _scores, positions)
 
     @torch.no_grad()
     def measured(
@@ -233,13 +233,13 @@ class HeldOutScorer:
             positions: of the samples to read, by task; None reads all.
         """
 
-        def measure_task(task: str) -> T:
+        def _measure_task(task: str) -> T:
             expert, samples = self.expert(task), self.samples[task]
             if positions is not None:
                 expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
             return measure(task, self._features(model, samples), expert)
 
-        return self.study.team.each(list(self.samples), measure_task)
+        return self.study.team.each(list(self.samples), _measure_task)
 
     def by_class(
         self,
@@ -259,6 +259,7 @@ class HeldOutScorer:
             expert: final features of the expert, [n, d].
         """
         data = self.study.tasks[task]
+        # A candidate of a classifier with its own head is scored like the merged model.
         head = data.own_heads.get("merged" if model == CANDIDATE_MODEL else model, data.head)
         score_map, expert_map = self.study.pool.score_map(head, model), self.study.head(task, expert_of(task))
         assert score_map is not None and expert_map is not None
@@ -386,7 +387,7 @@ class Fitter:
         pool, settings, updates = self.study.pool, self.study.settings, dict[ParameterKey, Tensor]()
         attached: dict[str, Attachment] = {}
 
-        def step(progress: Step) -> None:
+        def _step(progress: Step) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
@@ -402,9 +403,10 @@ class Fitter:
             team=self.study.team,
             seed=self.seed,
             like=self.study.like,
-            on_step=step,
+            on_step=_step,
             expert_features=cache or ExpertFeatures(),
         )
+        # Without the final write: comparisons of methods report the time of the fit alone.
         started = time.perf_counter()
         for layer in calibrator.calibrate(context):
             updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
@@ -417,6 +419,7 @@ class Fitter:
 
     def cache(self, among: int = 1) -> ExpertFeatures:
         """Return an empty cache with its share of the feature budget among this many caches."""
+        # At most a quarter of the free memory: the models and one layer's statistics need the rest.
         budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
         return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)
 
@@ -491,6 +494,7 @@ def choose_settings(
         trials = _CrossFitting(study, sites, shares, progress, folder)
         measure = trials.scorer.measure
         for candidate in candidates:
+            # By settings, so that an interrupted job resumes with the scores of finished candidates.
             if stored := store.read(candidate.key):
                 progress.begin(_NUM_PARTS * candidate.cost_of_part, candidate.title)
                 by_share = _by_share(stored)
@@ -712,6 +716,7 @@ def _record(
     measure: str,
 ) -> dict[str, Any]:
     """Return the decision and every candidate as plain values."""
+    # `decide` takes the last of equally good ones, so the most expensive comes last.
     by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
     best = {
         candidate.name: _best(measured[candidate.name], measure)

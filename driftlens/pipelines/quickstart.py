@@ -163,6 +163,7 @@ def _tasks(experts: Sequence[str]) -> list[str]:
         stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
         stem = next((word for word in stems if not _GENERIC.fullmatch(word.lower())), stems[0])
         names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
+    # "defaults" is a key of the spec's data section, so no task can have that name.
     counts, numbered = Counter(names), Counter[str]()
     for index, name in enumerate(names):
         numbered[name] += 1
@@ -184,6 +185,7 @@ def draft(
     Raises:
         DriftLensError: the family of the models can't be detected, or data can't be read.
     """
+    # A loader given by the user wins: some models can't be detected.
     names_loader = any(text.startswith("architecture.loader=") for text in overrides)
     architecture = (
         {} if names_loader else _architecture(roles.base or next(iter(roles.experts.values())), access)
@@ -262,6 +264,7 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
             source = str(folder.resolve())
         if loader := loader_of(read_json(folder / name)):
             return {"loader": loader, "source": source}
+    # No configuration: the names of tensors reveal the family at least, for the message.
     keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
     family = family_of_keys(keys)
     by_keys = f" (its keys suggest {family.what})" if family else ""

@@ -140,6 +140,7 @@ def needs_of(
         "statistics": _statistics(study, sizes, sites),
         "activations": sizes.activations,
     }
+    # The control of an anchor is a second variant with its own weights and features.
     made = 1 if calibrator.anchor_reach == 1 or not study.has_base else 2
     needs["calibrate"] = Needs(
         resident | _larger(solving, _measuring(study, sizes, len(study.variants) + made)),

@@ -150,19 +150,20 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
         rows = team.once(lambda: open_run(folder).sweeps())
+        # Again under the lock: another process may have written points meanwhile.
         points, outdated = _points(rows, sweeps, request)
         rows = rows[~rows["sweep"].isin(outdated)] if request.resume else rows[:0]
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
         spill = folder / layout.SCRATCH / _PHASE
         scorer = HeldOutScorer(study, {task: data.diagnosis for task, data in tasks.items()})
 
-        def sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
+        def _sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
             return select_sites(study.pool.chain, sites=opened.plan.patterns or None, update=update)
 
-        def measure(seed: int) -> None:
+        def _measure(seed: int) -> None:
             missing = _missing(points, rows[rows["seed"] == seed], study)
             progress = CombinedProgress(reporter, len(missing))
-            fitter = Fitter(study, sites, progress, _PHASE, spill, seed)
+            fitter = Fitter(study, _sites, progress, _PHASE, spill, seed)
             # Settings that read the same samples follow each other and share the experts' features.
             for (corruption, n), group in itertools.groupby(
                 sorted(missing, key=_samples_of), key=_samples_of
@@ -190,7 +191,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
         with deterministic_algorithms(study.settings.deterministic):
             for seed in seeds:
-                work = functools.partial(measure, seed)
+                work = functools.partial(_measure, seed)
                 run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
     if unsolved:
         error = next(iter(unsolved.values()))
@@ -232,6 +233,7 @@ def _open(
 def _starting_requests(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
     """Return the calibrations that sweeps vary, one per method."""
     starts = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
+    # A preset belongs to one method; if no method has it, all are asked, and the error names them.
     has_preset = [name for name in starts if request.preset in calibrators[name].presets] or [*starts]
     if not starts:
         return [CalibrationRequest(name=_PHASE, preset=request.preset, samples=samples)]
@@ -306,7 +308,7 @@ def _points(
 
 def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
-    if varied == [ABLATION]:
+    if varied == [ABLATION]:  # an ablation varies what its parts change
         varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
     for name, value in values.items():
         before = [setting.values[name] for setting in earlier]
@@ -371,12 +373,14 @@ def _missing(
     """Return by setting the points without a row for every task and a score for every scored task."""
     scored = {task for task, data in study.tasks.items() if data.test is not None and metrics_of(study, task)}
 
-    def is_done(point: _Point) -> bool:
+    def _is_done(point: _Point) -> bool:
         present = rows[(rows["sweep"] == point[0]) & (rows["point"] == point[1])]
         has_score = present["task"][present[[*METRICS]].notna().any(axis=1)]
         return {*present["task"]} >= {*study.tasks} and {*has_score} >= scored
 
-    missing = {setting: [point for point in named if not is_done(point)] for setting, named in points.items()}
+    missing = {
+        setting: [point for point in named if not _is_done(point)] for setting, named in points.items()
+    }
     return {setting: named for setting, named in missing.items() if named}
 
 
@@ -432,11 +436,11 @@ _SHARED_SETTINGS = ("views", "shrink")
 def wanted_methods(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return calibrators with settings, under names that are valid for calibrations; see `named_methods`."""
 
-    def name_of(method: str, settings: Mapping[str, object]) -> str:
+    def _name_of(method: str, settings: Mapping[str, object]) -> str:
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
         return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
 
-    wanted = named_methods(asked, calibrators, calibrators.__getitem__, name_of, shared=_SHARED_SETTINGS)
+    wanted = named_methods(asked, calibrators, calibrators.__getitem__, _name_of, shared=_SHARED_SETTINGS)
     for method in wanted:
         _request_of(method)
     return wanted
@@ -471,13 +475,14 @@ def compare_methods(
     Raises:
         DriftLensError: all methods failed.
     """
+    # Published presets differ by the kind of model that they were tuned on.
     loader = str(open_run(run).manifest.architecture.get("loader"))
     section = None
     if context.live is None:
         reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
         section = load_spec(pathlib.Path(run) / layout.SPEC).calibration
 
-    def calibrated(method: NamedMethod) -> DriftRun:
+    def _calibrated(method: NamedMethod) -> DriftRun:
         kind = calibrators[method.method]
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
         if section is not None and section.method == method.method and (section.preset or section.parameters):
@@ -487,7 +492,7 @@ def compare_methods(
 
     team = context.access.team
     try:
-        results = {method.name: attempt(functools.partial(calibrated, method), team) for method in wanted}
+        results = {method.name: attempt(functools.partial(_calibrated, method), team) for method in wanted}
     except Cancelled as error:
         error.hint = "Finished calibrations are kept; the same command resumes."
         raise

@@ -151,6 +151,7 @@ def preflight(
         heads = _check_heads(spec, models, data, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
         checks.findings += companions(models)
+    # After heads and data, because some methods read calibration samples or scores.
     merge = _check_merge(spec, models, data, checks)
     calibration, calibrator = spec.calibration, None
     settings: Mapping[str, Any] | None = {}
@@ -188,21 +189,21 @@ def _check_models(
     """Return the models that can be opened and fit the architecture; errors become findings."""
     origins = opening.origins_of(spec)
 
-    def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
-        def fitting() -> StateSource:
+    def _attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
+        def _fitting() -> StateSource:
             source = opened()
             require_same_parameters(architecture.skeleton, architecture.chain, source)
             return source
 
-        def describe(source: StateSource) -> str:
+        def _describe(source: StateSource) -> str:
             headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
             count = sum(header.nbytes // header.dtype.itemsize for header in headers)
             dtypes = " and ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))
             return f"{count:,} parameters in {len(headers)} tensors, {dtypes}, from {origins[name]}"
 
-        return checks.attempt(label(name), fitting, describe)
+        return checks.attempt(label(name), _fitting, _describe)
 
-    models = opening.open_models(spec, access, architecture=architecture, attempt=attempt)
+    models = opening.open_models(spec, access, architecture=architecture, attempt=_attempt)
     checks.notice("models", *models.notices)
     checks.notice("dtypes", *opening.dtype_notices(models))
     return models
@@ -302,13 +303,13 @@ def _check_data(
     opened = {}
     for task in spec.tasks:
 
-        def open_one(task: str = task) -> TaskData:
+        def _open_one(task: str = task) -> TaskData:
             data = opening.open_data(spec, task, architecture, access=access)
-            if architecture is not None:
+            if architecture is not None:  # one sample, because a file may open and hold something unreadable
                 data.diagnosis.load([0])
             return data
 
-        data = checks.attempt(f"data of {task}", open_one, _described)
+        data = checks.attempt(f"data of {task}", _open_one, _described)
         if data is not None:
             opened[task] = data
             checks.notice(f"data of {task}", *data.notices)
@@ -398,6 +399,7 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
 
 def _score_experts(study: Study, checks: Preflight) -> None:
     """Score every expert and the base on as many test samples as there are diagnosis samples."""
+    # Few samples, because a validation should take seconds; the interval shows the uncertainty.
     scored = {
         task: dataclasses.replace(data, test=data.test and few_of(data.test, len(data.diagnosis)))
         for task, data in study.tasks.items()

@@ -160,10 +160,12 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
     with context.store() as store:
         stream = FeatureStream(pool, {task: context.parts[task]}, (EXPERT, MERGED), store, on_step)
         for layer in pool.chain.layers:
-            expert, merged = (pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED))
+            expert_map, merged_map = (
+                pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED)
+            )
             for batch in stream.batches(layer, task):
-                stream.take(layer, batch, EXPERT, expert, named="the expert model")
-                stream.take(layer, batch, MERGED, merged, named="the merged model")
+                stream.take(layer, batch, EXPERT, expert_map, named="the expert model")
+                stream.take(layer, batch, MERGED, merged_map, named="the merged model")
         stream.check()
         layer, batches = pool.chain.layers[-1], stream.cached[task]
         merged, expert = ([batch.get(model)[layer.stream] for batch in batches] for model in (MERGED, EXPERT))

@@ -603,15 +603,9 @@ class _LinearSums:
     objectives: bool
     _inputs: _InputSums = field(init=False)
     _cross: OutputCross | None = field(default=None, init=False)
-    _gram: GramSum | None = field(default=None, init=False)  # reused for every task
     _total: GramSum | None = field(default=None, init=False)
     _energy: Tensor | None = field(default=None, init=False)
     _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
-
-    @property
-    def rule(self) -> str:
-        """The rule by which tokens count."""
-        return self.target.token_weights
 
     def add(
         self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
@@ -635,10 +629,8 @@ class _LinearSums:
                 energies=self.objectives,
             )
             k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
-            self._gram = self._gram or GramSum(k, self.dtype, device)
-            self._gram.clear()
-            zeros = torch.zeros(k, dtype=self.dtype, device=device)
-            self._inputs = _InputSums(self._gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
+            gram, zeros = GramSum(k, self.dtype, device), torch.zeros(k, dtype=self.dtype, device=device)
+            self._inputs = _InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
         expert_rows = seen.inputs[self.sites[0].name].flatten(0, -2)
         expert_outputs = [seen.outputs[site.name].flatten(0, -2) for site in self.sites]
         self._cross.add(rows, expert_rows, expert_outputs, weights)
@@ -650,9 +642,10 @@ class _LinearSums:
         cross, self._cross = self._cross, None
         if cross is None:
             return None
-        biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
-        known = {name: bias for name, bias in biases.items() if bias is not None}
-        return _TaskSums(self._inputs, cross.sums(self._inputs.gram), known)
+        biases = {
+            site.name: bias for site in self.sites if (bias := expert.get(f"{site.name}.bias")) is not None
+        }
+        return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)
 
     @summing()
     def fold_task(self, task: _TaskSums) -> None:
@@ -711,25 +704,20 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 class _NormSums:
     """Sums over normalised rows of the merged model; the target is the expert's affine map of the same rows.
 
-    Tokens are weighed by `rule`, tasks all alike.
+    Tokens are weighed as `target` states, tasks all alike.
     """
 
-    site: Site
-    rule: str
+    sites: tuple[Site]
+    target: TargetSpec
     dtype: torch.dtype
     _task: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
     _total: NormMoments | None = field(default=None, init=False)
-
-    @property
-    def sites(self) -> Sequence[Site]:
-        """The norm alone."""
-        return (self.site,)
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         """Add one batch of the current task: inputs of the norm in the merged model, [T, k], and the weights of the
         rows.
         """
-        unit = normalised(self.site, rows)
+        unit = normalised(self.sites[0], rows)
         if weights is None:
             count = torch.full((), len(rows), dtype=self.dtype, device=place_of_sums(self.dtype, rows.device))
             sums = unit.sum(dim=0), unit.square().sum(dim=0), count
@@ -748,11 +736,11 @@ class _NormSums:
         if task is None:
             return None
         first, second, count = task
-        shift = expert.get(f"{self.site.name}.bias")
+        shift = expert.get(f"{self.sites[0].name}.bias")
         return NormMoments.of_affine(
             mean=first / count,
             second=second / count,
-            scale=expert[f"{self.site.name}.weight"].to(first),
+            scale=expert[f"{self.sites[0].name}.weight"].to(first),
             shift=None if shift is None else shift.to(first),
             weight_sum=torch.ones((), dtype=self.dtype, device=first.device),
         )
@@ -767,7 +755,7 @@ class _NormSums:
         assert total is not None
         place = total.mean.device
         pulls = None if base is None else _of_sites(base, self.sites, place)
-        return NormProblem((self.site,), total, _of_sites(merged, self.sites, place), pulls)
+        return NormProblem(self.sites, total, _of_sites(merged, self.sites, place), pulls)
 
 
 def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
@@ -854,7 +842,7 @@ class SnapshotWalk(CalibrationWalk):
             if site.kind == "linear":
                 groups.setdefault((site.input, target), []).append(site)
             else:
-                norms.append(_NormSums(site, target.token_weights, dtype))
+                norms.append(_NormSums((site,), target, dtype))
         weight, objectives = self.calibrator.task_weight, self.context.objectives
         linear = [
             _LinearSums(sites, target, weight, dtype, objectives) for (_, target), sites in groups.items()
@@ -918,7 +906,9 @@ class SnapshotWalk(CalibrationWalk):
         num_batches = len(self.stream.cached.get(batch.task, ()))
         for part in parts:
             site = part.sites[0]
-            weights = row_weights(self.pool.chain, layer, site, rows_of[site.name], state, side, part.rule)
+            weights = row_weights(
+                self.pool.chain, layer, site, rows_of[site.name], state, side, part.target.token_weights
+            )
             rows = rows_of[site.name].flatten(0, -2)
             if isinstance(part, _NormSums):
                 part.add(rows, weights)

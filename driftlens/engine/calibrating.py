@@ -362,6 +362,7 @@ class CalibrationWalk(ABC):
         self.context, self.calibrator = context, calibrator
         self.pool, self.team, self.tasks = self.context.pool, self.context.team, self.context.tasks
         self.owners = self.team.owners(self.tasks)
+        self.pooling = self.context.pooling or self.pool.chain.modality.pool
         self.parts = {task: self.context.parts[task] for task in self.team.mine(self.tasks)}
         self.sites = {
             index: names
@@ -436,14 +437,13 @@ class CalibrationWalk(ABC):
             By task, the mean over samples of the norm of the pooled drift.
         """
         calibrated_layer = LayerMap(layer, replaced(layer, merged, updates))
-        pooling = self.context.pooling or self.pool.chain.modality.pool
         means: dict[str, Tensor] = {}
         for task in self.parts:
             sizes = []
             for batch in self.stream.batches(layer, task):
                 left = self.stream.take(layer, batch, MERGED, calibrated_layer, named="the calibrated model")
                 calibrated, expert = (
-                    layer.vectors(state, batch.side, pooling) for state in (left, batch.get(EXPERT))
+                    layer.vectors(state, batch.side, self.pooling) for state in (left, batch.get(EXPERT))
                 )
                 sizes.append(torch.linalg.vector_norm(to_float64(calibrated - expert), dim=1))
             if sizes:

@@ -45,10 +45,10 @@ from driftlens.engine.sites import (
     stacked,
     stream_of,
 )
-from driftlens.engine.walk import CachedBatch, FeatureStream, OnStep
+from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, JointSums, single
 from driftlens.linalg.ridge import BIAS_INPUT
-from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Site, State
+from driftlens.models.chain import Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
 from driftlens.utils.devices import exact_products, near_float64, to_device, to_float64
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
@@ -228,7 +228,7 @@ class _StepWalk(CalibrationWalk):
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         self.folds = {task: self._folds_of(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
-            self._weigh(first_layer)
+            self._weigh()
             self._compute_weights()
 
     def _add_digests(self, batch: Batch, waiting: CachedBatch) -> None:
@@ -261,25 +261,10 @@ class _StepWalk(CalibrationWalk):
         self.calibrator.require_samples(len(different), task)
         return {digest: place % num_folds for place, digest in enumerate(different)}
 
-    def _weigh(self, first_layer: Layer) -> None:
+    def _weigh(self) -> None:
         """Collect the gradients of this process's samples, task by task."""
-        last, num_tasks, num_steps = len(self.pool.chain.layers), len(self.parts), self._num_early_steps
-        for number, task in enumerate(self.parts):
-
-            def tell(layer: int, task: str, number: int = number) -> None:
-                self.tell(int(num_steps * (number + 1 - layer / last) / num_tasks) - num_steps, task)
-
-            gradients = ExpertGradients(
-                self.stream,
-                self.context.pooling or self.pool.chain.modality.pool,
-                self.groups,
-                moments=self.calibrator.mu > 0,
-                on_step=tell,
-                num_passes=self._num_passes,
-            )
-            self.seen[task] = gradients.weigh(
-                task, lambda batch: partial(self._draw, self.digests[batch]), EXPERT
-            )
+        for task in self.parts:
+            self.seen[task] = self._gradient_sums(task)
             self.stream.check()
             for (layer, _), entry in self.seen[task].items():
                 if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
@@ -287,6 +272,138 @@ class _StepWalk(CalibrationWalk):
                         f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
                         hint="In a half-precision dtype, set compute.dtype to float32. Or set weights to uniform.",
                     )
+
+    def _tell_back(self, layer: int, task: str) -> None:
+        """Report a step of the backward pass of a task."""
+        number, last, num_steps = (
+            [*self.parts].index(task),
+            len(self.pool.chain.layers),
+            self._num_early_steps,
+        )
+        self.tell(int(num_steps * (number + 1 - layer / last) / len(self.parts)) - num_steps, task)
+
+    def _gradient_sums(self, task: str) -> dict[Key, _GradientSums]:
+        """Run a task's expert forward and back; return the data of token weights of every group.
+
+        The gradients' second moments are cached with the task's first batch: those of all layers may be larger than the
+        model.
+        """
+        layers = self.pool.chain.layers[min(self.groups) - 1 :]
+        self._record(task, layers)
+        sums: dict[Key, _GradientSums] = {}
+        for layer in reversed(layers):
+            parameters = self.expert(layer, task)
+            entered = EXPERT if layer is layers[0] else _recorded(layer.index - 1)
+            sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
+            groups = self.groups.get(layer.index, ()) if sees else ()
+            counts: list[list[Tensor]] = [[] for _ in groups]
+            energies: list[list[Tensor]] = [[] for _ in groups]
+            moments: list[GramSum | None] = [None for _ in groups]
+            tell = partial(self._tell_back, layer.index, task)
+            for batch in self.stream.batches(layer, task, tell=tell):
+                side = batch.side.along(Routes()) if layer.num_experts else batch.side
+                gradients_of = self._back(layer, groups, parameters, batch, side, entered)
+                for number, group in enumerate(groups):
+                    y, gradients = gradients_of[number]
+                    state = batch.get(entered)
+                    count = _row_counts(self.pool.chain, layer, group.sites[0], y, state, side)
+                    if group.sites[0].expert is not None:  # the gradients include an expert's gates
+                        count = count.ne(0).to(count)
+                    counts[number].append(count)
+                    rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
+                    energies[number].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
+                    for g in rows if self.calibrator.mu > 0 else ():
+                        moment = moments[number] = moments[number] or GramSum(
+                            g.shape[1], single(g).dtype, g.device
+                        )
+                        moment.add_rows(g * count.sqrt()[:, None])
+                if entered != EXPERT:
+                    batch.drop(entered)
+            for number, summed in enumerate(moments):
+                entry = sums[layer.index, number] = _GradientSums(
+                    _together(counts[number]), _together(energies[number])
+                )
+                if summed is not None:
+                    full = summed.full()
+                    entry.traces.append(to_float64(full).trace())
+                    self.stream.cached[task][0].put(_moment_name((layer.index, number)), {"moment": full})
+        for batch in self.stream.cached[task]:
+            for number in range(self._num_passes):
+                batch.drop(f"back-{number}")
+        return sums
+
+    def _record(self, task: str, layers: Sequence[Layer]) -> None:
+        """Run the expert forward and cache its features at every boundary."""
+        tell = partial(self._tell_back, layers[-1].index, task)
+        entered = EXPERT
+        for layer in layers[:-1]:
+            expert = self.pool.layer_map(expert_of(task), layer, task)
+            for batch in self.stream.batches(layer, task, tell=tell):
+                left = expert(batch.get(entered), batch.side)
+                self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
+            entered = _recorded(layer.index)
+
+    def _back(
+        self,
+        layer: Layer,
+        groups: Sequence[_Group],
+        parameters: Parameters,
+        batch: CachedBatch,
+        side: SideInputs,
+        entered: str,
+    ) -> list[tuple[Tensor, list[Tensor]]]:
+        """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
+        names = {site.name for group in groups for site in group.sites}
+        num_passes = self._num_passes
+        outputs: dict[str, Tensor] = {}
+
+        def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+            return (lambda y: outputs.__setitem__(site, y)) if site in names else None
+
+        with torch.enable_grad():
+            state = {
+                name: value.detach().requires_grad_(value.is_floating_point())
+                for name, value in batch.get(entered).items()
+            }
+            out = layer.call(parameters, state, side, tap if names else None)
+            for name in names.difference(outputs):  # an expert without tokens
+                weight = parameters[f"{name}.weight"]
+                outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
+            if layer.role == "head":
+                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
+                heads = [[(f * v.to(f)).sum()] for v in self._draw(self.digests[batch], f.shape[-1])]
+                arriving: list[list[Tensor | None]] = [[None]] * num_passes
+            else:
+                heads = [list(out.values())] * num_passes
+                backs = [batch.get(f"back-{number}") for number in range(num_passes)]
+                arriving = [[back[name] for name in out] for back in backs]
+        leaves = [value for value in state.values() if value.requires_grad]
+        sites = [outputs[site.name] for group in groups for site in group.sites]
+        gradients: list[list[Tensor]] = []
+        for number in range(num_passes):
+            is_kept = number + 1 < num_passes
+            pairs = [
+                pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
+            ]
+            slopes = torch.autograd.grad(
+                [value for value, _ in pairs],
+                [*leaves, *sites],
+                [gradient for _, gradient in pairs],
+                retain_graph=is_kept,
+                allow_unused=True,
+            )
+            full = [
+                torch.zeros_like(value) if g is None else g
+                for value, g in zip([*leaves, *sites], slopes, strict=True)
+            ]
+            batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
+            gradients.append(full[len(leaves) :])
+        of_groups, start = [], 0
+        for group in groups:
+            places = slice(start, start + len(group.sites))
+            of_groups.append((sites[start].detach(), [torch.cat(g[places], dim=-1) for g in gradients]))
+            start = places.stop
+        return of_groups
 
     @property
     def _num_passes(self) -> int:
@@ -616,155 +733,3 @@ def _together(parts: Sequence[Tensor]) -> list[Tensor]:
 
 def _recorded(boundary: int) -> str:
     return f"passed-{boundary}"
-
-
-@dataclass(frozen=True)
-class ExpertGradients:
-    """Token weights of one task at every chosen group, by backward passes of its expert.
-
-    Attributes:
-        stream: the task's samples and cached features.
-        pooling: the pooling of final features.
-        chosen: groups by layer index.
-        moments: True to compute the gradients' second moments too. They are cached with the task's first batch, as
-            those of all layers may be larger than the model.
-        on_step: called before every batch with the layer of the backward pass and the task.
-        num_passes: backward passes per sample.
-    """
-
-    stream: FeatureStream
-    pooling: Pool
-    chosen: Mapping[int, Sequence[_Group]]
-    moments: bool
-    on_step: OnStep
-    num_passes: int = _NUM_PASSES
-
-    def weigh(
-        self, task: str, draws: Callable[[CachedBatch], Callable[[int], Tensor]], start: str
-    ) -> dict[Key, _GradientSums]:
-        """Run the expert forward and back; return the data of token weights of every group.
-
-        Args:
-            task: the task.
-            draws: (batch) -> (width of the final feature) -> random directions, [passes, n, width].
-            start: cache name of the expert's features before the first layer.
-        """
-        layers = self.stream.pool.chain.layers[min(self.chosen) - 1 :]
-        self._record(task, layers, start)
-        weighable: dict[Key, _GradientSums] = {}
-        for layer in reversed(layers):
-            parameters = self.stream.pool.parameters(expert_of(task), layer)
-            entered = start if layer is layers[0] else _recorded(layer.index - 1)
-            groups = self._groups(layer, task)
-            counts: list[list[Tensor]] = [[] for _ in groups]
-            energies: list[list[Tensor]] = [[] for _ in groups]
-            moments: list[GramSum | None] = [None for _ in groups]
-            for batch in self.stream.batches(layer, task, tell=partial(self.on_step, layer.index, task)):
-                side = batch.side.along(Routes()) if layer.num_experts else batch.side
-                seen = self._back(layer, groups, parameters, batch, side, entered, draws(batch))
-                for number, group in enumerate(groups):
-                    y, gradients = seen[number]
-                    state = batch.get(entered)
-                    count = _row_counts(self.stream.pool.chain, layer, group.sites[0], y, state, side)
-                    if group.sites[0].expert is not None:  # the gradients include an expert's gates
-                        count = count.ne(0).to(count)
-                    counts[number].append(count)
-                    rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
-                    energies[number].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
-                    for g in rows if self.moments else ():
-                        moment = moments[number] = moments[number] or GramSum(
-                            g.shape[1], single(g).dtype, g.device
-                        )
-                        moment.add_rows(g * count.sqrt()[:, None])
-                if entered != start:
-                    batch.drop(entered)
-            for number, summed in enumerate(moments):
-                entry = weighable[layer.index, number] = _GradientSums(
-                    _together(counts[number]), _together(energies[number])
-                )
-                if summed is not None:
-                    full = summed.full()
-                    entry.traces.append(to_float64(full).trace())
-                    self.stream.cached[task][0].put(_moment_name((layer.index, number)), {"moment": full})
-        for batch in self.stream.cached[task]:
-            for number in range(self.num_passes):
-                batch.drop(f"back-{number}")
-        return weighable
-
-    def _groups(self, layer: Layer, task: str) -> Sequence[_Group]:
-        """Return the chosen groups of a layer, or none if it reads nothing of the task."""
-        sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
-        return self.chosen.get(layer.index, ()) if sees else ()
-
-    def _record(self, task: str, layers: Sequence[Layer], start: str) -> None:
-        """Run the expert forward and cache its features at every boundary."""
-        on_step = partial(self.on_step, layers[-1].index, task)
-        entered = start
-        for layer in layers[:-1]:
-            expert = self.stream.pool.layer_map(expert_of(task), layer, task)
-            for batch in self.stream.batches(layer, task, tell=on_step):
-                left = expert(batch.get(entered), batch.side)
-                self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
-            entered = _recorded(layer.index)
-
-    def _back(
-        self,
-        layer: Layer,
-        groups: Sequence[_Group],
-        parameters: Parameters,
-        batch: CachedBatch,
-        side: SideInputs,
-        entered: str,
-        draw: Callable[[int], Tensor],
-    ) -> list[tuple[Tensor, list[Tensor]]]:
-        """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
-        names = {site.name for group in groups for site in group.sites}
-        outputs: dict[str, Tensor] = {}
-
-        def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-            return (lambda y: outputs.__setitem__(site, y)) if site in names else None
-
-        with torch.enable_grad():
-            state = {
-                name: value.detach().requires_grad_(value.is_floating_point())
-                for name, value in batch.get(entered).items()
-            }
-            out = layer.call(parameters, state, side, tap if names else None)
-            for name in names.difference(outputs):  # an expert without tokens
-                weight = parameters[f"{name}.weight"]
-                outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
-            if layer.role == "head":
-                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
-                heads = [[(f * v.to(f)).sum()] for v in draw(f.shape[-1])]
-                arriving: list[list[Tensor | None]] = [[None]] * self.num_passes
-            else:
-                heads = [list(out.values())] * self.num_passes
-                backs = [batch.get(f"back-{number}") for number in range(self.num_passes)]
-                arriving = [[back[name] for name in out] for back in backs]
-        leaves = [value for value in state.values() if value.requires_grad]
-        sites = [outputs[site.name] for group in groups for site in group.sites]
-        gradients: list[list[Tensor]] = []
-        for number in range(self.num_passes):
-            is_kept = number + 1 < self.num_passes
-            pairs = [
-                pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
-            ]
-            slopes = torch.autograd.grad(
-                [value for value, _ in pairs],
-                [*leaves, *sites],
-                [gradient for _, gradient in pairs],
-                retain_graph=is_kept,
-                allow_unused=True,
-            )
-            full = [
-                torch.zeros_like(value) if g is None else g
-                for value, g in zip([*leaves, *sites], slopes, strict=True)
-            ]
-            batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
-            gradients.append(full[len(leaves) :])
-        of_groups, start = [], 0
-        for group in groups:
-            places = slice(start, start + len(group.sites))
-            of_groups.append((sites[start].detach(), [torch.cat(g[places], dim=-1) for g in gradients]))
-            start = places.stop
-        return of_groups

@@ -20,7 +20,6 @@ from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import Step
-from driftlens.engine.sequential import ExpertGradients
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
 from driftlens.linalg.gram import JointMoments
@@ -207,7 +206,7 @@ def test_fewer_samples_than_folds_are_refused_before_any_pass(
         assert calibrated(models, settings)
         return
     passes: list[str] = []
-    monkeypatch.setattr(ExpertGradients, "weigh", lambda _, task, *rest: passes.append(task))
+    monkeypatch.setattr(steps._StepWalk, "_gradient_sums", lambda _, task: passes.append(task))
     with pytest.raises(DataError, match=says):
         calibrated(models, settings)
     assert not passes

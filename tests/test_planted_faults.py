@@ -221,10 +221,8 @@ def prefix_off_by_one(original: Any) -> Any:
 
 
 def hook_left_behind(_: Any) -> Any:
-    @contextmanager
-    def careless(block, path, read):  # type: ignore[no-untyped-def]
+    def careless(block, path, read, stack):  # type: ignore[no-untyped-def]
         block.register_forward_hook(lambda *_: None)
-        yield
 
     return careless
 
@@ -361,7 +359,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "prefix_off_by_one": put(attribution.PrefixSwaps, "add", prefix_off_by_one)
     },
     models_are_left_as_they_were: {
-        "hook_left_behind": POOL("_streamed_block", hook_left_behind),
+        "hook_left_behind": POOL("_stream_block", hook_left_behind),
         "weights_not_put_back": POOL("_replaced", weights_not_put_back),
     },
     a_certified_decision_never_flips: {

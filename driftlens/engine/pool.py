@@ -9,7 +9,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -278,19 +278,18 @@ class ModelPool:
             inputs: raw inputs.
             task: the task of the attachment.
         """
-        module = self._modules.get(model, self._skeleton)
-        with self._weights_of(model):
-            states = self.chain.library_states(module, inputs)
+        if model in self._modules:
+            states = self.chain.library_states(self._modules[model], inputs)
+        else:
+            with self._streamed(model):
+                states = self.chain.library_states(self._skeleton, inputs)
         if (attachment := self._models[model].attachments.get(task)) is not None:
             stream = self.chain.layers[-1].stream
             states[-1][stream] = attachment(states[-1][stream])
         return states
 
-    def _weights_of(self, model: str) -> AbstractContextManager[None]:
-        """Put the model's weights into the module that runs the forward pass, inside the context."""
-        if model in self._modules:
-            return nullcontext()
-        blocks = [layer.path for layer in self.chain.blocks]
+    def _streamed(self, model: str) -> AbstractContextManager[None]:
+        """Put a model's weights into the skeleton, block by block, inside the context."""
         used = {name for key in self.chain.parameter_keys() for name in self.chain.tied.get(key, (key,))}
         stem = {
             name: slot
@@ -301,7 +300,7 @@ class ModelPool:
         read = self._reader(model)
         return streamed_weights(
             self._skeleton,
-            blocks,
+            [layer.path for layer in self.chain.blocks],
             lambda name: self._table(model, stem[name]) if name in stem else read(name),
             self.device,
             used,
@@ -439,14 +438,13 @@ def streamed_weights(
             stack.enter_context(buffers_on(module, device))
         stack.enter_context(_replaced(module, outside, read))
         for path, block in blocks.items():
-            stack.enter_context(_streamed_block(block, path, read))
+            _stream_block(block, path, read, stack)
         yield
 
 
-@contextmanager
-def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) -> Iterator[None]:
-    names = _weights(block)
-    loaded = ExitStack()
+def _stream_block(block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack) -> None:
+    """Let hooks read a block's weights before it runs and drop them after it, until the stack is closed."""
+    names, loaded = _weights(block), stack.enter_context(ExitStack())
 
     def load(*_: Any) -> None:
         loaded.enter_context(_replaced(block, names, lambda name: read(f"{path}.{name}")))
@@ -454,13 +452,8 @@ def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) 
     def drop(*_: Any) -> None:
         loaded.close()
 
-    handles = [block.register_forward_pre_hook(load), block.register_forward_hook(drop)]
-    try:
-        yield
-    finally:
-        loaded.close()
-        for handle in handles:
-            handle.remove()
+    stack.callback(block.register_forward_pre_hook(load).remove)
+    stack.callback(block.register_forward_hook(drop).remove)
 
 
 def _weights(module: nn.Module) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.models.architectures.hf_clip_vit import HfClipViT
-from driftlens.models.architectures.open_clip_vit import OpenClipViT
+from driftlens.models.architectures.hf_clip_vit import HF_CLIP_VIT
+from driftlens.models.architectures.open_clip_vit import OPEN_CLIP_VIT
 from driftlens.models.architectures.vit import activation_name
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.refusing import refusing
@@ -77,7 +77,7 @@ OPEN_CLIP: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("build", OPEN_CLIP.values(), ids=OPEN_CLIP)
 def test_open_clips_options_are_computed_as_open_clip_does(build: Callable[[], nn.Module]) -> None:
     module, inputs = build(), pixels()
-    chain = OpenClipViT().chain(module)
+    chain = OPEN_CLIP_VIT.chain(module)
     own = chain_states(chain, module, inputs)
     assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_open_clips_options_are_computed_as_open_clip_does(build: Callable[[], n
 
 def test_images_need_not_be_square() -> None:
     module, inputs = open_clip_tower(image_size=(8, 16)), pixels(8, 16)
-    chain = OpenClipViT().chain(module)
+    chain = OPEN_CLIP_VIT.chain(module)
     own = chain_states(chain, module, inputs)
     assert own[0]["hidden"].shape == (2, 1 + 2 * 4, 32)
     assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
@@ -107,7 +107,7 @@ HF: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("build", HF.values(), ids=HF)
 def test_transformers_layouts_are_computed_as_transformers_does(build: Callable[[], nn.Module]) -> None:
     module, inputs = build(), pixels()
-    chain = HfClipViT().chain(module)
+    chain = HF_CLIP_VIT.chain(module)
     own = chain_states(chain, module, inputs)
     assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
     run = getattr(module, "get_image_features", module)
@@ -129,20 +129,20 @@ def test_one_set_of_weights_gives_one_feature_in_both_libraries() -> None:
     inputs = pixels()
     assert (
         largest_difference(
-            chain_states(OpenClipViT().chain(ours), ours, inputs),
-            chain_states(HfClipViT().chain(theirs), theirs, inputs),
+            chain_states(OPEN_CLIP_VIT.chain(ours), ours, inputs),
+            chain_states(HF_CLIP_VIT.chain(theirs), theirs, inputs),
         )
         < 1e-12
     )
 
 
 def test_norms_without_scale_are_no_sites() -> None:
-    chain = OpenClipViT().chain(open_clip_tower(norm_layer=norm(elementwise_affine=False)))
+    chain = OPEN_CLIP_VIT.chain(open_clip_tower(norm_layer=norm(elementwise_affine=False)))
     assert {site.kind for layer in chain.layers for site in layer.sites} == {"linear"}
 
 
 def test_class_token_emphasis_is_the_published_rule() -> None:
-    chain = HfClipViT().chain(hf_tower(image_size=224, patch_size=32))  # 50 tokens, as ViT-B/32
+    chain = HF_CLIP_VIT.chain(hf_tower(image_size=224, patch_size=32))  # 50 tokens, as ViT-B/32
     state = {"hidden": torch.zeros(3, 50, 32)}
     weights = chain.token_weights["cls_emphasis"](state, {})
     assert weights.shape == (3, 50)
@@ -154,7 +154,7 @@ def test_class_token_emphasis_is_the_published_rule() -> None:
 
 def test_rows_that_reach_no_feature_weigh_nothing() -> None:
     module = open_clip_tower(pool_type="avg")
-    chain = OpenClipViT().chain(module)
+    chain = OPEN_CLIP_VIT.chain(module)
     head = chain.layers[-1]
     hidden = chain_states(chain, module, pixels())[-2]["hidden"]
     moved = hidden.clone()
@@ -171,7 +171,7 @@ def test_rows_that_reach_no_feature_weigh_nothing() -> None:
 
 
 def test_settings_name_what_shapes_do_not_show() -> None:
-    settings = OpenClipViT().chain(open_clip_tower(norm_layer=norm(eps=0.1), pool_type="avg")).settings
+    settings = OPEN_CLIP_VIT.chain(open_clip_tower(norm_layer=norm(eps=0.1), pool_type="avg")).settings
     assert settings == {
         "activation": "gelu",
         "eps": 0.1,
@@ -213,32 +213,32 @@ class Cubic(nn.Module):
 
 REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
     "attention_pooling": (
-        OpenClipViT(),
+        OPEN_CLIP_VIT,
         lambda: open_clip_tower(attentional_pool=True),
         "pools by attention",
     ),
-    "no_pooling": (OpenClipViT(), lambda: open_clip_tower(pool_type="none"), "pools by 'none'"),
-    "norms_on_queries": (OpenClipViT(), lambda: open_clip_tower(qk_norm=True), "attn.ln_q.weight"),
-    "scaled_heads": (OpenClipViT(), lambda: open_clip_tower(scale_heads=True), "attn.head_scale"),
-    "norm_in_the_mlp": (OpenClipViT(), lambda: open_clip_tower(scale_fc=True), "mlp.ln.weight"),
-    "cosine_attention": (OpenClipViT(), lambda: open_clip_tower(scaled_cosine_attn=True), "attn.logit_scale"),
-    "unknown_activation": (OpenClipViT(), lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
-    "resnet": (OpenClipViT(), resnet, "ResNet"),
-    "timm": (OpenClipViT(), timm_trunk, "timm trunk"),
-    "transformers_given_to_open_clip": (OpenClipViT(), hf_tower, "CLIPVisionModelWithProjection is no CLIP"),
-    "open_clip_given_to_transformers": (HfClipViT(), open_clip_tower, "VisionTransformer is no CLIP"),
+    "no_pooling": (OPEN_CLIP_VIT, lambda: open_clip_tower(pool_type="none"), "pools by 'none'"),
+    "norms_on_queries": (OPEN_CLIP_VIT, lambda: open_clip_tower(qk_norm=True), "attn.ln_q.weight"),
+    "scaled_heads": (OPEN_CLIP_VIT, lambda: open_clip_tower(scale_heads=True), "attn.head_scale"),
+    "norm_in_the_mlp": (OPEN_CLIP_VIT, lambda: open_clip_tower(scale_fc=True), "mlp.ln.weight"),
+    "cosine_attention": (OPEN_CLIP_VIT, lambda: open_clip_tower(scaled_cosine_attn=True), "attn.logit_scale"),
+    "unknown_activation": (OPEN_CLIP_VIT, lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
+    "resnet": (OPEN_CLIP_VIT, resnet, "ResNet"),
+    "timm": (OPEN_CLIP_VIT, timm_trunk, "timm trunk"),
+    "transformers_given_to_open_clip": (OPEN_CLIP_VIT, hf_tower, "CLIPVisionModelWithProjection is no CLIP"),
+    "open_clip_given_to_transformers": (HF_CLIP_VIT, open_clip_tower, "VisionTransformer is no CLIP"),
     "siglip": (
-        HfClipViT(),
+        HF_CLIP_VIT,
         lambda: hf_other("SiglipVisionModel", "SiglipVisionConfig"),
         "SiglipVisionModel is no CLIP",
     ),
     "blip": (
-        HfClipViT(),
+        HF_CLIP_VIT,
         lambda: hf_other("BlipVisionModel", "BlipVisionConfig"),
         "BlipVisionModel is no CLIP",
     ),
-    "classifier": (HfClipViT(), lambda: hf_whole("CLIPForImageClassification"), "classifier of its own"),
-    "plain_module": (HfClipViT(), lambda: nn.Linear(2, 2), "Linear is no CLIP"),
+    "classifier": (HF_CLIP_VIT, lambda: hf_whole("CLIPForImageClassification"), "classifier of its own"),
+    "plain_module": (HF_CLIP_VIT, lambda: nn.Linear(2, 2), "Linear is no CLIP"),
 }
 
 

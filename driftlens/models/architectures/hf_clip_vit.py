@@ -49,50 +49,48 @@ _LAYOUT = KeyLayout(
 log = logging.getLogger("driftlens")
 
 
-class HfClipViT(ClipViT):
-    """transformers' CLIP image tower, taken apart."""
+_BLOCK_SITES = (
+    *("layer_norm1", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+    *("layer_norm2", "mlp.fc1", "mlp.fc2"),
+)
+_BLOCK_KEYS = tuple(f"{site}.{part}" for site in _BLOCK_SITES for part in ("weight", "bias"))
 
-    name = "hf_clip_vit"
-    layout = _LAYOUT
-    library = "transformers"
-    supported = "CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel"
-    inner = "vision_model"
-    blocks = "encoder.layers"
-    holds = ("encoder.layers", "vision_model.encoder.layers")
-    attention = "self_attn"
-    activation = "mlp.activation_fn"
-    image_size = "embeddings.image_size"
-    projects_inside = False
-    embeddings = (
+
+def _refusal(module: nn.Module, tower: nn.Module) -> str | None:
+    """Return the reason why a model is not supported."""
+    return (
+        f"{type(module).__name__} ends in a classifier of its own" if hasattr(module, "classifier") else None
+    )
+
+
+HF_CLIP_VIT = ClipViT(
+    name="hf_clip_vit",
+    layout=_LAYOUT,
+    library="transformers",
+    supported="CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel",
+    inner="vision_model",
+    blocks="encoder.layers",
+    holds=("encoder.layers", "vision_model.encoder.layers"),
+    attention="self_attn",
+    activation="mlp.activation_fn",
+    image_size="embeddings.image_size",
+    entry="get_image_features",  # a whole CLIPModel itself would expect text as well
+    projects_inside=False,
+    embeddings=(
         "embeddings.patch_embedding.weight",
         "embeddings.class_embedding",
         "embeddings.position_embedding.weight",
-    )
-    stem_norm = "pre_layrnorm"  # sic: the library's spelling
-    block_sites = (
-        *("layer_norm1", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
-        *("layer_norm2", "mlp.fc1", "mlp.fc2"),
-    )
-    block_arguments = (None,)  # no attention mask
-    head_norm = "post_layernorm"
-    projection = "visual_projection"
-    required = frozenset(f"{site}.{part}" for site in block_sites for part in ("weight", "bias"))
-
-    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
-        classifies = f"{type(module).__name__} ends in a classifier of its own"
-        return self._missing(module, tower) or (classifies if hasattr(module, "classifier") else None)
-
-    def _block_parts(self, block: nn.Module, path: str) -> tuple[nn.Module, dict[str, Slot]]:
-        keys = (f"{site}.{part}" for site in self.block_sites for part in ("weight", "bias"))
-        return block, {key: Slot(f"{path}.{key}") for key in keys}
-
-    def _library_pass(self, module: nn.Module, prefix: str, projects: bool) -> tuple[str, str]:
-        # A whole CLIPModel would want text as well.
-        run = "get_image_features" if hasattr(module, "get_image_features") else ""
-        return self.projection if projects else prefix + self.head_norm, run
-
-
-adapters.register(HfClipViT.name)(HfClipViT())
+    ),
+    stem_norm="pre_layrnorm",  # sic: the library's spelling
+    block_sites=_BLOCK_SITES,
+    block_arguments=(None,),  # no attention mask
+    head_norm="post_layernorm",
+    projection="visual_projection",
+    required=frozenset(_BLOCK_KEYS),
+    refusal=_refusal,
+    unpack=lambda block: (block, {key: Slot(key) for key in _BLOCK_KEYS}),
+)
+adapters.register(HF_CLIP_VIT.name)(HF_CLIP_VIT)
 
 
 @loaders.register("hf-clip")
@@ -108,7 +106,7 @@ def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
         loader="hf-clip",
         source=source,
         skeleton=skeleton,
-        chain=HfClipViT().chain(skeleton),
+        chain=HF_CLIP_VIT.chain(skeleton),
         layout=_LAYOUT,
         preprocess=preprocess,
         folder=FolderFormat(

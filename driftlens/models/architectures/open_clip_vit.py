@@ -32,7 +32,7 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.architectures.vit import ClipViT, Pooling
+from driftlens.models.architectures.vit import POOLINGS, ClipViT
 from driftlens.models.chain import Slot, adapters
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import open_clip_preprocess
@@ -46,7 +46,6 @@ _LAYOUT = KeyLayout(
     tower="visual.",
     projection="proj",
 )
-_POOLINGS: dict[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
 _USAGE = """\
 import open_clip
@@ -87,72 +86,67 @@ class _UnpackedAttention(nn.Module):
         return (output,) if self.is_torchs else output
 
 
-class OpenClipViT(ClipViT):
-    """open_clip's vision transformer, taken apart."""
+_BLOCK_SITES = (
+    *("ln_1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"),
+    *("ln_2", "mlp.c_fc", "mlp.c_proj"),
+)
 
-    name = "open_clip_vit"
-    layout = _LAYOUT
-    library = "open_clip"
-    supported = "open_clip's own vision transformers with class-token or average pooling"
-    inner = "visual"
-    blocks = "transformer.resblocks"
-    holds = ("transformer.resblocks", "visual.transformer.resblocks")
-    attention = "attn"
-    activation = "mlp.gelu"
-    image_size = "image_size"
-    projects_inside = True
-    embeddings = ("conv1.weight", "class_embedding", "positional_embedding")
-    stem_norm = "ln_pre"
-    block_sites = (
-        *("ln_1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"),
-        *("ln_2", "mlp.c_fc", "mlp.c_proj"),
-    )
-    head_norm = "ln_post"
-    projection = "proj"
-    required = frozenset(
+
+def _refusal(module: nn.Module, tower: Any) -> str | None:
+    """Return the reason why a tower is not supported."""
+    if hasattr(tower, "trunk"):
+        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt and others), not a transformer of open_clip's own"
+    if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
+        return "it is a ResNet (ModifiedResNet), not a vision transformer"
+    if getattr(tower, "attn_pool", None) is not None:
+        return "it pools by attention (attn_pool, as CoCa does)"
+    if getattr(tower, "pool_type", "tok") not in POOLINGS:
+        return f"it pools by {tower.pool_type!r}, expected 'tok' or 'avg'"
+    return None
+
+
+def _unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
+    """Return a block with unpacked attention, and the slots of its parameters."""
+    width = block.attn.in_proj_weight.shape[1]
+    slots = {key: Slot(key) for key in block.state_dict() if ".in_proj_" not in key}
+    for part in ("weight", "bias"):
+        for position, site in enumerate(_BLOCK_SITES[1:4]):
+            rows = (position * width, (position + 1) * width)
+            slots[f"{site}.{part}"] = Slot(f"attn.in_proj_{part}", rows=rows)
+    unpacked = copy.copy(block)
+    unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
+    return unpacked, slots
+
+
+OPEN_CLIP_VIT = ClipViT(
+    name="open_clip_vit",
+    layout=_LAYOUT,
+    library="open_clip",
+    supported="open_clip's own vision transformers with class-token or average pooling",
+    inner="visual",
+    blocks="transformer.resblocks",
+    holds=("transformer.resblocks", "visual.transformer.resblocks"),
+    attention="attn",
+    activation="mlp.gelu",
+    image_size="image_size",
+    entry="visual",
+    projects_inside=True,
+    embeddings=("conv1.weight", "class_embedding", "positional_embedding"),
+    stem_norm="ln_pre",
+    block_sites=_BLOCK_SITES,
+    head_norm="ln_post",
+    projection="proj",
+    required=frozenset(
         (
             *("attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"),
             *("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
         )
-    )
-    optional = frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
-
-    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
-        if hasattr(tower, "trunk"):
-            return "it is a timm trunk (SigLIP, EVA02, ConvNeXt and others), not a transformer of open_clip's own"
-        if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
-            return "it is a ResNet (ModifiedResNet), not a vision transformer"
-        if missing := self._missing(module, tower):
-            return missing
-        if getattr(tower, "attn_pool", None) is not None:
-            return "it pools by attention (attn_pool, as CoCa does)"
-        if getattr(tower, "pool_type", None) not in _POOLINGS:
-            return f"it pools by {getattr(tower, 'pool_type', 'no stated rule')!r}, expected 'tok' or 'avg'"
-        return None
-
-    def _block_parts(self, block: Any, path: str) -> tuple[nn.Module, dict[str, Slot]]:
-        width = block.attn.in_proj_weight.shape[1]
-        slots = {key: Slot(f"{path}.{key}") for key in block.state_dict() if ".in_proj_" not in key}
-        for part in ("weight", "bias"):
-            for position, site in enumerate(self.block_sites[1:4]):
-                rows = (position * width, (position + 1) * width)
-                slots[f"{site}.{part}"] = Slot(f"{path}.attn.in_proj_{part}", rows=rows)
-        unpacked = copy.copy(block)
-        unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
-        return unpacked, slots
-
-    def _pooling(self, tower: Any) -> tuple[Pooling, bool]:
-        # For a single token the order of norm and pooling makes no difference.
-        return _POOLINGS[tower.pool_type], tower.pool_type == "avg" and not tower.final_ln_after_pool
-
-    def _library_pass(self, module: nn.Module, prefix: str, projects: bool) -> tuple[str, str]:
-        return prefix.removesuffix("."), prefix.removesuffix(".")
-
-    def _settings(self, tower: Any) -> dict[str, object]:
-        return {**super()._settings(tower), "norm_before_pooling": self._pooling(tower)[1]}
-
-
-adapters.register(OpenClipViT.name)(OpenClipViT())
+    ),
+    optional=frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")),
+    refusal=_refusal,
+    unpack=_unpack,
+)
+adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
 
 
 @loaders.register("open-clip")
@@ -163,7 +157,7 @@ def _load_open_clip(request: ArchitectureRequest) -> Architecture:
     stated = _config(source, request.access.offline)
     config = stated.get("model_cfg", stated)
     skeleton = _skeleton(config, source)
-    chain = OpenClipViT().chain(skeleton)  # refuses by name what has no such image size
+    chain = OPEN_CLIP_VIT.chain(skeleton)  # refuses by name what has no such image size
     preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
     folder = {CONFIG_FILE: {"model_cfg": config, "preprocess_cfg": preprocess.settings}}
 

@@ -7,9 +7,9 @@ the patches row by row; features [n, d].
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ PIXELS = "pixel_values"
 """The name of the pixels in a batch that is a dict, as processors of transformers make it; no other entry is read."""
 
 Pooling = Literal["cls", "patch_mean"]
+POOLINGS: Mapping[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
+"""The supported poolings, by their names in open_clip."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -50,21 +52,25 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     return next(same, None)
 
 
-class ClipViT(ABC):
-    """The adapter of one library's CLIP image towers; subclasses say where the library keeps each part.
+@dataclass(frozen=True, kw_only=True)
+class ClipViT:
+    """The adapter of one library's CLIP image towers: the paths of their parts, and what is special.
 
     Attributes:
         inner: attribute of whole models that is the tower.
         attention: path of a block's attention, which knows the number of heads.
         activation: path of a block's activation.
         image_size: path of the tower's height and width, or of one number for both.
+        entry: attribute of whole models that computes the feature of images.
         projects_inside: True if the projection belongs to the tower, stored as [in, out], and not to the whole model.
         holds: paths, one of which every tower or whole model of the library has.
         embeddings: the tower's parameters for patches, class token and positions.
         block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
-        block_arguments: what a block is given after its features.
+        block_arguments: positional arguments of a block after its features.
         required: names of the parameters that every block has.
         optional: names of parameters that a block may have in addition.
+        refusal: (whole model, tower) -> the reason why the tower is not supported, or None.
+        unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
     """
 
     name: str
@@ -76,6 +82,7 @@ class ClipViT(ABC):
     attention: str
     activation: str
     image_size: str
+    entry: str
     projects_inside: bool
     holds: tuple[str, ...]
     embeddings: tuple[str, str, str]
@@ -86,30 +93,21 @@ class ClipViT(ABC):
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
     block_arguments: tuple[Any, ...] = ()
-
-    @abstractmethod
-    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
-        """Return the reason why a tower is not supported, without a look at its blocks."""
-
-    @abstractmethod
-    def _library_pass(self, module: nn.Module, prefix: str, projects: bool) -> tuple[str, str]:
-        """Return the path of the module that returns the feature, and the attribute to call ('' for the model)."""
-
-    @abstractmethod
-    def _block_parts(self, block: Any, path: str) -> tuple[nn.Module, dict[str, Slot]]:
-        """Return the module to run for a block, and where its parameters are in the checkpoint."""
-
-    def _pooling(self, tower: Any) -> tuple[Pooling, bool]:
-        """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
-        return "cls", False
+    refusal: Callable[[nn.Module, Any], str | None]
+    unpack: Callable[[Any], tuple[nn.Module, dict[str, Slot]]]
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if `module` is, or holds, an image tower that this adapter supports."""
         return self._why_not(module) is None
 
     def _why_not(self, module: nn.Module) -> str | None:
+        """Return the reason why a module is not supported, or None."""
         tower, _ = self._tower(module)
-        reason = self._why_not_tower(module, tower)
+        parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
+        missing = ", ".join(part for part in parts if _part(tower, part) is None)
+        reason = self.refusal(module, tower)
+        if reason is None and missing:
+            return f"{type(module).__name__} is no CLIP image tower of {self.library} (no {missing})"
         for index, block in enumerate(() if reason else tower.get_submodule(self.blocks)):
             keys, activation = set(block.state_dict()), block.get_submodule(self.activation)
             odd = sorted((keys - self.required - self.optional) | (self.required - keys))
@@ -133,7 +131,10 @@ class ClipViT(ABC):
             for number, block in enumerate(tower.get_submodule(self.blocks))
         ]
         projects = _part(tower if self.projects_inside else module, self.projection) is not None
-        feature, run = self._library_pass(module, prefix, projects)
+        if self.projects_inside:
+            feature = prefix.removesuffix(".")
+        else:
+            feature = self.projection if projects else prefix + self.head_norm
         paths = (f"{prefix}{self.stem_norm}", *(block.path for block in blocks), feature)
         return LayerChain(
             architecture=self.name,
@@ -143,18 +144,12 @@ class ClipViT(ABC):
                 self._head(tower, prefix, len(blocks) + 2, projects),
             ),
             start=partial(_start, shape=self._pixel_shape(tower)),
-            library_states=partial(_library_states, paths=paths, run=run),
+            library_states=partial(_library_states, paths=paths, entry=self.entry),
             token_weights=_token_weight_rules(tower.get_parameter(self.embeddings[2]).shape[0]),
             settings=self._settings(tower),
             modality=IMAGE,
             final=feature,
         )
-
-    def _missing(self, module: nn.Module, tower: Any) -> str | None:
-        parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
-        missing = ", ".join(part for part in parts if _part(tower, part) is None)
-        subject = f"{type(module).__name__} is no CLIP image tower of {self.library}"
-        return f"{subject} (no {missing})" if missing else None
 
     def _tower(self, module: nn.Module) -> tuple[Any, str]:
         """Return the inner transformer and the prefix of its keys."""
@@ -179,7 +174,7 @@ class ClipViT(ABC):
 
     def _block(self, block: nn.Module, index: int, path: str) -> Layer:
         norm1, q, k, v, out, norm2, fc1, fc2 = self.block_sites
-        module, slots = self._block_parts(block, path)
+        module, slots = self.unpack(block)
         sites = (
             *_sites(module, norm1, "hidden"),
             *_sites(module, q, norm1),
@@ -191,10 +186,11 @@ class ClipViT(ABC):
             *_sites(module, fc2, "activation"),
         )
         run = partial(_run, module, self.block_arguments, sites)
+        slots = {name: replace(slot, key=f"{path}.{slot.key}") for name, slot in slots.items()}
         return Layer(index, "block", path, slots, run, sites, is_residual=True)
 
     def _head(self, tower: Any, prefix: str, index: int, projects: bool) -> Layer:
-        norm, (pooling, norm_first) = self.head_norm, self._pooling(tower)
+        norm, (pooling, norm_first) = self.head_norm, _pooling(tower)
         slots = {key: Slot(prefix + key) for key in _affine(tower, norm)}
         if projects:
             inside, weight = self.projects_inside, f"{self.projection}.weight"
@@ -213,15 +209,23 @@ class ClipViT(ABC):
         return tower.get_parameter(self.embeddings[0]).shape[1], height, width
 
     def _settings(self, tower: Any) -> dict[str, object]:
-        block = tower.get_submodule(self.blocks)[0]
+        block, (pooling, norm_first) = tower.get_submodule(self.blocks)[0], _pooling(tower)
         return {
             "activation": activation_name(block.get_submodule(self.activation)),
             "eps": block.get_submodule(self.block_sites[0]).eps,
             "num_heads": block.get_submodule(self.attention).num_heads,
             "patch_size": list(tower.get_parameter(self.embeddings[0]).shape[-2:]),
             "image_size": list(self._pixel_shape(tower)[1:]),
-            "pooling": self._pooling(tower)[0],
+            "pooling": pooling,
+            "norm_before_pooling": norm_first,
         }
+
+
+def _pooling(tower: Any) -> tuple[Pooling, bool]:
+    """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
+    kind = getattr(tower, "pool_type", "tok")  # transformers has class tokens alone
+    # For a single token the order of norm and pooling makes no difference.
+    return POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
 
 
 class _Head(nn.Module):
@@ -294,7 +298,7 @@ def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInpu
     return {"pixels": pixels}, SideInputs()
 
 
-def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run: str) -> list[State]:
+def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str) -> list[State]:
     """Return what the modules at `paths` return in one pass in eval mode; of tuples the first entry counts."""
     outputs: dict[str, Tensor] = {}
 
@@ -304,7 +308,7 @@ def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run
     with ExitStack() as hooks, torch.no_grad(), evaluating(module):
         for path in paths:
             hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
-        (getattr(module, run) if run else module)(_pixels(inputs))
+        getattr(module, entry, module)(_pixels(inputs))
     return [{"hidden": outputs[path]} for path in paths]
 
 

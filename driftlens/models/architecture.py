@@ -321,12 +321,13 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
 
 
 def _may_match(adapter: Adapter, module: nn.Module) -> bool:
-    """Return False where the module lacks what every model of the adapter has."""
+    """Return False if the module lacks the parts that every model of the adapter has."""
     paths: tuple[str, ...] = getattr(adapter, "holds", ())
-    return not paths or any(_part(module, path) is not None for path in paths)
+    return not paths or any(part_at(module, path) is not None for path in paths)
 
 
-def _part(part: Any, path: str) -> Any:
+def part_at(part: Any, path: str) -> Any:
+    """Return the attribute at a dotted path; None if there is none."""
     for name in path.split("."):
         part = getattr(part, name, None)
     return part

@@ -419,7 +419,10 @@ class Adapter(Protocol):
     only of modules that have one.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name of the family."""
+        ...
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if this adapter supports `module`, by structure, not by version or class name alone."""

@@ -72,7 +72,7 @@ class ByPlace(transformers.GPT2LMHeadModel):
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [(Normed, "one by one"), (ByPlace, "one by one")],
+    [(Normed, "from each output of its head alone"), (ByPlace, "from each output of its head alone")],
 )
 def test_a_head_that_does_more_than_is_followed_is_refused(kind: Any, told: str) -> None:
     model = kind(CONFIGS["GPT-2"]).eval()

@@ -78,7 +78,7 @@ def test_what_is_in_the_cache_is_used_offline_as_the_base_of_a_spec(
 
 
 def test_what_is_not_in_the_cache_is_refused_offline(published: Path) -> None:
-    with refusing(CheckpointError, "somebody/tiny", "the network is not to be used", hint="--offline"):
+    with refusing(CheckpointError, "somebody/tiny", "downloads are off", hint="--offline"):
         resolve_pretrained("pretrained:openai", tiny(), offline=True)
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_in_the_cache_is_refused_offline(published: Path) -> None:
     [
         (MODEL, "pretrained:openia", SpecError, ["there are openai, other", "'openai'"]),
         ("tiny", "pretrained:openai", IncompatibleModelsError, ["with QuickGELU", "source: tiny-quickgelu"]),
-        (MODEL, "pretrained:other", IncompatibleModelsError, ["prepared otherwise: mean (0.0, 0.0, 0.0)"]),
+        (MODEL, "pretrained:other", IncompatibleModelsError, ["other preprocessing: mean (0.0, 0.0, 0.0)"]),
     ],
     ids=["no such tag", "another activation", "other pixels"],
 )

@@ -80,7 +80,7 @@ def test_of_texts_every_tensor_is_what_merging_and_calibrating_made_of_it(name: 
     spec = text_spec(tmp_path)
     run = dl.analyze(spec, out=tmp_path / "run")
     assert run.layers(variant="merged")["closure_error"].max() < 1e-9
-    assert any("vision tower saw nothing and stays as merged" in notice for notice in run.manifest.notices)
+    assert any("the projector did not run and stay as merged" in notice for notice in run.manifest.notices)
     run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known = load_architecture("hf-vlm", str(tmp_path / "base"))
     solved = site_keys(known, tmp_path / "base")

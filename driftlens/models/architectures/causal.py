@@ -29,8 +29,8 @@ from driftlens.models.tracing.hooks import call, replaced_forwards
 from driftlens.utils.errors import IncompatibleModelsError
 
 _WRAPPED = (
-    "No loader takes it yet. Live modules do where they are wrapped so that features alone flow from block to block: "
-    "drift is measured, answers are not."
+    "No loader supports it yet. Use live modules, wrapped so that only features pass from block to block: drift is "
+    "measured, answers are not."
 )
 
 
@@ -176,7 +176,7 @@ class _Trace:
         """Return `behind`, or None if it changes nothing; raise if it does not reproduce scores."""
         parts = (slice(None), slice(1, 4))
         if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):
-            raise not_causal(self.whole, "its scores are not made of its head's output, one by one")
+            raise not_causal(self.whole, "its scores are not computed from each output of its head alone")
         return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else behind
 
     @contextlib.contextmanager

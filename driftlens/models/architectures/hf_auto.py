@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -258,9 +258,46 @@ def _usage(
     return features + scores
 
 
-def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) -> str:
-    """Return Python that answers with a saved folder; empty if it has no tokenizer."""
-    return "" if set(TOKENIZERS).isdisjoint(files) else usage
+def text_folder(stated: Mapping[str, Any], usage: str) -> FolderFormat:
+    """Return the folder format of a language model; `usage` is shown if the folder has a tokenizer."""
+    return FolderFormat(
+        "model.safetensors",
+        {"config.json": stated},
+        usage=lambda keys, files: "" if set(TOKENIZERS).isdisjoint(files) else usage,
+    )
+
+
+def language_model(
+    request: ArchitectureRequest,
+    loader: str,
+    fits: Callable[[Mapping[str, Any]], bool],
+    expected: str,
+    mapping: str,
+) -> tuple[dict[str, Any], Any]:
+    """Build a model with a language-model head, without weights.
+
+    Args:
+        request: the loader's request.
+        loader: the name of the loader.
+        fits: config.json -> True if the loader supports the model.
+        expected: the supported kind of models, for the error.
+        mapping: the name of the mapping of transformers from configurations to classes.
+
+    Returns:
+        The config.json and the model.
+    """
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    stated = read_plain_config(request, loader)
+    if not fits(stated):
+        raise wrong_family(stated, request.source, expected)
+    # An encoder-decoder is untied after it is built: T5 also keeps a scale of scores under this key.
+    if request.untied and mapping != SEQ2SEQ:
+        stated = stated | {"tie_word_embeddings": False}
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    model_class = getattr(modeling_auto, mapping)[type(config)]
+    return stated, weightless(partial(built, model_class, config), request.source)
 
 
 def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
@@ -424,6 +461,7 @@ def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tupl
     return (*parts, *(core + part for part in parts))
 
 
+SEQ2SEQ = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"
 _DECODER_USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -448,19 +486,15 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     The skeleton is the whole model, so that its language-model head is merged and saved. The chain ends in the head's
     input; at the last token of a question it determines the answer's first token.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    source, offline = request.source, request.access.offline
-    stated = read_plain_config(request, "hf-decoder")
-    if not is_causal(stated):
-        raise wrong_family(stated, source, "a causal language model")
-    if request.untied:
-        stated = stated | {"tie_word_embeddings": False}
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    skeleton = weightless(partial(built, model_class, config), source)
-    preprocess = None if request.unread else hf_text_preprocess(source, config, offline, "decoder")
+    source = request.source
+    stated, skeleton = language_model(
+        request, "hf-decoder", is_causal, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"
+    )
+    preprocess = (
+        None
+        if request.unread
+        else hf_text_preprocess(source, skeleton.config, request.access.offline, "decoder")
+    )
     example = PADDED if preprocess is None else dict(preprocess.example())
     chain, lm = causal_chain(skeleton, example, request.blocks)
     names = file_names(skeleton)
@@ -471,8 +505,6 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         chain=chain,
         layout=Spellings(spellings(names, skeleton), ignored=passed_over(skeleton), is_lenient=True),
         preprocess=preprocess,
-        folder=FolderFormat(
-            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _DECODER_USAGE)
-        ),
+        folder=text_folder(stated, _DECODER_USAGE),
         lm=lm,
     )

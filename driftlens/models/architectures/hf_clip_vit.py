@@ -1,9 +1,9 @@
-"""CLIP of transformers: its image tower taken apart, and the folder or Hub repository it is loaded from.
+"""CLIP of transformers: the adapter of its image tower, and its loader from folders and Hub ids.
 
-The tower is `CLIPVisionModel`, with or without projection, or stands in a whole `CLIPModel`. Layer paths: the stem is
-named after its first module, `vision_model.embeddings`; blocks are `vision_model.encoder.layers.j`; the head is
-`vision_model.post_layernorm`. `CLIPVisionModel` of transformers 5.6 and later has no inner `vision_model`, so neither
-have its keys and paths; which layout a module has is read off its structure.
+The tower is `CLIPVisionModel`, with or without projection, or part of a whole `CLIPModel`. Layer paths:
+`vision_model.embeddings` for the stem, `vision_model.encoder.layers.j` for blocks, `vision_model.post_layernorm` for
+the head. `CLIPVisionModel` of transformers 5.6 and later has no inner `vision_model`, and neither have its keys and
+paths; the structure of a module shows its layout.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ adapters.register(HF_CLIP_VIT.name)(HF_CLIP_VIT)
 
 @loaders.register("hf-clip")
 def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
+    """Return the architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
     config = read_plain_config(request, "hf-clip")
     skeleton = _skeleton(config, source)
@@ -140,14 +140,12 @@ features = model(**processor(images=Image.open("image.png"), return_tensors="pt"
 
 
 def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
-    """Python that uses a saved folder: with text, or where that can't be read, the image tower alone."""
+    """Return Python that uses a saved folder: with texts if it has a tokenizer, or else the image tower alone."""
     is_whole = any(key.startswith("text_model.") for key in keys)
     if is_whole and not set(TOKENIZERS).isdisjoint(files):
         return _WHOLE
     if is_whole:
-        log.warning(
-            "the base came without tokenizer files, and so does the saved folder: it can't read prompts"
-        )
+        log.warning("the base has no tokenizer files, so neither has the saved folder: it can't read prompts")
     output = "pooler_output" if tower == "CLIPVisionModel" else "image_embeds"
     return _TOWER.format(tower=tower, output=output)
 
@@ -200,6 +198,6 @@ def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
     if tokenizer is None or tokenizer.eos_token_id != end:
         raise SpecError(
             f"{source} has no tokenizer that fits its text tower, so prompts can't be read",
-            hint="Put the base's tokenizer files beside its config.json, or use `heads.<task>.file`.",
+            hint="Put the base's tokenizer files next to its config.json, or use `heads.<task>.file`.",
         )
     return tokenizer

@@ -1,10 +1,9 @@
-"""CLIP of open_clip: its image tower taken apart, what it is loaded from, and the weights published under its tags.
+"""CLIP of open_clip: the adapter of its image tower, its loader, and pretrained weights by tag.
 
-The tower is a `VisionTransformer`, alone or inside a whole CLIP at `visual`. Layer paths: the stem is named after its
-first module, `conv1`; blocks are `transformer.resblocks.j`; the head is `ln_post`. The attention in-projection is one
-fused tensor in the checkpoint and three sites here, and `proj` is stored as [in, out]. Not supported, and refused by
-name: attentional pooling (CoCa), timm trunks (SigLIP, EVA02, ConvNeXt), ResNets, and blocks with extra norms or scales
-(qk_norm, scale_heads, ...).
+The tower is a `VisionTransformer`, alone or at `visual` of a whole CLIP. Layer paths: `conv1` for the stem,
+`transformer.resblocks.j` for blocks, `ln_post` for the head. The attention's packed projection is one tensor in the
+checkpoint and three sites here; `proj` is stored as [in, out]. Not supported: attentional pooling (CoCa), timm trunks
+(SigLIP, EVA02, ConvNeXt), ResNets, and blocks with extra norms or scales (qk_norm, scale_heads, ...).
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
 
 @loaders.register("open-clip")
 def _load_open_clip(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not)."""
+    """Return the architecture of an open_clip model, given a name, configuration file, folder or Hub id."""
     require_own_blocks(request, "open-clip")
     source = request.source
     stated = _config(source, request.access.offline)
@@ -179,7 +178,7 @@ def _load_open_clip(request: ArchitectureRequest) -> Architecture:
 
 
 def _config(source: str, offline: bool) -> dict[str, Any]:
-    """The configuration: a model section, or model and preprocessing sections as on the Hub."""
+    """Return the configuration: a model section, or model and preprocessing sections as on the Hub."""
     import open_clip
 
     name = source.replace("/", "-")  # open_clip takes ViT-B/32 for ViT-B-32 too
@@ -203,7 +202,7 @@ def _skeleton(config: dict[str, Any], source: str) -> Any:
 
 
 def _whole(config: dict[str, Any], source: str) -> Any:
-    """The whole CLIP, without weights."""
+    """Return the whole CLIP without weights."""
     import open_clip
 
     options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
@@ -239,15 +238,19 @@ log = logging.getLogger("driftlens")
 
 
 def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool = False) -> str:
-    """The file of a `pretrained:TAG`, fetched by open_clip's own helper if need be; other places as they are.
+    """Return the file of `pretrained:TAG`, downloaded by open_clip if it is not cached; other places unchanged.
 
-    A download is announced on the `driftlens` logger. With `offline`, or `HF_HUB_OFFLINE` in the environment, only
-    the caches of open_clip and the Hub are looked into.
+    A download is logged. With `offline`, or `HF_HUB_OFFLINE` in the environment, only caches are searched.
+
+    Args:
+        place: the place of weights in the spec.
+        architecture: the architecture that the weights are for.
+        offline: True to forbid downloads.
 
     Raises:
-        SpecError: the architecture is not one that open_clip knows by name, or has no such tag.
+        SpecError: open_clip has no model of this name, or no such tag.
         IncompatibleModelsError: the weights were trained with another activation or preprocessing.
-        CheckpointError: they can't be had.
+        CheckpointError: the weights are in no cache and downloads are forbidden.
     """
     if not place.startswith(_SCHEME):
         return place
@@ -273,8 +276,8 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
     origin = config.get("hf_hub") or config.get("url")
     if offline or constants.HF_HUB_OFFLINE:
         raise CheckpointError(
-            f"{place} of {model} ({origin}) is in no cache, and the network is not to be used",
-            hint="Run once where there is a network and without --offline, or give the path of the weights.",
+            f"{place} of {model} ({origin}) is not cached, and downloads are off",
+            hint="Run once without --offline and HF_HUB_OFFLINE, or give the path of the weights.",
         )
     # A warning, so that it is seen where logging is not set up: the network is never used silently.
     log.warning("fetching the weights %s of %s from %s", place, model, origin)
@@ -282,14 +285,14 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
 
 
 def _require_fit(place: str, model: str, config: dict[str, Any], architecture: Architecture) -> None:
-    """open_clip itself warns of an activation and adopts the preprocessing; here both stand in the architecture."""
+    """Raise unless weights were trained with the activation and preprocessing of the architecture."""
     import open_clip
 
     is_quick = bool(config.get("quick_gelu", False))
     if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
         fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
         raise IncompatibleModelsError(
-            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}, {model} computes with the other",
+            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}, but {model} uses the other activation",
             hint=f"Write architecture.source: {fitting}.",
         )
     settings = {} if architecture.preprocess is None else architecture.preprocess.settings
@@ -300,14 +303,14 @@ def _require_fit(place: str, model: str, config: dict[str, Any], architecture: A
     ]
     if differing:
         raise IncompatibleModelsError(
-            f"{place} was trained on images prepared otherwise: {', '.join(differing)}",
+            f"{place} was trained with other preprocessing: {', '.join(differing)}",
             hint="Download the file; give its path as weights, and as source an open_clip_config.json with this "
             "preprocess_cfg.",
         )
 
 
 def _cached(config: dict[str, Any]) -> str | None:
-    """The file, where it was fetched before."""
+    """Return the path of the weights in the caches of open_clip and the Hub, or None."""
     from huggingface_hub import try_to_load_from_cache
     from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
 

@@ -1,12 +1,12 @@
-"""Encoder-decoders of transformers, taken apart by what runs in them: no family is known by its name.
+"""Encoder-decoders of transformers as chains of layers, found by running them and not by the name of their family.
 
-Both stacks are one chain. `encoder` [n, t, d] flows through the encoder's blocks and what is behind them, which is a
-layer of its own; `hidden` [n, u, d] through the decoder's blocks, each of which reads the finished `encoder`. The head
-is what is behind the decoder's blocks, perhaps nothing. Either stack is taken apart as any module is; how both are
-called is seen by running the library's own forward pass, hollow where the model has shapes only.
+Both stacks are one chain. `encoder` [n, t, d] passes through the encoder's blocks and the module after them, which is a
+layer; `hidden` [n, u, d] passes through the decoder's blocks, each of which reads the finished `encoder`. The head is
+the module after the decoder's blocks, if any. `sequential_chain` splits each stack; a forward pass of the library's own
+model, with shapes only if need be, shows how both are called.
 
-Scores are made of what leaves the chain by the language-model head, which belongs to no layer; what is done to the
-head's scores is seen by running the library's own forward pass, too.
+The language-model head, which belongs to no layer, maps the final features to scores. A forward pass without the stacks
+shows further steps, such as a scale or a bias. Entry point: `seq2seq_chain`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.unsupported import LIVE, is_seq2seq, wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
+from driftlens.checkpoints.unsupported import LIVE, is_seq2seq
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.architectures.causal import Behind, slope
 from driftlens.models.architectures.hf_auto import (
-    built,
+    SEQ2SEQ,
     file_names,
+    language_model,
     passed_over,
-    read_plain_config,
-    usage_of_texts,
+    text_folder,
 )
 from driftlens.models.architectures.module_list import block_list, sequential_chain
 from driftlens.models.chain import (
@@ -63,21 +61,21 @@ from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
 _READ = "encoder_hidden_states"
-"""What transformers calls the features of the encoder that a decoder is given."""
+"""The name of the decoder's argument for the encoder's features."""
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """An encoder or a decoder taken apart by itself.
+    """The layers of an encoder or a decoder.
 
     Attributes:
-        name: which of both it is.
-        stream: what its features are called.
-        path: where it lies in the whole model.
+        name: `encoder` or `decoder`.
+        stream: the name of its features in the state.
+        path: its path in the whole model.
         chain: its stem, blocks and head.
-        tail: path in the stack of the one module behind its blocks; "" where there is none.
-        answer: the class of what it returns.
+        tail: path in the stack of the one module after its blocks; "" without one.
+        answer: the class of its output.
     """
 
     name: str
@@ -86,15 +84,14 @@ class _Stack:
     chain: LayerChain
     tail: str
     answer: Any
-    takes: frozenset[str]
 
     @property
     def left(self) -> str:
-        """Path in the whole model of the module that its finished features leave."""
+        """The path in the whole model of the module whose output are the finished features."""
         return f"{self.path}.{self.tail}" if self.tail else f"{self.path}.{self.chain.blocks[-1].path}"
 
     def side(self, whole: SideInputs) -> SideInputs:
-        """Its own of the side inputs of both."""
+        """Return the stack's part of the side inputs of both."""
         before, count = f"{self.name}.", len(self.chain.blocks)
         tensors = {
             name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
@@ -105,7 +102,7 @@ class _Stack:
 
 
 class _Pair:
-    """The pieces of an encoder-decoder, as functions of parameters and features; the module stays as it is."""
+    """The layers of an encoder-decoder as functions of parameters and features; the module does not change."""
 
     def __init__(self, whole: Any, example: Mapping[str, Tensor]) -> None:
         self.whole = whole
@@ -117,26 +114,23 @@ class _Pair:
         self.decoder = self._stack("decoder", "hidden", whole.get_decoder(), batch)
         self.stacks = (self.encoder, self.decoder)
         if not any(site.stream for layer in self.decoder.chain.blocks for site in layer.sites):
-            raise SpecError("no block of its decoder reads what leaves its encoder")
+            raise SpecError("no block of its decoder reads the output of its encoder")
 
     def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> _Stack:
-        """One of both, looked at on a batch."""
+        """Split one stack into layers, by a pass over a batch."""
         path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
-        takes = frozenset(inspect.signature(module.forward).parameters)
-        inputs = _taken(self._asked(batch), takes)
-        beside: Mapping[str, str] = MappingProxyType({})
-        if name == "decoder":
-            inputs = _taken(self._answered(batch, self._placeholder(batch)), takes)
-            beside = {_READ: "encoder"}
-        if not path or (name == "decoder" and _READ not in takes):
-            raise SpecError(f"its {name} is no module of its own that is called as one")
+        is_decoder = name == "decoder"
+        inputs = self._decoder_inputs(batch) if is_decoder else self._encoder_inputs(batch)
+        beside = {_READ: "encoder"} if is_decoder else {}
+        if not path or not beside.keys() <= inputs.keys():
+            raise SpecError(f"its {name} is not a module that is called separately")
         listed, blocks = block_list(module, None)
         tail, answer = _behind_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
-        return _Stack(name, stream, path, chain, tail, answer, takes)
+        return _Stack(name, stream, path, chain, tail, answer)
 
     def batch(self, inputs: Any) -> dict[str, Tensor]:
-        """A batch as the library takes it: what both stacks read, the decoder's start alone where it has none."""
+        """Return the library's inputs of both stacks; a batch without input of the decoder gets its start token."""
         read = inputs[self.reads]
         start = torch.full((len(read), 1), self.start_token, device=read.device)
         batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
@@ -147,31 +141,34 @@ class _Pair:
                 batch[mask] = torch.ones_like(ids)
         return batch
 
-    def _asked(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}
+    def _encoder_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs that the encoder accepts."""
+        inputs = {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}
+        return _accepted(self.whole.get_encoder(), inputs)
 
-    def _answered(self, batch: Mapping[str, Tensor], read: Tensor) -> dict[str, Tensor]:
-        """What the decoder is given, which reads `read`."""
-        inputs = {"input_ids": batch["decoder_input_ids"], "attention_mask": batch["decoder_attention_mask"]}
-        mask = batch.get("attention_mask")
-        beside = {} if mask is None else {"encoder_attention_mask": mask}
-        return {**inputs, _READ: read, **beside}
-
-    def _placeholder(self, batch: Mapping[str, Tensor], side: SideInputs | None = None) -> Tensor:
-        """Features as the encoder's, which the decoder's blocks are known to be given by; they take no memory."""
+    def _decoder_inputs(
+        self, batch: Mapping[str, Tensor], side: SideInputs | None = None
+    ) -> dict[str, Tensor]:
+        """Return the inputs that the decoder accepts; `side` are the encoder's side inputs, if known."""
         if side is None:
-            _, side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
+            _, side = self.encoder.chain.start(self._encoder_inputs(batch))
         block_call, ids = side.calls[-1], batch["decoder_input_ids"]
-        return torch.full((), 0.5, dtype=block_call.dtype, device=ids.device).expand(
-            len(ids), *block_call.left
-        )
+        # In the place of the encoder's features; one number, by which blocks that read them are recognized.
+        number = torch.full((), 0.5, dtype=block_call.dtype, device=ids.device)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": batch["decoder_attention_mask"],
+            _READ: number.expand(len(ids), *block_call.left),
+        }
+        if "attention_mask" in batch:
+            inputs["encoder_attention_mask"] = batch["attention_mask"]
+        return _accepted(self.whole.get_decoder(), inputs)
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """State at boundary 0, which is empty for texts, and the side inputs of both stacks."""
+        """Return the state at boundary 0, which is empty for texts, and the side inputs of both stacks."""
         batch = self.batch(inputs)
-        state, encoder_side = self.encoder.chain.start(_taken(self._asked(batch), self.encoder.takes))
-        decoder_inputs = self._answered(batch, self._placeholder(batch, encoder_side))
-        _, decoder_side = self.decoder.chain.start(_taken(decoder_inputs, self.decoder.takes))
+        state, encoder_side = self.encoder.chain.start(self._encoder_inputs(batch))
+        _, decoder_side = self.decoder.chain.start(self._decoder_inputs(batch, encoder_side))
         tensors: dict[str, Tensor] = {}
         for stack, side in zip(self.stacks, (encoder_side, decoder_side), strict=True):
             tensors |= {f"{stack.name}.{name}": value for name, value in side.tensors.items()}
@@ -182,7 +179,7 @@ class _Pair:
         return state, SideInputs(tensors, (*encoder_side.calls, *decoder_side.calls), both)
 
     def chain(self) -> LayerChain:
-        """Both stacks as one chain, under the whole model's names."""
+        """Return both stacks as one chain, under the whole model's names."""
         names = {
             stack.name: {name: self.key(stack, name) for name in stack.chain.layers[0].parameters}
             for stack in self.stacks
@@ -210,7 +207,7 @@ class _Pair:
         )
 
     def key(self, stack: _Stack, name: str) -> str:
-        """What the whole model calls a weight of a stack; of tied ones all the same."""
+        """Return the name of a stack's weight in the whole model; tied weights share one."""
         key = f"{stack.path}.{name}"
         return self.tied.get(key, (key,))[0]
 
@@ -222,7 +219,7 @@ class _Pair:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """What both stacks make of what they read."""
+        """Return the state before the first blocks of both stacks."""
         outputs: State = {}
         for stack in self.stacks:
             weights = {name: parameters[key] for name, key in names[stack.name].items()}
@@ -231,7 +228,7 @@ class _Pair:
         return outputs
 
     def _block(self, stack: _Stack, block: Layer) -> Layer:
-        """A stack's block in the chain of both. Norms are left alone, as the paper has it for language models."""
+        """Return a stack's block as a layer of both stacks."""
         return replace(
             block,
             path=f"{stack.path}.{block.path}",
@@ -239,6 +236,7 @@ class _Pair:
                 name: replace(slot, key=self.key(stack, slot.key)) for name, slot in block.parameters.items()
             },
             call=partial(self._run_block, stack, block),
+            # The paper calibrates no norms of language models.
             sites=tuple(replace(site, only_named=site.kind != "linear") for site in block.sites),
             stream=stack.stream,
             pool="mean" if stack is self.encoder else None,
@@ -260,7 +258,7 @@ class _Pair:
         return {**state, stack.stream: output["hidden"]}
 
     def _tail(self, stack: _Stack) -> Layer:
-        """What is behind a stack's blocks: of the encoder a layer between two blocks, of the decoder the head."""
+        """Return the layer after a stack's blocks: a block of the chain for the encoder, the head for the decoder."""
         is_head = stack is self.decoder
         head = stack.chain.layers[-1]
         module = self.whole.get_submodule(stack.left)
@@ -306,7 +304,7 @@ class _Pair:
         return {"hidden": hidden} if stack is self.decoder else {**state, stack.stream: hidden}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """What enters the first blocks and leaves blocks and tails in one ordinary pass, which makes no scores."""
+        """Return the states at boundaries 1..L of one ordinary pass of `module`, which computes no scores."""
         batch, finished = self.batch(inputs), list[Tensor]()
         last = module.get_submodule(self.decoder.left)
         blocks = {
@@ -343,21 +341,23 @@ class _Pair:
         ]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """See `BlockRunner.require_shared`, of both stacks."""
+        """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
         batch, models = self.batch(inputs), list(models)
-        reads = {"encoder": self._asked(batch), "decoder": self._answered(batch, self._placeholder(batch))}
-        for stack in self.stacks:
+        reads = (self._encoder_inputs(batch), self._decoder_inputs(batch))
+        for stack, stack_inputs in zip(self.stacks, reads, strict=True):
             assert stack.chain.require_shared is not None
             parts = [(name, module.get_submodule(stack.path)) for name, module in models]
-            stack.chain.require_shared(parts, _taken(reads[stack.name], stack.takes))
+            stack.chain.require_shared(parts, stack_inputs)
 
 
-def _taken(inputs: dict[str, Tensor], takes: frozenset[str]) -> dict[str, Tensor]:
-    return {name: value for name, value in inputs.items() if name in takes}
+def _accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs that a module's forward function has parameters for."""
+    parameters = inspect.signature(module.forward).parameters
+    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def _behind_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
-    """Path of the one module that finishes what leaves a stack's last block, "" for none; and what a stack returns."""
+    """Return the path of the one module after a stack's last block ("" without one), and the class of the output."""
     finals: list[Tensor] = []
     behind: list[tuple[str, Tensor]] = []
 
@@ -379,7 +379,7 @@ def _behind_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) 
         return "", type(output)
     if len(behind) != 1 or not is_view(finished, behind[0][1]):
         raise SpecError(
-            f"what its {name} returns is not what one module makes, once, of its last block's features"
+            f"the output of its {name} is not computed by one module, once, from its last block's features"
         )
     return behind[0][0], type(output)
 
@@ -388,14 +388,14 @@ NAME = "seq2seq"
 
 
 def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain, LmScores | None]:
-    """An encoder-decoder, perhaps with shapes only, taken apart, and what its head, if any, makes of final features.
+    """Return the layers of an encoder-decoder, which may be on meta, and its language-model head, if any.
 
     Args:
         whole: the library's model.
         example: a batch as its processor makes it.
 
     Raises:
-        IncompatibleModelsError: it can't be taken apart so that this is its library's forward pass.
+        IncompatibleModelsError: the layers can't reproduce the library's forward pass.
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
         raise _not_seq2seq(whole, "its blocks mix experts")
@@ -405,14 +405,14 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
 
 
 def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
-    """The refusal of an encoder-decoder that can't be taken apart, by the name of its kind."""
+    """Return the error for an encoder-decoder that can't be split into layers."""
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(f"{kind} can't be taken apart as an encoder-decoder: {reason}", hint=LIVE)
 
 
 @dataclass(eq=False)
 class _Scores:
-    """What a model does between the finished features of its decoder and its scores, seen without its stacks."""
+    """Finds the steps between the decoder's features and the scores, by passes without the stacks."""
 
     whole: Any
     parts: _Pair
@@ -420,7 +420,7 @@ class _Scores:
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def traced(self) -> LmScores:
-        """Return the head, its scale and bias, and what else is done; raise where that maps no score on its own."""
+        """Return the head, its scale, bias and further steps; raise unless each score is computed separately."""
         if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
             raise _not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
@@ -436,9 +436,7 @@ class _Scores:
         scores = behind.scores(features, score)
         scale = float((inputs[0] / features).median())
         if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
-            raise _not_seq2seq(
-                self.whole, "what its head reads is not what leaves its decoder, times a number"
-            )
+            raise _not_seq2seq(self.whole, "its head does not read the output of its decoder, times a number")
         bias = "" if self.head.bias is None else f"{place}.bias"
         for key, value in self._outer_weights(place).items():
             shift = self._random(value.numel())[0]
@@ -454,14 +452,16 @@ class _Scores:
             return lm
         for part in (slice(None), slice(1, 4)):
             if not torch.equal(behind(outputs[:, 0, part]), scores[:, 0, part]):
-                raise _not_seq2seq(self.whole, "its scores are not made of its head's output, one by one")
+                raise _not_seq2seq(
+                    self.whole, "its scores are not computed from each output of its head alone"
+                )
         return replace(lm, behind=behind, slope=slope(behind, self.head.out_features))
 
     def _random(self, width: int) -> Tensor:
         return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)
 
     def _outer_weights(self, place: str) -> dict[str, Tensor]:
-        """Weights outside the stacks and the head, which lies at `place`."""
+        """Return the weights outside the stacks and the head, whose path is `place`."""
         inside = tuple(f"{path}." for path in (*(stack.path for stack in self.parts.stacks), place))
         return {
             key: value
@@ -471,20 +471,20 @@ class _Scores:
 
 
 class _HfSeq2Seq:
-    """An encoder-decoder of transformers, taken apart."""
+    """The adapter of encoder-decoders of transformers."""
 
     name = NAME
     holds = ("config.is_encoder_decoder",)
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether `module` says of itself that it is an encoder and a decoder, both modules of its own."""
+        """Return True if the configuration says encoder-decoder and the module has both as modules."""
         return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False)) and all(
             isinstance(getattr(module, f"get_{stack}", lambda: None)(), nn.Module)
             for stack in ("encoder", "decoder")
         )
 
     def chain(self, module: nn.Module) -> LayerChain:
-        """The model taken apart; keys are those of `module.state_dict()`."""
+        """Return the layers of a model; keys are those of `module.state_dict()`."""
         return seq2seq_chain(module, _EXAMPLE)[0]
 
 
@@ -496,34 +496,16 @@ _EXAMPLE = {
     "decoder_input_ids": torch.zeros(2, 2, dtype=torch.long),
     "decoder_attention_mask": torch.tensor([[1, 0], [1, 1]]),
 }
-"""Two rows to look at a model by, one of them padded, where no tokenizer makes any."""
+"""Two rows for models without a tokenizer, one of them padded."""
 
 
-@loaders.register("hf-seq2seq")
-def _load_hf_seq2seq(request: ArchitectureRequest) -> Architecture:
-    """The architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
-    return _loaded(request, "hf-seq2seq")
-
-
-@loaders.register("hf-t5")
-def _load_hf_t5(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a T5, v1.0 or v1.1 (FLAN); its source is a folder or Hub id."""
-    return _loaded(request, "hf-t5")
-
-
-def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
-    """See `_load_hf_seq2seq`; under the name of a loader."""
-    from transformers.models.auto import modeling_auto as auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
+    """Return the architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
-    stated = read_plain_config(request, loader)
-    if not is_seq2seq(stated):
-        raise wrong_family(stated, source, "an encoder-decoder that answers by text")
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    model_class = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
-    skeleton = weightless(partial(built, model_class, config), source)
-    # Of files of any version, T5 keeps here whether its head is its embeddings: in memory it always says so.
+    expected = "an encoder-decoder that answers by text"
+    stated, skeleton = language_model(request, loader, is_seq2seq, expected, SEQ2SEQ)
+    config = skeleton.config
+    # For files of any version, T5 keeps here whether its head is its embeddings: in memory it is always tied.
     _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
     computed = _with_own_tables(skeleton)
     preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
@@ -535,17 +517,17 @@ def _loaded(request: ArchitectureRequest, loader: str) -> Architecture:
         chain=replace(chain, modality=replace(TEXT, pool="last")),
         layout=_layout(skeleton, chain, computed),
         preprocess=preprocess,
-        folder=FolderFormat(
-            "model.safetensors",
-            {"config.json": stated},
-            usage=partial(usage_of_texts, _USAGE),
-        ),
+        folder=text_folder(stated, _USAGE),
         lm=lm,
     )
 
 
+for _loader in ("hf-seq2seq", "hf-t5"):  # T5 v1.0 and v1.1 (FLAN); the spec of older runs names the second
+    loaders.register(_loader)(partial(_load_seq2seq, loader=_loader))
+
+
 def _tie(skeleton: Any, is_apart: bool) -> None:
-    """Tie what the library ties, as it does not without weights; with `is_apart` all but the head."""
+    """Tie the weights that the library ties only with weights; with `is_apart` all but the head."""
     head = skeleton.get_output_embeddings()
     skeleton.tie_weights()
     if is_apart:
@@ -553,7 +535,7 @@ def _tie(skeleton: Any, is_apart: bool) -> None:
 
 
 def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
-    """Have the library compute what it never saves (Marian's positions), and say what files may hold of it in vain."""
+    """Compute the tables that the library never saves (Marian's positions), and return their keys."""
     unsaved = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
     for key in unsaved:
         owner, _, leaf = key.rpartition(".")
@@ -565,7 +547,7 @@ def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
 
 
 def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
-    """Names in files, which hold what is tied under one name or several."""
+    """Return the layout of files, which store tied weights under one name or several."""
     copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
     plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
     names = [plain, *({**plain, same: copy} for copy, same in copies.items())]

@@ -1,8 +1,7 @@
-"""CLIP's image towers, run by the blocks of their own library: what the adapters of both CLIP libraries share.
+"""CLIP's image towers as chains of layers. Entry point: `ClipViT`, the adapter of one library's towers.
 
-An adapter is a `ClipViT` that says where its library keeps which part. Blocks are the library's own, called with the
-weights of any model. Shapes: pixels [n, c, h, w]; hidden [n, t, d], token 0 being the class token (CLS) and the others
-the patches row by row; features [n, d].
+Blocks are the library's own modules, called with the weights of any model. Shapes: pixels [n, c, h, w]; hidden
+[n, t, d], token 0 being the class token (CLS) and the others the patches row by row; features [n, d].
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.alignment import KeyLayout
 from driftlens.checkpoints.unsupported import LIVE
+from driftlens.models.architecture import part_at
 from driftlens.models.chain import IMAGE, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.tracing.hooks import buffers_on, call, evaluating, run_until
 from driftlens.models.tracing.sites import site_kind, tapped
@@ -104,7 +104,7 @@ class ClipViT:
         """Return the reason why a module is not supported, or None."""
         tower, _ = self._tower(module)
         parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
-        missing = ", ".join(part for part in parts if _part(tower, part) is None)
+        missing = ", ".join(part for part in parts if part_at(tower, part) is None)
         reason = self.refusal(module, tower)
         if reason is None and missing:
             return f"{type(module).__name__} is no CLIP image tower of {self.library} (no {missing})"
@@ -130,7 +130,7 @@ class ClipViT:
             self._block(block, number + 2, f"{prefix}{self.blocks}.{number}")
             for number, block in enumerate(tower.get_submodule(self.blocks))
         ]
-        projects = _part(tower if self.projects_inside else module, self.projection) is not None
+        projects = part_at(tower if self.projects_inside else module, self.projection) is not None
         if self.projects_inside:
             feature = prefix.removesuffix(".")
         else:
@@ -204,7 +204,7 @@ class ClipViT:
         return Layer(index, "head", prefix + norm, slots, partial(_run, head, (), sites), sites)
 
     def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
-        size = _part(tower, self.image_size)
+        size = part_at(tower, self.image_size)
         height, width = [size] * 2 if isinstance(size, int) else size
         return tower.get_parameter(self.embeddings[0]).shape[1], height, width
 
@@ -268,13 +268,6 @@ def _sites(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Si
     module = parent.get_submodule(name)
     kind = site_kind(module)
     return () if kind is None else (Site(name, kind, reads, eps=getattr(module, "eps", None), **options),)
-
-
-def _part(parent: Any, path: str) -> Any:
-    """Return what is at a path; None if there is no such thing."""
-    for name in path.split("."):
-        parent = getattr(parent, name, None)
-    return parent
 
 
 def _affine(parent: nn.Module, path: str) -> list[str]:

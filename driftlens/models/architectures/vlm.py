@@ -1,18 +1,17 @@
-"""Vision-language models of transformers: a vision tower, what projects its features, and a decoder that reads them.
+"""Vision-language models of transformers: a vision tower, a projector of its features, and a decoder.
 
-Where tasks are texts alone, the decoder is the chain, with the language-model head behind it, as `causal_chain` takes
-it apart; tower and projector see nothing then, and no layer has their weights. A plain language model of the same
-decoder is an expert, too: it is aligned by its keys, and what it lacks is the base's.
+If all tasks are texts, the chain is the decoder with its language-model head, as `causal_chain` splits it. Tower and
+projector do not run, and no layer has their weights. A plain language model of the same decoder can be an expert: it is
+aligned by its keys, and the base provides the tensors that it lacks.
 
-With images, tower, projector and decoder are layers of one chain. `vision` [n, m, d] flows through the blocks of the
-tower, the m tokens of a sample's image with zeros behind those of smaller ones; the library's own blocks are given them
-as it has them, packed or image by image. What of the tower's blocks is read later too (features of several blocks,
-deepstack's) stays in the state as `vision_<block>`. The projector is a layer: all that happens between the last block
-of the tower and the first of the decoder, where image features take the place of image tokens in `hidden` [n, t, d].
-Deepstack's features depend on weights, so that they are states, too: `deepstack_<block>` [n, t, d] waits for what
-leaves that block of the decoder, and is added to it.
+With images, tower, projector and decoder are layers of one chain. `vision` [n, m, d] passes through the blocks of the
+tower: m tokens per sample, with zeros after those of smaller images. The library's own blocks get these tokens packed
+or image by image, as the library has them. Features of the tower's blocks that are read later (deepstack) stay in the
+state as `vision_<block>`. The projector is the layer between the last block of the tower and the first of the decoder;
+it puts image features in the place of image tokens in `hidden` [n, t, d]. Deepstack's features depend on weights, so
+they are states too: `deepstack_<block>` [n, t, d] is added to the output of that block of the decoder.
 
-Of a batch of texts alone `vision` has no tokens, [n, 0, d]: the tower passes it on and the decoder begins with texts.
+In a batch of texts `vision` has no tokens, [n, 0, d]; the tower returns it unchanged.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.loading import with_floats
 from driftlens.checkpoints.tensor_sources import Composed, StateSource
-from driftlens.checkpoints.unsupported import is_vision_language, wrong_family
-from driftlens.models.architecture import Architecture, ArchitectureRequest, FolderFormat, loaders, weightless
+from driftlens.checkpoints.unsupported import is_vision_language
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.architectures.causal import causal_chain, not_causal
 from driftlens.models.architectures.hf_auto import (
     PADDED,
-    built,
     file_names,
+    language_model,
     passed_over,
-    read_plain_config,
     spellings,
-    usage_of_texts,
+    text_folder,
 )
 from driftlens.models.architectures.module_list import Watch, among, block_list
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
@@ -66,7 +63,7 @@ from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
-_BLIND = "all samples are texts: the vision tower saw nothing and stays as merged, as does what projects its features"
+_BLIND = "all samples are texts, so the vision tower and the projector did not run and stay as merged"
 _USAGE = """\
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -79,9 +76,9 @@ answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 
 @dataclass(frozen=True)
 class _DecoderOrWhole(Spellings):
-    """Checkpoints of a whole vision-language model, or of a plain language model of the same decoder.
+    """The layout of whole vision-language models, and of plain language models of the same decoder.
 
-    `decoder` names the tensors that both have, as the plain one calls them, by the skeleton's keys.
+    `decoder` maps the skeleton's keys of tensors that both have to their names in the plain model.
     """
 
     decoder: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +86,7 @@ class _DecoderOrWhole(Spellings):
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """See `Layout`; a language model gets what it has not from the base, `fallback`."""
+        """Align a checkpoint; a language model gets the tensors that it lacks from the base, `fallback`."""
         stored = self.key_map(source.headers, wanted, source.name)
         lacking = [key for key in wanted if key not in self.decoder]
         if any(key in stored for key in lacking):
@@ -97,8 +94,8 @@ class _DecoderOrWhole(Spellings):
         aligned = super().align(source, self.decoder, fallback)
         if fallback is None:
             raise IncompatibleModelsError(
-                f"{source.name} is a language model alone: it lacks {lacking[0]!r} and {len(lacking) - 1} more tensors "
-                "of a vision tower; expected a whole vision-language model as base",
+                f"{source.name} is a language model: it lacks {lacking[0]!r} and {len(lacking) - 1} more tensors of a "
+                "vision tower; expected a whole vision-language model as base",
                 hint="Give the vision-language model as base, and this one as an expert.",
             )
         places = {key: (aligned, key) for key in aligned.headers}
@@ -107,25 +104,21 @@ class _DecoderOrWhole(Spellings):
 
 @loaders.register("hf-vlm")
 def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
-    """The architecture of a vision-language model; its source is a folder or Hub id."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
+    """Return the architecture of a vision-language model; its source is a folder or Hub id."""
     source = request.source
-    stated = read_plain_config(request, "hf-vlm")
-    if not is_vision_language(stated):
-        raise wrong_family(stated, source, "a vision-language model")
-    if request.untied:
-        stated = stated | {"tie_word_embeddings": False}
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
-    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    skeleton = weightless(partial(built, model_class, config), source)
+    stated, skeleton = language_model(
+        request,
+        "hf-vlm",
+        is_vision_language,
+        "a vision-language model",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    )
     decoder = decoder_path(skeleton)
-    preprocess = _preprocess(request, config)
+    preprocess = _preprocess(request, skeleton.config)
     blocks, _ = block_list(skeleton.get_submodule(decoder), None)
     chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
     if preprocess is not None and request.pictured:
-        example = processed_example(preprocess, config, source)
+        example = processed_example(preprocess, skeleton.config, source)
         chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
     names, ignored = file_names(skeleton), passed_over(skeleton)
     plain = _plain_names(names, decoder, lm.head)
@@ -138,15 +131,13 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
             [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
         ),
         preprocess=preprocess,
-        folder=FolderFormat(
-            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
-        ),
+        folder=text_folder(stated, _USAGE),
         lm=lm,
     )
 
 
 def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
-    """How samples become inputs; None where nobody reads any."""
+    """Return the preprocessing of samples; None if no samples are read."""
     if request.unread:
         return None
     if request.pictured:
@@ -159,16 +150,16 @@ def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
 
 
 def decoder_path(whole: Any) -> str:
-    """The path of a model's decoder, which reads embeddings of texts and features of images alike."""
+    """Return the path of a model's decoder, which reads embeddings of texts and features of images."""
     decoder = whole.get_decoder()
     path = next((name for name, part in whole.named_modules() if part is decoder), "")
     if not path or whole.get_output_embeddings() is None:
-        raise not_causal(whole, "it has no decoder inside with a head behind it")
+        raise not_causal(whole, "it has no decoder module with a head after it")
     return path
 
 
 def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
-    """The tensors of a decoder and its head by their keys -> what a plain language model calls them."""
+    """Return the keys of a decoder and its head -> their names in a plain language model."""
     before = f"{decoder}."
     names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
     ending = head.rpartition(".")[0]
@@ -180,27 +171,30 @@ def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, st
 _OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
 _AT_IMAGES = "image_tokens"
 _DEEPSTACK = "deepstack_visual_embeds"
-"""What the decoder is given of features that it adds to those of its first blocks, where it adds any."""
+"""The decoder's argument of features that it adds to the outputs of its first blocks."""
 
 
 def tower_list(whole: Any) -> str:
-    """The path of the list of blocks of what its library calls the encoder of images."""
+    """Return the path of the list of blocks in the library's encoder of images."""
     encoder = whole.get_encoder(modality="image")
     path = next((name for name, part in whole.named_modules() if part is encoder), "")
     with contextlib.suppress(SpecError):
         if path:
             return f"{path}.{block_list(encoder, None)[0]}"
-    raise not_causal(whole, "nothing beside its decoder holds a list of blocks, which a vision tower does")
+    raise not_causal(whole, "no module outside its decoder has a list of blocks, as a vision tower does")
 
 
 def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> LayerChain:
-    """A vision-language model, perhaps with shapes only, taken apart on a batch with images.
+    """Return the layers of a vision-language model, which may be on meta, by a pass over a batch with images.
 
     Args:
         whole: the library's model with its head.
         example: a batch as `together` and the tokenizer make it.
         tower: path of the list of the tower's blocks.
         blind: the chain of its decoder alone.
+
+    Raises:
+        IncompatibleModelsError: the vision tower keeps features in space.
     """
     parts = _Sighted(whole, tower, blind)
     layers = parts.traced(example)
@@ -217,7 +211,7 @@ def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> La
 
 
 class _Sighted(BlockRunner):
-    """The pieces of a vision-language model: blocks of the tower, then those of the decoder, and what lies between."""
+    """Runs the blocks of a vision tower, the projector, and the blocks of the decoder."""
 
     def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
         _, towers = block_list(whole, tower)
@@ -229,7 +223,7 @@ class _Sighted(BlockRunner):
         self.width = 1
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """See `BlockRunner.start`; pixels are side inputs, as they come image by image and not sample by sample."""
+        """Return an empty state and the side inputs, which include pixels: these are per image, not per sample."""
         if not _is_pictured(inputs):
             state, side = self.blind.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
@@ -240,7 +234,7 @@ class _Sighted(BlockRunner):
         return {}, replace(side, tensors={**side.tensors, **self._places(inputs)})
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """See `BlockRunner.library_states`."""
+        """Return the states at boundaries 1..L of one ordinary forward pass of `module`."""
         sees, named = _is_pictured(inputs), raw_inputs(as_the_library(inputs))
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
@@ -264,14 +258,14 @@ class _Sighted(BlockRunner):
         return [*states, {"hidden": self._output(recording.output, mask)}]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """See `BlockRunner.require_shared`."""
+        """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
         if _is_pictured(inputs):
             super().require_shared(models, as_the_library(inputs))
         elif self.blind.require_shared is not None:
             self.blind.require_shared(models, inputs)
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """What reaches the first block of the tower."""
+        """Return the state before the first block of the tower."""
         if _AT_IMAGES not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
@@ -288,7 +282,7 @@ class _Sighted(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """What leaves a block of the tower; sites hear of samples' tokens, however the block has them."""
+        """Return the state after a block of the tower; taps get tokens by samples, even if the block packs them."""
         if _AT_IMAGES not in side:
             return state
         shape = (-1, *side.call(position).entered)
@@ -311,9 +305,9 @@ class _Sighted(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """What reaches the first block of the decoder, and what is added behind others.
+        """Return the state before the first block of the decoder, deepstack's features included.
 
-        Sites hear of image features as the decoder has them, [n, t, k], with zeros where a token is none.
+        Taps get image features as the decoder has them, [n, t, k], with zeros at other tokens.
         """
         weights = {slots[name].key: value for name, value in parameters.items()}
         if _AT_IMAGES not in side:
@@ -324,7 +318,7 @@ class _Sighted(BlockRunner):
             return self._projected(weights, self._tower_outputs(state, side), side)
 
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
-        """See `_project`, where blocks of the tower return `outputs`; none of them runs on texts alone."""
+        """Run the projector with `outputs` as the outputs of the tower's blocks; none run for texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
         bypassed = [
             (block, lambda *_, output=output, **__: output)
@@ -335,7 +329,7 @@ class _Sighted(BlockRunner):
         return {**_deepstack(given), **state}
 
     def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
-        """What the blocks of the tower returned, as far as the state holds it."""
+        """Return the outputs of the tower's blocks; those not in the state are replaced by the last."""
         calls = [side.call(position) for position in range(self.count)]
         visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
         return [
@@ -352,14 +346,14 @@ class _Sighted(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """What leaves a block of the decoder, with the deepstack features that are added there."""
+        """Return the state after a block of the decoder, with its deepstack features added."""
         output = super().block(position, sites, parameters, state, side, tap)
         waiting = {name: value for name, value in state.items() if name.startswith("deepstack_")}
         added = waiting.pop(f"deepstack_{position - self.count}", None)
         return waiting | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
     def traced(self, example: Any) -> tuple[Layer, ...]:
-        """The layers, with what a batch shows of them: which weights and sites each has."""
+        """Return the layers; a pass over a batch shows the weights and sites of each."""
         state, side = self.start(example)
         outer = self.stand_ins(next(tensor.device for tensor in side.values()))
         with torch.no_grad():
@@ -387,7 +381,7 @@ class _Sighted(BlockRunner):
         projector: Layer,
         side: SideInputs,
     ) -> tuple[Layer, ...]:
-        """See `traced`, given the sites of all blocks, the weights before the tower and the layer behind it."""
+        """Return the layers, given the sites of all blocks, the stem's weights and the projector."""
         layers = [
             Layer(
                 1,
@@ -426,7 +420,7 @@ class _Sighted(BlockRunner):
     def _projector(
         self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
     ) -> Layer:
-        """The layer between tower and decoder; its sites are what `run` runs once on every feature of an image."""
+        """Return the projector; its sites are the modules that `run` calls once on every image feature."""
         inner = [name for name in projected if name not in stem]
         path = self._projector_path(inner)
         module, inside = self.module.get_submodule(path), f"{path}."
@@ -451,7 +445,7 @@ class _Sighted(BlockRunner):
         return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
 
     def _projector_path(self, names: list[str]) -> str:
-        """Of weights behind the tower the module that the last one lies in, those of texts left out."""
+        """Return the path of the projector: the module of the last weight that is not the embedding of texts."""
         table = f"{self.blind.layers[0].path}."
         single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
         last = [name for name in single if not name.startswith(table)][-1:] or [table]
@@ -462,7 +456,7 @@ class _Sighted(BlockRunner):
         return ".".join(inside[: shared + 1]).rstrip(".")
 
     def _sites(self, position: int, side: SideInputs, state: State) -> tuple[tuple[Site, ...], State]:
-        """The sites of one block, run on features of the right shape, and the state with what it leaves beside them."""
+        """Return the sites of one block and the state after it, by a run on features of the right shape."""
         block_call, block, is_tower = side.call(position), self.blocks[position], position < self.count
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
         tokens = block_call.entered.numel() // block_call.entered[-1] if is_tower else 1
@@ -494,7 +488,7 @@ class _Sighted(BlockRunner):
         past: nn.Module | None = None,
         outer: Parameters | None = None,
     ) -> Recording:
-        """See `BlockRunner`; what the model adds to features behind the first blocks of the decoder is part of them."""
+        """Record a forward pass; features that the model adds after blocks of the decoder are part of their output."""
 
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
         blocks = {path: module.get_submodule(path) for path in self.paths}
@@ -515,15 +509,15 @@ class _Sighted(BlockRunner):
         return self._bare(Recording(calls, features, outside.output))
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Which of the tower's tokens are whose: see `_by_sample` and `_packed`."""
-        counts = [self._num_tokens(_row_of(batch, row)) for row in range(len(batch["input_ids"]))]
+        """Return the places of each sample's tokens in the tower; see `_by_sample` and `_packed`."""
+        counts = [self._num_tokens(batch, row) for row in range(len(batch["input_ids"]))]
         longest, device = max(counts), batch["input_ids"].device
         ends = torch.tensor(counts).cumsum(0)
         within = torch.arange(longest)[None]
         mask = within < torch.tensor(counts)[:, None]
         places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
         rows = mask.flatten().nonzero()[:, 0]
-        if "image_position_ids" in batch:  # below zero where patches fill up an image
+        if "image_position_ids" in batch:  # negative for patches of padding
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
         at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
@@ -532,32 +526,28 @@ class _Sighted(BlockRunner):
             del tensors["vision_mask"]
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
-    def _num_tokens(self, sample: Mapping[str, Tensor]) -> int:
-        """How many tokens reach the tower's first block of one sample's images."""
+    def _num_tokens(self, batch: Mapping[str, Tensor], row: int) -> int:
+        """Return the number of tokens that one sample's images have in the tower."""
+        sample = {name: value[row : row + 1] for name, value in batch.items()}
         named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
         outer = self.stand_ins(device) if self.is_hollow else None
         native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
         if native.dim() > 3:
             raise not_causal(
                 self.module,
-                "its vision tower keeps features in space, channels beside it",
+                "its vision tower keeps features in space, as convolutions do",
                 "Tasks of texts alone work: leave `image` out, and the tower stays as merged.",
             )
         return native.numel() // native.shape[-1]
 
 
-def _row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    """One sample of a batch."""
-    return {name: value[row : row + 1] for name, value in batch.items()}
-
-
 def _is_pictured(inputs: Any) -> bool:
-    """Return True if a batch has images beside texts."""
+    """Return True if a batch has images in addition to texts."""
     return any(name.startswith("pixel_values") for name in inputs)
 
 
 def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
-    """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], with zeros where there are fewer."""
+    """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], filled up with zeros."""
     count, size = len(side["vision_rows"]), native.shape[-1]
     heads = () if native.numel() == count * size else native.shape[-2:-1]
     rows = native.reshape(count, *heads, size)[side["vision_places"]]
@@ -566,18 +556,18 @@ def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
 
 
 def _packed(vision: Tensor, side: SideInputs) -> Tensor:
-    """The tower's tokens by samples one after the other, [r, d]."""
+    """Return the tokens of all samples without padding, [r, d]; the inverse of `_by_sample`."""
     return vision.flatten(0, 1)[side["vision_rows"]]
 
 
 def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
-    """Image features [..., d], one after the other, where their tokens are, [n, t, d], with zeros at all others."""
+    """Put consecutive image features [..., d] at the image tokens of `mask`, [n, t, d], with zeros elsewhere."""
     places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
     return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
 
 
 def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
-    """A tap that hears of tokens by samples, of sites that are given them packed."""
+    """Return a tap for packed tokens that calls `tap` with tokens by samples."""
 
     def rearranged(name: str, native: Tensor) -> Any:
         hear = tap(name, by_sample(native))
@@ -595,7 +585,7 @@ def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[
 
 @contextlib.contextmanager
 def _given(decoder: nn.Module) -> Iterator[dict[str, Any]]:
-    """What the decoder is given by name, once it is called while this is open."""
+    """Record the keyword arguments of the decoder's calls in the body of a `with` statement."""
     given: dict[str, Any] = {}
     hook = decoder.register_forward_pre_hook(
         lambda _module, _args, kwargs: given.update(kwargs), with_kwargs=True, prepend=True
@@ -607,8 +597,8 @@ def _given(decoder: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _deepstack(given: Mapping[str, Any]) -> State:
-    """What the decoder adds behind its first blocks, by their numbers, with zeros where it adds nothing, [n, t, d]."""
-    states: State = {}
-    for number, values in enumerate(given.get(_DEEPSTACK) or ()):
-        states[f"deepstack_{number}"] = _at_images(given["visual_pos_masks"], values)
-    return states
+    """Return the features [n, t, d] that the decoder adds after its first blocks, with zeros at texts."""
+    return {
+        f"deepstack_{number}": _at_images(given["visual_pos_masks"], values)
+        for number, values in enumerate(given.get(_DEEPSTACK) or ())
+    }

@@ -239,7 +239,7 @@ def test_a_language_model_is_an_expert_of_the_decoder(loader: str, tmp_path: Pat
         change = (a[plain] - value if plain in a else 0) + b[key] - value
         torch.testing.assert_close(after[key], value + 0.3 * change)
     spec["base"]["weights"] = str(tmp_path / "a")
-    with pytest.raises(IncompatibleModelsError, match="a language model alone"):
+    with pytest.raises(IncompatibleModelsError, match="a language model: it lacks"):
         dl.merge(spec, out=tmp_path / "none", method="task_arithmetic", parameters={"scaling": 0.3})
     assert not (tmp_path / "none").exists()
 

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from driftlens.checkpoints.sentences import sentence_files, sentence_folder, transformer_folder
@@ -71,7 +71,6 @@ def open_checkpoint(
     *,
     offline: bool = False,
     base: StateSource | None = None,
-    in_by_out: Collection[str] = (),
 ) -> StateSource:
     """Open the weights at a path for reading tensor by tensor. Only headers are read.
 
@@ -82,7 +81,6 @@ def open_checkpoint(
             (`organisation/name@v1.0`).
         offline: True to use only the Hub's local cache.
         base: the model that LoRA adapters are added to, for a folder of adapters.
-        in_by_out: stacks of weights of the base that are [in, out], see `Architecture.in_by_out`.
 
     Raises:
         CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no tensors.
@@ -92,7 +90,7 @@ def open_checkpoint(
         place = place if place.exists() else expanded(place)  # a run's folder may really be called so
         with concerning(place):
             if place.is_dir():
-                return _open_folder(place, base, in_by_out)
+                return _open_folder(place, base)
             _require_readable(place)
             from driftlens.checkpoints.weight_files import open_file
 
@@ -111,7 +109,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
     return str(_hub_folder(path, offline=offline))
 
 
-def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Collection[str]) -> StateSource:
+def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
         _require_plain_folder(folder)
@@ -123,7 +121,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None, in_by_out: Coll
         )
     from driftlens.checkpoints.lora import LoraSource
 
-    return LoraSource(base, folder, in_by_out)
+    return LoraSource(base, folder)
 
 
 def _require_plain_folder(folder: pathlib.Path) -> None:

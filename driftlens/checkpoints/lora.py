@@ -27,6 +27,7 @@ _REMEDY = (
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 _UNSUPPORTED = (
+    "target_parameters",
     "lora_bias",
     "layer_replication",
     "use_qalora",
@@ -45,7 +46,6 @@ _PART = re.compile(
 )
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
 """What peft puts between a module's path and the names of tensors that are saved whole."""
-_NESTED = re.compile(r"(\.base_layer)+$")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _SETTINGS = (
     *("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "modules_to_save"),
@@ -76,7 +76,6 @@ class _Settings(BaseModel):
     rank_pattern: dict[str, _Number] | None = None
     alpha_pattern: dict[str, _Number] | None = None
     target_modules: list[str] | str | None = None
-    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
     layers_to_transform: list[int] | int | None = None
@@ -96,16 +95,13 @@ def _patterns(settings: _Settings) -> Iterator[str]:
 class _Update:
     """The change of one weight [out, in]: scaling * up @ down, transposed if the weight is stored as [in, out].
 
-    For a stack of `count` weights, down is [count * rank, in] and up is [out, rank * count]. With DoRA, `magnitude`
-    names
-    the row lengths of the sum.
+    With DoRA, `magnitude` names the row lengths of the sum.
     """
 
     down: str
     up: str
     scaling: float
     is_transposed: bool
-    count: int = 0
     magnitude: str = ""
 
 
@@ -116,25 +112,14 @@ class LoraSource:
     With
     `use_dora`, rows of the sum are scaled to their trained lengths. An adapter's weight is found by the end of its
     name, so
-    wrapper prefixes of the base do not matter. `target_parameters` refer to stacks of weights, such as experts of a
-    mixture.
+    wrapper prefixes of the base do not matter.
     Sums are computed in at least float32 and not rounded to the base's dtype, like a model with unmerged adapters.
     `modules_to_save`, biases and extended embeddings replace the base's tensors, as do the rows of
     `trainable_token_indices`. Sources: LoRA (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
     """
 
-    def __init__(
-        self, base: StateSource, place: str | os.PathLike[str], in_by_out: Collection[str] = ()
-    ) -> None:
-        """Open the adapters in a folder.
-
-        Args:
-            base: the base's weights.
-            place: the folder.
-            in_by_out: keys of stacks whose weights are [in, out]; shapes of square weights do not tell.
-        """
+    def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(place)
-        self._in_by_out = in_by_out
         self.name, self._folder = str(folder), folder
         self._config = _config(folder)
         self._settings = _settings(folder, self._config)
@@ -178,14 +163,13 @@ class LoraSource:
         """Return the settings of peft's `LoraConfig` and its tensors for a model with modules of these names.
 
         Every adapted module is named by its full path, so no pattern is needed. A head that the model lacks is left
-        out. None
-        if an adapted module is missing, a pattern may match its other name, or adapters are on stacks of weights.
+        out. None if an adapted module is missing, or a pattern may match its other name.
         """
-        modules, stacks = self._pairs()
+        modules = self._pairs()
         first = min(modules, key=len, default="")
         ends = [name for name in names if name and (_ends(first, name) or _ends(name, first))]
         is_other = first not in names and (len(ends) != 1 or any(map(self._config.get, _PATTERNS)))
-        if stacks or is_other:
+        if is_other:
             return None
         stripped, added = (
             ("", "") if first in names else (first.removesuffix(ends[0]), ends[0].removesuffix(first))
@@ -214,7 +198,7 @@ class LoraSource:
         """Rank -> largest scaling, of adapters with `use_rslora`; empty of others."""
         scalings: dict[int, float] = {}
         for update in self._updates.values() if self._config.get("use_rslora") else ():
-            rank = self._adapters.headers[update.down].shape[0] // max(1, update.count)
+            rank = self._adapters.headers[update.down].shape[0]
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
 
@@ -230,24 +214,11 @@ class LoraSource:
         return weight * (lengths / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
 
     def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
-        if update.count:
-            return self._stack(update, rows or (0, update.count), dtype)
         down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
         if rows is not None:
             down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
         delta = update.scaling * (up @ down)
         return delta.T if update.is_transposed else delta
-
-    def _stack(self, update: _Update, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Compute the change of weights [start, stop) of a stack; peft puts the weight's number first in A and last
-        in B.
-        """
-        (start, stop), rank = rows, self._adapters.headers[update.down].shape[0] // update.count
-        down = self._adapters.read(update.down, (start * rank, stop * rank)).to(dtype)
-        up = self._adapters.read(update.up)
-        up = up.reshape(len(up), rank, update.count)[..., start:stop].to(dtype)
-        delta = update.scaling * (up.permute(2, 0, 1) @ down.reshape(stop - start, rank, -1))
-        return delta.mT if update.is_transposed else delta
 
     def _wide(self, key: str) -> TensorHeader:
         header = self._base.headers[key]
@@ -301,7 +272,8 @@ class LoraSource:
             raise _refusal(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
 
     def _matched(self) -> dict[str, _Update]:
-        pairs, stacks = self._pairs()
+        """Find the weight of every adapter, and check ranks and shapes."""
+        pairs = self._pairs()
         ranks = _numbers(self._settings.r, self._settings.rank_pattern or {}, pairs)
         alphas = _numbers(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
         updates: dict[str, _Update] = {}
@@ -311,29 +283,19 @@ class LoraSource:
             if len(down_shape) != 2 or len(up_shape) != 2:
                 reason = f"{name!r} is not linear: its lora_A has shape {list(down_shape)}"
                 raise _refusal(self._folder, reason)
-            stack = self._base.headers[stacks[name]].shape if name in stacks else ()
-            count = stack[0] if len(stack) == 3 else 1
-            rank = down_shape[0] // count
-            if not 0 < rank * count == down_shape[0] == up_shape[1] or rank != ranks[name]:
+            rank, shape = down_shape[0], (up_shape[0], down_shape[1])
+            if not 0 < rank == up_shape[1] or rank != ranks[name]:
                 reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {ADAPTER}"
                 raise _refusal(self._folder, reason, "Correct r or rank_pattern there.")
-            shape = up_shape[0], down_shape[1]
-            if len(stack) == 3 and stack[1:] in (shape, shape[::-1]):
-                key = stacks[name]
-                is_transposed = stack[1:] != shape or (shape[0] == shape[1] and key in self._in_by_out)
-            else:
-                wanted = stacks.get(name, f"{name}.weight")
-                key = self._weight_key(wanted, shape[::-1] if is_transposed else shape)
+            key = self._weight_key(f"{name}.weight", shape[::-1] if is_transposed else shape)
             if key in updates:
                 raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
-            root = math.sqrt(rank) if self._config.get("use_rslora") else rank
             if magnitude and self._adapters.headers[magnitude].shape != shape[:1]:
-                sizes = list(self._adapters.headers[magnitude].shape)
-                reason = f"{name!r} has lengths {sizes} of {shape[0]} rows"
+                lengths = list(self._adapters.headers[magnitude].shape)
+                reason = f"{name!r} has lengths {lengths} for {shape[0]} rows"
                 raise _refusal(self._folder, reason, _RESTORE)
-            updates[key] = _Update(
-                down, up, alphas[name] / root, is_transposed, count if count > 1 else 0, magnitude
-            )
+            root = math.sqrt(rank) if self._config.get("use_rslora") else rank
+            updates[key] = _Update(down, up, alphas[name] / root, is_transposed, magnitude)
         return updates
 
     def _require_targets(self, modules: Iterable[str]) -> None:
@@ -341,7 +303,7 @@ class LoraSource:
         from peft.tuners.tuners_utils import check_target_module_exists
 
         targets = self._settings.target_modules
-        if not targets or targets == "all-linear" or self._settings.target_parameters:
+        if not targets or targets == "all-linear":
             return  # peft alone knows what it means
         lost = [name for name in modules if not check_target_module_exists(self._settings, name)]
         if lost:
@@ -349,45 +311,23 @@ class LoraSource:
             hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform there."
             raise _refusal(self._folder, reason, hint)
 
-    def _pairs(self) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
-        """Map module or parameter paths to the keys of A, B and lengths (or ""), and parameters to the base's keys."""
+    def _pairs(self) -> dict[str, tuple[str, str, str]]:
+        """Map module paths to the keys of A, B and row lengths (or "")."""
         parts: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
-            found = _PART.fullmatch(key)
-            if found is None:
+            match = _PART.fullmatch(key)
+            if match is None:
                 raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
-            parts.setdefault(found["module"].removeprefix(_WRAPPER), {})[found["part"]] = key
+            parts.setdefault(match["module"].removeprefix(_WRAPPER), {})[match["part"]] = key
         wanted = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         for module, held in parts.items():
             if held.keys() != wanted:
                 listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, held))
                 raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
         self._require_targets(parts)
-        pairs = {name: (at["A"], at["B"], at.get("magnitude_vector", "")) for name, at in parts.items()}
-        targets = self._settings.target_parameters or []
-        keys = [
-            key for key in self._base.headers if f".{key}".endswith(tuple(f".{name}" for name in targets))
-        ]
-        owned: dict[str, list[str]] = {}
-        for module in sorted(pairs, key=len, reverse=True) if keys else ():
-            owned.setdefault(_NESTED.sub("", module), []).append(module)
-        stacks: dict[str, str] = {}
-        for module, nested in owned.items():
-            own = [key for key in keys if f".{key.rpartition('.')[0]}".endswith(f".{module}")]
-            if own and len(own) != len(nested):
-                reason = (
-                    f"{module!r} has {len(nested)} adapters and {len(own)} parameters in target_parameters"
-                )
-                raise _refusal(self._folder, reason, _RESTORE)
-            # peft wraps a module once for each parameter, the first one innermost.
-            for key, wrapped in zip(own, nested, strict=False):
-                path = f"{module}.{key.rpartition('.')[2]}"
-                pairs[path], stacks[path] = pairs.pop(wrapped), key
-        if lost := [key for key in keys if key not in stacks.values()]:
-            raise _refusal(
-                self._folder, f"target_parameters names {lost[0]!r}, of which there is no adapter", _RESTORE
-            )
-        return pairs, stacks
+        return {
+            module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()
+        }
 
     def _weight_key(self, wanted: str, shape: tuple[int | None, ...]) -> str:
         """Find the one key of the base with this shape that ends like `wanted`, or the reverse; None in a shape is

@@ -1,13 +1,11 @@
-"""Corrupted pictures: the kinds of ImageNet-C (arXiv:1903.12261) that papers on merging use, drawn from stored seeds.
+"""Corrupted images: Gaussian noise, motion blur and fog of ImageNet-C (arXiv:1903.12261), the kinds in FeatCal's table.
 
-FeatCal's table has Gaussian noise, motion blur and fog, of severity 3, on the calibration images alone; the other four
-are among those of FusionBench's robustness suites. Strengths are ImageNet-C's for pictures of 224 pixels; lengths in
-pixels go with the shorter side, so that a severity looks alike on pictures of any size.
+The table corrupts calibration images alone, at severity 3. Strengths are ImageNet-C's for images of 224 pixels. Lengths
+in pixels scale with the shorter side, so that a severity looks alike at any size.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -105,12 +103,6 @@ def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) 
     return pixels + random.normal(scale=(0.08, 0.12, 0.18, 0.26, 0.38)[severity], size=pixels.shape)
 
 
-def _impulse_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    """Add salt-and-pepper noise."""
-    is_hit = random.random(pixels.shape) < (0.03, 0.06, 0.09, 0.17, 0.27)[severity]
-    return np.where(is_hit, random.random(pixels.shape) < 0.5, pixels)
-
-
 def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
     """Average along a line from each pixel with half a Gaussian as weights; borders are extended."""
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
@@ -156,42 +148,11 @@ def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
     return np.asarray(heights / max(heights.max(), 1e-12), dtype=np.float64)
 
 
-def _contrast(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    mean = pixels.mean(axis=(0, 1), keepdims=True)
-    return (pixels - mean) * (0.4, 0.3, 0.2, 0.1, 0.05)[severity] + mean
-
-
-def _pixelate(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    from PIL import Image
-
-    image, share = _image(pixels), (0.6, 0.5, 0.4, 0.3, 0.25)[severity]
-    small = image.resize(tuple(max(1, int(side * share)) for side in image.size), Image.Resampling.BOX)
-    return np.asarray(small.resize(image.size, Image.Resampling.BOX), dtype=np.float64) / 255
-
-
-def _jpeg(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    from PIL import Image
-
-    file = io.BytesIO()
-    _image(pixels).save(file, "JPEG", quality=(25, 18, 15, 10, 7)[severity])
-    return np.asarray(Image.open(file).convert("RGB"), dtype=np.float64) / 255
-
-
-def _image(pixels: Pixels) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(np.asarray(pixels * 255 + 0.5, dtype=np.uint8))
-
-
 CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
     {
         "gaussian_noise": _gaussian_noise,
         "motion_blur": _motion_blur,
         "fog": _fog,
-        "impulse_noise": _impulse_noise,
-        "contrast": _contrast,
-        "pixelate": _pixelate,
-        "jpeg": _jpeg,
     }
 )
-"""Kind -> what it does; the paper's three stand first."""
+"""The function of each kind."""

@@ -243,7 +243,7 @@ def _opened(place: str, architecture: Architecture, base: StateSource | None, ac
         base = open_checkpoint(whole[0], offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
         base = architecture.lora_base(base.whole if isinstance(base, Refitted) else base, file)
-    opened = open_checkpoint(file, base=base, offline=access.offline, in_by_out=architecture.in_by_out)
+    opened = open_checkpoint(file, base=base, offline=access.offline)
     return architecture.layout.refitted(opened) if isinstance(architecture.layout, Spellings) else opened
 
 

@@ -116,21 +116,6 @@ class Architecture:
         """The skeleton's key names, in its order."""
         return tuple(self.skeleton.state_dict())
 
-    @property
-    def in_by_out(self) -> frozenset[str]:
-        """Keys of stacked weights that are [in, out], by the attribute of modules that peft reads too."""
-        stacked = (
-            (path, module)
-            for path, module in self.skeleton.named_modules()
-            if hasattr(module, "is_transposed")
-        )
-        return frozenset(
-            f"{path}.{name}"
-            for path, module in stacked
-            for name, _ in module.named_parameters(recurse=False)
-            if module.is_transposed
-        )
-
     def align(self, source: StateSource, *, fallback: StateSource | None = None) -> StateSource:
         """Return a checkpoint under the skeleton's key names.
 

@@ -1,4 +1,7 @@
-"""Key alignment: maps the tensor names of a checkpoint to the parameter names of a model. Entry point: `Layout`."""
+"""Key alignment: maps the tensor names of a checkpoint to the parameter names of a model. Entry point: `Layout`.
+
+Both layouts raise `IncompatibleModelsError` if a checkpoint has another architecture.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,49 +26,6 @@ from driftlens.checkpoints.tensor_sources import (
 )
 from driftlens.checkpoints.unsupported import family_of_keys
 from driftlens.utils.errors import IncompatibleModelsError
-
-
-class Layout(Protocol):
-    """The parameter names of one architecture in checkpoints.
-
-    Every method raises `IncompatibleModelsError` if a checkpoint has another architecture.
-    """
-
-    def key_map(
-        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
-    ) -> dict[str, str]:
-        """Map the model's keys to the keys of a checkpoint.
-
-        Tensors that belong to no layer are left out; unknown ones are kept, so that a comparison of keys reports
-        them.
-
-        Args:
-            headers: the checkpoint's tensors.
-            wanted: the model's keys.
-            name: the checkpoint's name in messages.
-        """
-        ...
-
-    def align(
-        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
-    ) -> StateSource:
-        """Return the checkpoint under the model's keys.
-
-        Args:
-            source: the checkpoint.
-            wanted: the model's keys.
-            fallback: supplies tensors that experts are saved without.
-        """
-        ...
-
-    def wrapper(self, headers: Collection[str], name: str) -> str:
-        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
-        ...
-
-    def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the keys of a whole model that no layer reads, without the wrapper's prefix, to the file's keys."""
-        ...
-
 
 _WRAPPERS = ("", "module.", "model.", "_orig_mod.")
 """What training code puts before the names of a whole model."""
@@ -288,7 +248,9 @@ class Spellings:
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map keys by the spelling that finds most of the model; see `Layout`.
+        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model.
+
+        Tensors that belong to no layer are left out; unknown ones are kept, so that a comparison of keys reports them.
 
         Args:
             headers: the checkpoint's tensors.
@@ -354,7 +316,7 @@ class Spellings:
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys; see `Layout`.
+        """Return the checkpoint under the model's keys.
 
         Args:
             source: the checkpoint.
@@ -374,11 +336,11 @@ class Spellings:
         return renamed(source, stored)
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
-        """Return the prefix; see `Layout`."""
+        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
         return self._best(headers)[1]
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the keys that no layer reads; see `Layout`."""
+        """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
         wrapper = self.wrapper(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
         beside = (*TEXT_SIDE, *self.left_out)
@@ -439,7 +401,7 @@ class KeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out. See `Layout`.
+        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out.
 
         Args:
             headers: the checkpoint's tensors.
@@ -463,7 +425,7 @@ class KeyLayout:
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys; see `Layout`.
+        """Return the checkpoint under the model's keys.
 
         Args:
             source: the checkpoint.
@@ -484,11 +446,11 @@ class KeyLayout:
         return Composed(source.name, {**places, projection: (self.align(fallback, wanted, None), projection)})
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
-        """Return the prefix; see `Layout`."""
+        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
         return self.prefix(headers, name).removesuffix(self.tower)
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the keys that no layer reads; see `Layout`."""
+        """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
         prefix = self.prefix(keys, name)
         if not prefix.endswith(self.tower):
             return {}  # a tower alone
@@ -504,3 +466,7 @@ class KeyLayout:
         """Return the projection's key, inside the tower or next to it."""
         places = (prefix + self.projection, prefix.removesuffix(self.tower) + self.projection)
         return next((key for key in places if key in keys), None)
+
+
+Layout: TypeAlias = KeyLayout | Spellings
+"""The parameter names of one architecture in checkpoints."""

@@ -6,8 +6,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -82,15 +82,6 @@ class _Settings(BaseModel):
     layers_pattern: list[str] | str | None = None
 
 
-def _patterns(settings: _Settings) -> Iterator[str]:
-    """Yield what peft matches names of modules with."""
-    yield from (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ()))
-    yield from settings.modules_to_save or ()
-    for pattern in (settings.target_modules, settings.exclude_modules):
-        if isinstance(pattern, str):
-            yield pattern
-
-
 @dataclass(frozen=True)
 class _Update:
     """The change of one weight [out, in]: scaling * up @ down, transposed if the weight is stored as [in, out].
@@ -136,7 +127,9 @@ class LoraSource:
         self._require_biases()
         self._rows = self._token_rows()
         self.headers: Mapping[str, TensorHeader] = {
-            key: self._wide(key) if key in self._updates or key in self._rows else header
+            key: replace(header, dtype=promoted(header.dtype, torch.float32))
+            if key in self._updates or key in self._rows
+            else header
             for key, header in self._base.headers.items()
         }
 
@@ -189,7 +182,7 @@ class LoraSource:
         tensors = {
             f"{_WRAPPER}{place}": self._adapters.read(key)
             for key, place in places.items()
-            if any(parent in names for parent in _parents(place))
+            if any(place[: match.start()] in names for match in re.finditer(r"\.", place))
         }
         return settings, tensors
 
@@ -206,23 +199,16 @@ class LoraSource:
         """Add an adapter to rows of a weight, and scale them to their trained lengths."""
         if rows is not None and update.magnitude and update.is_transposed:
             return self.read(key)[slice(*rows)]  # lengths are those of whole columns
-        weight = weight + self._delta(update, rows, weight.dtype)
+        down, up = (self._adapters.read(part).to(weight.dtype) for part in (update.down, update.up))
+        if rows is not None:
+            down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
+        delta = update.scaling * (up @ down)
+        weight = weight + (delta.T if update.is_transposed else delta)
         if not update.magnitude:
             return weight
         lengths, axis = self._adapters.read(update.magnitude).to(weight.dtype), int(not update.is_transposed)
         lengths = lengths if rows is None else lengths[slice(*rows)]
         return weight * (lengths / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
-
-    def _delta(self, update: _Update, rows: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
-        down, up = self._adapters.read(update.down).to(dtype), self._adapters.read(update.up).to(dtype)
-        if rows is not None:
-            down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
-        delta = update.scaling * (up @ down)
-        return delta.T if update.is_transposed else delta
-
-    def _wide(self, key: str) -> TensorHeader:
-        header = self._base.headers[key]
-        return TensorHeader(header.shape, promoted(header.dtype, torch.float32))
 
     def _saved_whole(self, base: StateSource) -> dict[str, str]:
         """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
@@ -372,11 +358,6 @@ def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collectio
     return {module: by_pattern.get(get_pattern_key(patterns, module), default) for module in modules}
 
 
-def _parents(key: str) -> Iterator[str]:
-    """Yield the paths of modules that may own a tensor."""
-    return (key[:place] for place, letter in enumerate(key) if letter == ".")
-
-
 def _config(folder: pathlib.Path) -> dict[str, Any]:
     """Read the adapter's settings and refuse options that are not supported."""
     try:
@@ -401,7 +382,12 @@ def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
     """Return the adapter's settings, once their values and patterns are what they should be."""
     try:
         settings = _Settings.model_validate(config)
-        for pattern in _patterns(settings):
+        named = (settings.rank_pattern, settings.alpha_pattern, settings.modules_to_save)
+        patterns = [pattern for names in named for pattern in names or ()]
+        patterns += [
+            entry for entry in (settings.target_modules, settings.exclude_modules) if isinstance(entry, str)
+        ]
+        for pattern in patterns:
             re.compile(pattern)
     except ValidationError as error:
         first = error.errors()[0]

@@ -65,15 +65,13 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
     root = sentence_folder(transformer)
-    return None if root is None or _is_cross_encoder(root) else root
-
-
-def _is_cross_encoder(folder: pathlib.Path) -> bool:
-    """Return True if a folder is a cross-encoder of sentence-transformers, of any version."""
-    is_older = not {"sentence_transformers", "sbert_ce_default_activation_function"}.isdisjoint(
-        settings_in(folder)
-    )
-    return is_older or _object(folder / _WHOLE).get("model_type") == "CrossEncoder"
+    if root is None or _object(root / _WHOLE).get("model_type") == "CrossEncoder":
+        return None
+    older = {
+        "sentence_transformers",
+        "sbert_ce_default_activation_function",
+    }  # settings of older cross-encoders
+    return root if older.isdisjoint(settings_in(root)) else None
 
 
 class Pooling(NamedTuple):

@@ -155,9 +155,13 @@ class Between:
         return ((1 - self._share) * start + self._share * end.double()).to(end.dtype)
 
 
-def floats_in(source: StateSource, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Map every floating-point tensor to this dtype."""
-    return {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
+def in_dtype(source: StateSource, dtype: torch.dtype | None) -> StateSource:
+    """Return a source whose floating-point tensors come in one dtype; None keeps their own."""
+    if dtype is None:
+        return source
+    return InDtypes(
+        source, {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
+    )
 
 
 class SafetensorsSource:

@@ -160,13 +160,9 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
     beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
     is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
-    return not beside and not is_other and _may_have_lm_head(config)
-
-
-def _may_have_lm_head(config: Mapping[str, Any]) -> bool:
-    """Return True if a `config.json` names an architecture with a causal language-model head, or none."""
     named = (config.get("architectures") or [""])[0]
-    return not named or any(part in named for part in _WITH_LM_HEAD)
+    has_head = not named or any(part in named for part in _WITH_LM_HEAD)
+    return not beside and not is_other and has_head
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
@@ -251,17 +247,16 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
     beside = config.get("auto_map")
     if not isinstance(beside, Mapping) or not beside:
         return ""
-    named = config.get("architectures") or []
-    is_known = needed and bool(named) and _has_classes(str(config.get("model_type")), named)
-    return "" if is_known else ", ".join(sorted({str(value) for value in beside.values()}))
-
-
-def _has_classes(kind: str, named: Collection[str]) -> bool:
-    """Return True if the transformers that is installed has a model type and these classes."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return kind in CONFIG_MAPPING_NAMES and {*named} <= {*dir(transformers)}
+    named = config.get("architectures") or []
+    has_classes = config.get("model_type") in CONFIG_MAPPING_NAMES and {*named} <= {*dir(transformers)}
+    return (
+        ""
+        if needed and named and has_classes
+        else ", ".join(sorted({str(value) for value in beside.values()}))
+    )
 
 
 @contextlib.contextmanager

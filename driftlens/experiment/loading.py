@@ -21,7 +21,7 @@ from driftlens.checkpoints.alignment import Refitted, Spellings
 from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sentences import require_same_reading
-from driftlens.checkpoints.tensor_sources import Composed, InDtypes, StateSource, floats_in
+from driftlens.checkpoints.tensor_sources import Composed, StateSource, in_dtype
 from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.published import PublishedTask, published_task
 from driftlens.config.run import FileHead, Head, LinearHead
@@ -642,8 +642,7 @@ def all_in(models: OpenModels, name: str | None) -> OpenModels:
             keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
         architecture = replace(architecture, folder=replace(folder, configs=configs))
-    form = InDtypes(models.own_form, floats_in(models.own_form, dtype))
-    return replace(models, architecture=architecture, form=form, out_dtype=dtype)
+    return replace(models, architecture=architecture, form=in_dtype(models.own_form, dtype), out_dtype=dtype)
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

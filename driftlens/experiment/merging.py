@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import (
-    InDtypes,
+    OnDemand,
     StateSource,
-    TensorHeader,
     TensorsSource,
     check_finite,
-    floats_in,
+    in_dtype,
     require_key,
     written,
 )
@@ -217,7 +216,7 @@ class StreamedMerge:
     def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
         self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
         self.name = self._inputs.name
-        self.headers = _headers(self._inputs.start, models.out_dtype)
+        self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
         self.change = Change("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_Part]](list)
         for part in self._inputs.separate_parts():
@@ -261,34 +260,19 @@ class StreamedMerge:
             yield from pairs
 
 
-class _Weights(Mapping[str, Tensor]):
+class _Weights(OnDemand[str]):
     """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked on access."""
 
     def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
-        self._source = source
         floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
-        self._slots = {key: Slot(key) for key in floats} if named is None else named
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.at(self._slots[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._slots  # the inherited one would read the tensor
-
-    def under(self, named: Mapping[str, Slot]) -> _Weights:
-        """Return the same weights, by these names."""
-        return _Weights(self._source, named)
+        slots = {key: Slot(key) for key in floats} if named is None else named
+        super().__init__(slots, lambda name: self.at(slots[name]))
+        self.source = source
 
     def at(self, slot: Slot) -> Tensor:
         """Return a slot's values in the layer's layout."""
-        tensor = self._source.read(slot.key, slot.rows)
-        check_finite(self._source.name, slot.key, tensor)
+        tensor = self.source.read(slot.key, slot.rows)
+        check_finite(self.source.name, slot.key, tensor)
         return slot.own(tensor.float())
 
 
@@ -317,8 +301,8 @@ class _Merge:
                 yield Slot(key), value
         elif entry.reads == "model":
             named = _slots_by_name(self.chain, self.base)
-            experts = {task: expert.under(named) for task, expert in self.experts.items()}
-            for name, value in function(self.base.under(named), experts, **settings):
+            experts = {task: _Weights(expert.source, named) for task, expert in self.experts.items()}
+            for name, value in function(_Weights(self.base.source, named), experts, **settings):
                 yield named.get(name, Slot(name)), value
         else:
             for part in self.separate_parts(place_of):
@@ -452,7 +436,7 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Make room for a model like `start`, whose integers it holds, in files that lose their names at once."""
-    headers = _headers(start, dtype)
+    headers = in_dtype(start, dtype).headers
     tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
         for number, (key, header) in enumerate(headers.items()):
@@ -467,10 +451,6 @@ def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | N
                 mapped = torch.from_file(str(file), shared=True, size=count, dtype=header.dtype)
                 tensors[key] = mapped.reshape(header.shape)
     return tensors
-
-
-def _headers(start: StateSource, dtype: torch.dtype | None) -> Mapping[str, TensorHeader]:
-    return start.headers if dtype is None else InDtypes(start, floats_in(start, dtype)).headers
 
 
 def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from huggingface_hub import ModelCardData, metadata_load
 from markupsafe import Markup
 
 from driftlens.calibration.calibrator import calibrators
@@ -22,12 +22,12 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.config.yaml_text import from_yaml
 from driftlens.models.sentences import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
-from driftlens.runs.layout import SPEC, calibration_attachments, calibration_folder
+from driftlens.runs.layout import SPEC, calibration_folder
 from driftlens.runs.manifest import CalibrationInfo, versions
 from driftlens.runs.run import is_live
 from driftlens.utils.errors import counted
 from driftlens.utils.files import plain_file
-from driftlens.utils.metrics import ACCURACY, ATTACHED, metric_called
+from driftlens.utils.metrics import ATTACHED
 from driftlens.utils.variants import calibrated, part_of, task_of, title
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         manifest.architecture,
         {model: entry.source for model, entry in parents.items()},
         notices,
-        run.name,
         tags=() if info.kept else ("feature-calibration", info.method),
         is_merge=info.kept != "base",
-        results=_measured(run, name),
         heading=f"{run.name}: {title(variant)}",
         about=_about(run, info),
         is_synthetic=manifest.synthetic,
@@ -125,7 +123,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         is_live=is_live(manifest),
         sheets=calibration_sheets(run, name),
         attached=_attached(run, name),
-        versions=_listed_versions(manifest.versions),
+        versions=_version_line(manifest.versions),
     )
 
 
@@ -140,7 +138,7 @@ def merge_card(
     parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
     tasks = [task for model in parents if (task := task_of(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
-    settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_texts(merge["parameters"])]
+    settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_setting_rows(merge["parameters"])]
     settings.append(("Source", merge["source"]))
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
@@ -149,13 +147,12 @@ def merge_card(
         architecture,
         parents,
         [unmeasured, *notices],
-        name,
         heading=name,
         about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
         usage=Markup(usage),
         settings=settings,
         models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
-        versions=_listed_versions(versions()),
+        versions=_version_line(versions()),
     )
 
 
@@ -219,10 +216,8 @@ def _rendered(
     architecture: Mapping[str, Any],
     origins: Mapping[str, str],
     notices: Sequence[str],
-    name: str,
     tags: Sequence[str] = (),
     is_merge: bool = True,
-    results: Sequence[EvalResult] = (),
     **shown: Any,
 ) -> str:
     """Render a card; only models of the Hub become its parents, and of paths only the last part is shown."""
@@ -234,8 +229,6 @@ def _rendered(
         pipeline_tag=pipeline,
         base_model=hub or None,
         base_model_relation="merge" if hub and is_merge else None,
-        model_name=name if results else None,  # without results it would be a field of its own
-        eval_results=list(results) or None,
         **license_said,
     )
     notices = [*notices, *left_out]
@@ -297,47 +290,10 @@ def _license(origin: str) -> dict[str, Any]:
     return terms if "license" in terms and all(isinstance(value, str) for value in terms.values()) else {}
 
 
-def _measured(run: DriftRun, name: str) -> list[EvalResult]:
-    """Return scores on test samples as the Hub lists results; none with attachments, which saved weights lack."""
-    import pandas as pd
-
-    from driftlens.runs.external_scores import TOOLS, tool_of
-
-    if (run.path / calibration_attachments(name)).exists():
-        return []
-    data, architecture = _spec(run).get("data", {}), run.manifest.architecture
-    kind = _SIMILARITY if EMBEDDED in architecture else _TASKS.get(str(architecture.get("loader")))
-    kind = kind or _TASKS.get(str(architecture.get("adapter")))
-    # Older runs don't say what their models read.
-    reads = architecture.get("reads", "image" if run.manifest.preprocessing else "")
-    by_input = {"image": "image-classification", "text": "text-classification"}
-    results = []
-    for row in run.accuracy(variant=calibrated(name)).to_dict("records"):
-        task, metric = row["task"], metric_called(row["metric"])
-        ends = None if pd.isna(row["ci_low"]) else [float(row["ci_low"]), float(row["ci_high"])]
-        tool = tool_of(run, calibrated(name), task) if metric.is_attached else None
-        results.append(
-            EvalResult(
-                task_type=kind or by_input.get(reads, "classification"),
-                dataset_type=_hub_id(str(data.get(task, {}).get("path", ""))) or task,
-                dataset_name=task,
-                dataset_split="test",
-                dataset_args=None if pd.isna(row["n"]) else {"num_samples": int(row["n"])},
-                metric_type=metric.hub or metric.name,
-                metric_value=float(row["value"]),
-                metric_name=None if metric == ACCURACY else metric.title,
-                metric_args=None if ends is None else {"confidence_interval_95": ends},
-                source_name=tool,
-                source_url=None if tool is None else TOOLS[tool],
-            )
-        )
-    return results
-
-
 def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     """Yield what was merged and calibrated, and how."""
     info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
-    parameters = ", ".join(f"{key} {text}" for key, text in _texts(merge) if key != "method")
+    parameters = ", ".join(f"{key} {text}" for key, text in _setting_rows(merge) if key != "method")
     merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
     if info.kept:
@@ -352,7 +308,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
         yield "Shrunk", f"to {info.shrink['share']:g} of the way from the base{how}"
     yield from [("Views of samples", ", ".join(sorted({*info.views.values()})))] if info.views else []
     yield "Preset", info.preset or "none"
-    yield from _texts(info.settings)
+    yield from _setting_rows(info.settings)
     yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"
 
 
@@ -392,12 +348,12 @@ def _attached(run: DriftRun, name: str) -> Rows:
     return [("Task", "Metric", "Model", "Score"), *cells] if cells else []
 
 
-def _texts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, setting_text(value)) for key, value in settings.items()]
-
-
-def _listed_versions(installed: Mapping[str, str]) -> str:
+def _version_line(installed: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {installed[name]}" for name in _SHOWN_VERSIONS if name in installed)
+
+
+def _setting_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, setting_text(value)) for key, value in settings.items()]
 
 
 def _shown(origin: str) -> str:

@@ -72,7 +72,17 @@ def problem(subject: str, error: DriftLensError) -> Finding:
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
     """Compare the weights of models that have the same parameters; read them once, large ones in part."""
-    findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
+    findings = [
+        Finding(
+            "notice",
+            label(copy),
+            f"the {label(copy)} has the same weights as the {label(name)}",
+            "It was not fine-tuned, or the wrong file is named."
+            if name == "base" and not _is_merge(copy)
+            else "Check that the right files are named.",
+        )
+        for name, copy in _equal_pairs(chain, sources)
+    ]
     if not sources:
         return findings
     sampled, broken = _Sampled.of(chain, sources)
@@ -94,13 +104,6 @@ def label(name: str) -> str:
 
 def _is_merge(name: str) -> bool:
     return part_of(name) in ("merged", "baseline")
-
-
-def _same(first: str, second: str) -> Finding:
-    untouched = "It was not fine-tuned, or the wrong file is named."
-    hint = untouched if first == "base" and not _is_merge(second) else "Check that the right files are named."
-    text = f"the {label(second)} has the same weights as the {label(first)}"
-    return Finding("notice", label(second), text, hint)
 
 
 def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
@@ -342,7 +345,15 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
         if models.base is None or name == "base":
             return
         yield from _left_behind(models, models.base, source, called)
-        yield from _rank_stabilised(source, called)
+        if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
+            listed = ", ".join(
+                f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
+                for rank, scaling in scalings.items()
+            )
+            yield (
+                f"the adapters of {called} set use_rslora, which scales them by alpha / sqrt(r): {listed}",
+                "The flag is often published wrongly; compare with how they were trained.",
+            )
         if name in changes:
             yield from _rounded(changes[name], models, name, called)
             yield from _long(changes, name, called)
@@ -503,18 +514,6 @@ def _long(changes: Mapping[str, Change], name: str, called: str) -> _Doubt:
             f"median of which is {typical:.3g} and its own {norm:.3g}",
             "A merge that scales all alike is mostly this expert; check its learning rate, or the scale of its "
             "adapters (use_rslora, lora_alpha).",
-        )
-
-
-def _rank_stabilised(source: StateSource, called: str) -> _Doubt:
-    if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
-        listed = ", ".join(
-            f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
-            for rank, scaling in scalings.items()
-        )
-        yield (
-            f"the adapters of {called} say use_rslora, so that they are scaled by alpha / sqrt(r): {listed}",
-            "The flag is often published wrongly; compare with how they were trained.",
         )
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from driftlens.checkpoints.tensor_sources import (
-    InDtypes,
     StateSource,
     TensorsSource,
     content_digest,
-    floats_in,
+    in_dtype,
 )
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import Attachments, ModelPool, ScoredSamples, attachment_tensors
@@ -156,7 +155,7 @@ class Study:
     def like(self) -> StateSource:
         """The model whose dtypes saved models have: the base, or an expert, unless others were requested."""
         like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
-        return like if self.out_dtype is None else InDtypes(like, floats_in(like, self.out_dtype))
+        return in_dtype(like, self.out_dtype)
 
     @property
     def explained_variants(self) -> tuple[str, ...]:

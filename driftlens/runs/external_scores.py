@@ -105,12 +105,6 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     return open_run(folder)
 
 
-def tool_of(run: DriftRun, variant: str, task: str) -> str:
-    """Which tool has measured a variant on a task; the newest that was attached."""
-    files = [of for of in run.manifest.attached.values() if of["variant"] == variant and task in of["tasks"]]
-    return max(files, key=lambda about: str(about["attached"]))["tool"] if files else _HARNESS
-
-
 def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
     """Return those of the tasks that are no group of others.
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from driftlens.results.measures import findings
-from driftlens.runs.external_scores import attach, tool_of, ungrouped
+from driftlens.runs.external_scores import attach, ungrouped
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -164,7 +164,6 @@ def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number
     ]
     (about,) = run.manifest.attached.values()
     assert about["tool"] == "bigcode-evaluation-harness" and "secret" not in str(about)
-    assert tool_of(run, "merged", "mbppplus") == about["tool"]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from driftlens.data.images import read_image
 from driftlens.data.library import read_shards
@@ -70,8 +71,13 @@ def _pictures(
 
     feature = rows.features.get(column)
     are_lists = entry.holds_texts and isinstance(getattr(feature, "feature", None), Image)
-    if not are_lists:
-        _check_image_column(rows, column, where)
+    require_column(column, rows.column_names, "image", where)
+    if not are_lists and not isinstance(feature, Image):  # the library would take texts for paths
+        images = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
+        raise DataError(
+            f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
+            hint="Set `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
+        )
     # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
     mode, encoded = (feature.feature if are_lists else feature).mode, Image(decode=False)
     images = rows.select_columns([column]).cast_column(
@@ -80,8 +86,18 @@ def _pictures(
     folders = _folders(entry)
 
     def read(row: int, position: int) -> Picture:
-        cell = images[row][column]
-        return _picture(cell[position] if are_lists else cell, mode, folders, f"{where}, row {row}")
+        cell, place = images[row][column], f"{where}, row {row}"
+        content = (cell[position] if are_lists else cell) or {"bytes": None, "path": None}
+        source: Any = None if content["bytes"] is None else io.BytesIO(content["bytes"])
+        if source is None:
+            source = Path(content["path"] or "").resolve()
+            if not any(source.is_relative_to(folder.resolve()) for folder in folders):
+                raise DataError(
+                    f"{place}: no image, and the path {content['path']!r} is outside the data set",
+                    hint="Save the data set again with save_to_disk, which copies local files into it.",
+                )
+        picture = read_image(source, place)
+        return picture.convert(mode) if mode else picture
 
     def _of_row(row: int) -> Sequence[Callable[[], Picture]]:
         count = len(images[row][column] or ()) if are_lists else 1
@@ -143,7 +159,9 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
         )
     keys = zip(rows["__url__"], rows["__key__"], strict=True)
     ids = tuple(f"{Path(url).name}/{key}" for url, key in keys)
-    values = [None] * len(rows) if label is None else [_label_in(cell, entry) for cell in rows[label]]
+    cells = [None] * len(rows) if label is None else rows[label]
+    values = [cell.get(entry.key) if isinstance(cell, dict) else cell for cell in cells]
+    values = [(value.strip() or None) if isinstance(value, str) else value for value in values]
     names, class_names = named(values, listed_classes(entry.classes), place)
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
 
@@ -151,13 +169,6 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
         return read_image(io.BytesIO(encoded[position][image]["bytes"]), ids[position])
 
     return SplitView(origin, ids, class_names, names.__getitem__, read)
-
-
-def _label_in(cell: Any, entry: WebdatasetData) -> Any:
-    """Return a label as text or number; of a JSON object the value under `key`."""
-    if isinstance(cell, dict):
-        return cell.get(entry.key)
-    return cell.strip() or None if isinstance(cell, str) else cell
 
 
 def _shards(place: Path) -> list[Path]:
@@ -212,11 +223,14 @@ def _load(entry: HfData, access: Access) -> Any:
 def _cached(entry: HfData) -> Any:
     """Load a Hub data set from the local cache: as loaded before, or from its downloaded repository."""
     import datasets
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
-    with _no_network():
-        # What was loaded before is not tied to a revision, so that it serves only where none is asked for.
-        with contextlib.suppress(Exception):  # whatever it lacks, the repository may be there
+    with (
+        mock.patch.object(constants, "HF_HUB_OFFLINE", True),
+        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
+    ):
+        # The cache of earlier loads has no revisions, so it serves only where none is requested.
+        with contextlib.suppress(Exception):  # the downloaded repository may still be there
             if entry.revision is None:
                 return datasets.load_dataset(entry.path, entry.config)
         try:
@@ -226,23 +240,10 @@ def _cached(entry: HfData) -> Any:
         except Exception as error:  # the library's own errors
             flag = f" --revision {entry.revision}" if entry.revision else ""
             raise DataError(
-                f"{entry.path}: no such folder, not in the local cache, and nothing is downloaded while offline",
-                hint=f"Run once where there is a network: hf download --repo-type dataset {entry.path}{flag}",
+                f"{entry.path}: no such folder, and not in the local cache; nothing is downloaded while offline",
+                hint=f"Run once online: hf download --repo-type dataset {entry.path}{flag}",
             ) from error
         return datasets.load_dataset(folder, entry.config)
-
-
-@contextlib.contextmanager
-def _no_network() -> Iterator[None]:
-    import datasets
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _folders(entry: HfData) -> list[Path]:
@@ -253,38 +254,6 @@ def _folders(entry: HfData) -> list[Path]:
     from huggingface_hub import constants
 
     return [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, Path(constants.HF_HUB_CACHE)]
-
-
-def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) -> Picture:
-    """Open the image that a row contains or names, in grey if the data set says so."""
-    content, path = (row["bytes"], row["path"]) if row else (None, None)
-    source = io.BytesIO(content) if content is not None else _inside(path, folders, where)
-    picture = read_image(source, where)
-    return picture.convert(mode) if mode else picture
-
-
-def _inside(path: str | None, folders: Sequence[Path], where: str) -> Path:
-    """Return the file that a row names; refuse files outside the folders."""
-    file = Path(path or "").resolve()
-    if any(file.is_relative_to(folder.resolve()) for folder in folders):
-        return file
-    raise DataError(
-        f"{where}: holds no image, and the path {path!r} leads out of the data set",
-        hint="Write the data set anew with save_to_disk, which puts local files into it.",
-    )
-
-
-def _check_image_column(rows: Any, column: str, where: str) -> None:
-    """Refuse a column of anything but images: of text the library would make paths."""
-    from datasets import Image
-
-    require_column(column, rows.column_names, "image", where)
-    if not isinstance(rows.features[column], Image):
-        images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
-        raise DataError(
-            f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
-            hint="Name it as `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
-        )
 
 
 def _labels(rows: Any, column: str, where: str) -> tuple[list[str | None], tuple[str, ...] | None]:

@@ -352,7 +352,18 @@ def _parsed(batch: Any, where: str) -> _Part:
     values, labels, dropped = batch, None, set[str]()
     if isinstance(batch, tuple | list) and batch:
         values, *rest = batch
-        labels = _labels_beside(rest[0], where) if rest else None
+        second = rest[0] if rest else None
+        labels = _class_labels(second)
+        if second is not None and labels is None:
+            form = (
+                f"{second.dtype} {list(second.shape)}"
+                if isinstance(second, Tensor)
+                else type(second).__name__
+            )
+            raise DataError(
+                f"{where}: the second entry of a batch is {form}, expected labels: whole numbers [n]",
+                hint="Put several inputs into a dict of tensors.",
+            )
         dropped |= {"what follows the labels"} if rest[1:] else set()
     inputs = dict(values) if isinstance(values, Mapping) else {_ONLY: values}
     nothing = "no inputs" if inputs else "an empty dict"
@@ -360,7 +371,8 @@ def _parsed(batch: Any, where: str) -> _Part:
         classes = _class_labels(inputs.pop(name))
         dropped |= {name} if classes is None or labels is not None else set()
         labels = classes if labels is None else labels
-    texts = {name for name, value in inputs.items() if _are_texts(value)}
+    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple) and value}
+    texts = {name for name, value in lists.items() if all(isinstance(entry, str) for entry in value)}
     inputs = {str(name): value for name, value in inputs.items() if name not in texts}
     odd = [value for value in inputs.values() if not isinstance(value, Tensor) or value.dim() == 0]
     if odd or not inputs:
@@ -376,24 +388,6 @@ def _parsed(batch: Any, where: str) -> _Part:
         )
     on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
     return _Part(on_cpu, labels, frozenset(dropped | texts))
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
-
-
-def _labels_beside(second: Any, where: str) -> tuple[int | str, ...] | None:
-    """Return the labels that follow a batch's inputs, or None."""
-    from torch import Tensor
-
-    labels = _class_labels(second)
-    if second is not None and labels is None:
-        form = f"{second.dtype} {list(second.shape)}" if isinstance(second, Tensor) else type(second).__name__
-        raise DataError(
-            f"{where}: the second entry of a batch is {form}, expected labels: whole numbers [n]",
-            hint="Several inputs go into a dict of tensors.",
-        )
-    return labels
 
 
 def _class_labels(value: Any) -> tuple[int | str, ...] | None:

@@ -90,6 +90,8 @@ def related_in(
         row: position -> values by column.
         where: position -> its place in messages.
     """
+    from driftlens.config.data import fields_of, filled
+
     wanted = related_columns(entry)
     for key, column in wanted.items():
         require_column(column, columns, key, where(0).rpartition(",")[0])
@@ -108,20 +110,14 @@ def related_in(
             )
         pair = "".join(shown.get("pair", ()))
         if pair and entry.prompt is not None:
-            pair = _as_asked(entry, pair, values)
+            # The second text takes the first one's place in the prompt.
+            names = fields_of(entry.prompt)
+            replaced = names if len(names) == 1 else ("input", entry.input)
+            fields = {name: pair if name in replaced else str(values.get(name)) for name in names}
+            pair = filled(entry.prompt, fields)
         return Related(pair, shown.get("positive", ()), shown.get("negative", ()))
 
     return read
-
-
-def _as_asked(entry: TextEntry, text: str, values: Mapping[str, Any]) -> str:
-    """Put the second text of a pair into the prompt in place of the first."""
-    from driftlens.config.data import fields_of, filled
-
-    assert entry.prompt is not None
-    names = fields_of(entry.prompt)
-    first = names if len(names) == 1 else ("input", entry.input)
-    return filled(entry.prompt, {name: text if name in first else str(values.get(name)) for name in names})
 
 
 def _several(value: Any, column: str, place: str) -> tuple[str, ...]:
@@ -166,7 +162,15 @@ def comparison(
         elif reader.prompts is not None and entry.pair is None:
             reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
     if entry.pair is None:
-        passages = _answering(f"task {task}: test", entry, view, drawn, rows, access)
+        passages = _passages(entry, rows, access)
+        if lost := [number for number, row in enumerate(rows) if not passages.answers(row)]:
+            raise DataError(
+                f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus; the first is "
+                f"sample {view.ids[drawn[lost[0]]]}, whose {entry.positive!r} is "
+                f"{', '.join(rows[lost[0]].positive)[:80]!r}",
+                hint="Positives must equal texts of the corpus, or values of its `key` column. Add them, or drop these "
+                "queries.",
+            )
         return Comparison(rows.__getitem__, reader, passages)
     for position in drawn:
         if math.isnan(number_of(target := view.read(position).target)):
@@ -176,28 +180,6 @@ def comparison(
                 hint="Name the column of numbers as `target`.",
             )
     return Comparison(rows.__getitem__, reader)
-
-
-def _answering(
-    what: str,
-    entry: TextEntry,
-    view: SplitView,
-    drawn: Sequence[int],
-    rows: Sequence[Related],
-    access: Access,
-) -> _Passages:
-    """Read an entry's corpus; refuse queries without an answer in it."""
-    passages = _passages(entry, rows, access)
-    is_answerable = [bool(passages.answers(row)) for row in rows]
-    if not all(is_answerable):
-        lost = is_answerable.index(False)
-        raise DataError(
-            f"{what}: of {len(rows)} queries {is_answerable.count(False)} have no positive in the corpus; the first is "
-            f"sample {view.ids[drawn[lost]]}, whose {entry.positive!r} is {', '.join(rows[lost].positive)[:80]!r}",
-            hint="Positives are texts of the corpus, or what its column `key` holds, letter by letter; add them there, "
-            "or leave such queries out.",
-        )
-    return passages
 
 
 _PASSAGE = ("document", "passage", "corpus")

@@ -143,7 +143,13 @@ def as_texts(
             hint="Give all rows one, or none.",
         )
     form = None if reader is None else reader.form
-    _require_readable(task, split, rows, reader)
+    reads_images = isinstance(reader, PictureReader)
+    if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
+        have, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
+        raise DataError(
+            f"task {task}: {split} samples have {have}, and the model reads {reads}",
+            hint="Images with texts need the loader hf-vlm; `image: COLUMN` names them.",
+        )
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
@@ -167,18 +173,6 @@ def as_texts(
         + on_answers
         + (() if reader is None else _too_long(samples, shown_rows, entry, reader)),
         texts=replace(texts, read=rows.__getitem__),
-    )
-
-
-def _require_readable(task: str, split: str, rows: Sequence[Text], reader: TextReader | None) -> None:
-    """Raise if rows have images and the reader takes none, or the other way round."""
-    reads_images = isinstance(reader, PictureReader)
-    if reader is None or all(isinstance(row, Pictured) == reads_images for row in rows):
-        return
-    have, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
-    raise DataError(
-        f"task {task}: {split} samples have {have}, and the model reads {reads}",
-        hint="Images beside texts need the loader hf-vlm; `image: COLUMN` names them.",
     )
 
 
@@ -308,7 +302,10 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
         return _open_texts(entry, split)
     wanted = {"image": entry.paths, "label": entry.label}
     file, where, origin, _, columns = _rows(entry, split, wanted)
-    paths = _paths(columns[entry.paths], file.parent, where)
+    paths = columns[entry.paths]
+    _require_there(paths, file.parent, where)
+    if twice := [path for path, count in Counter(_places(paths, file.parent)).items() if count > 1]:
+        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
@@ -378,15 +375,6 @@ def _places(paths: Iterable[str], folder: Path) -> list[str]:
     """Normalize paths for comparison without following links."""
     folder = folder.resolve()
     return [os.path.normpath(folder / path) for path in paths]
-
-
-def _paths(paths: Sequence[Any], folder: Path, where: str) -> list[str]:
-    """Check that image paths exist and occur once."""
-    _require_there(paths, folder, where)
-    twice = [path for path, count in Counter(_places(paths, folder)).items() if count > 1]
-    if twice:
-        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
-    return list(paths)
 
 
 def _require_there(paths: Sequence[Any], folder: Path, where: str) -> None:

@@ -377,7 +377,15 @@ def draw(
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]
     wanted = len(left) if n == "all" else n
     if wanted > len(left) or not left:
-        raise _too_few(view, n, len(left), task, split)
+        taken = len(view) - len(left)
+        also = f", {taken} of which serve calibration" if taken else ""
+        hint = f"Ask for at most that many (data.{task}.{COUNT_KEYS[split]}: {len(left)}), or add samples."
+        raise DataError(
+            f"task {task}: {n} {split} samples asked for, but {view.origin} holds {len(view)}{also}",
+            hint=hint if left else "Give calibration a folder, file or split of its own.",
+            asked=n,
+            available=len(left),
+        )
     if n == "all":
         return tuple(left)
     return tuple(left[index] for index in shuffled(len(left), seed, task=task, split=split)[:wanted])
@@ -401,20 +409,6 @@ def drawing(seed: int, name: str) -> np.random.Generator:
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     words = np.frombuffer(digest, dtype="<u4").tolist()
     return np.random.default_rng(np.random.SeedSequence([seed, *words]))
-
-
-def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, split: Split) -> DataError:
-    taken = len(view) - left
-    also = f", {taken} of which serve calibration" if taken else ""
-    hint = f"Ask for no more than that (data.{task}.{COUNT_KEYS[split]}: {left}), or bring more samples."
-    if not left:
-        hint = "Give calibration a folder, file or split of its own."
-    return DataError(
-        f"task {task}: {n} {split} samples asked for, but {view.origin} holds {len(view)}{also}",
-        hint=hint,
-        asked=n,
-        available=left,
-    )
 
 
 def unequal_counts(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:

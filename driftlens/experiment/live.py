@@ -52,12 +52,12 @@ class LiveModels:
     """Live modules in a pool, with their samples.
 
     Attributes:
-        pool: the models, by the names that tables call them.
+        pool: the models, by their names in tables.
         tasks: samples and score map of every task.
         pooling: how one vector per sample is taken.
-        reads: how inputs are made of samples.
-        head_marks: by task numbers by which its head is known again.
-        notices: what the user should know, in sentences.
+        reads: the conversion of samples to inputs.
+        head_marks: numbers that identify each task's head.
+        notices: for readers of the results.
     """
 
     pool: ModelPool
@@ -69,7 +69,7 @@ class LiveModels:
 
 
 def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
-    """Open modules that the caller has built, and draw their samples. They run in eval mode and are not changed."""
+    """Open live modules and sample their data. Modules run in eval mode and are not changed."""
     merged, modules = built.merged, _by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
     _require_alike(built, {"data": built.data, "calibration data": built.calibration, "texts": stated})
@@ -118,7 +118,7 @@ def _by_variant(built: Modules) -> dict[str, nn.Module]:
 def _marks(
     head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
 ) -> dict[str, list[float]]:
-    """Score fixed features with every head; one that does not fit is refused before a run is begun."""
+    """Score fixed features with every head, so that a misfit is refused before a run starts."""
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, cut(example, slice(_SEEN_TWICE)), chain)
     if not head_of:
@@ -139,7 +139,7 @@ def _marks(
 def _chain(
     module: Any, example: Any, reads: Preprocess, settings: LiveSettings
 ) -> tuple[LayerChain, LmScores | None]:
-    """Split the module into layers; of a decoder return its head, too."""
+    """Split the module into layers; of a decoder also return its head."""
     form = None if reads.texts is None else reads.texts.form
     if form == "decoder":
         return causal_chain(module, example, settings.blocks)
@@ -174,7 +174,7 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
 
 
 def _tasks(built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
-    """Draw the samples of tasks that are given as tensors."""
+    """Sample tasks that are given as tensors."""
     tasks = {}
     drawn: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batch_size}
     for task, source in sorted((built.data or {}).items()):
@@ -200,7 +200,7 @@ def _text_tasks(
     reader: TextReader,
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
-    """Draw texts, read as `stated` says, before given heads, whose rows are the classes, or the models' own."""
+    """Sample tasks of texts, with the given heads or the models' own."""
     from driftlens.experiment.loading import lm_head, task_samples  # only texts need what opens files
 
     tasks = dict[str, TaskSamples]()

@@ -81,9 +81,11 @@ if TYPE_CHECKING:
 class OpenModels:
     """The checkpoints of a spec, headers read, by their names in the pool.
 
-    `stored` are under their own key names, text towers and classifiers included, `sources` under the skeleton's. `form`
-    is what a saved model looks like where that is neither the base nor an expert, `out_dtype` the one dtype of its
-    numbers where somebody asked for that.
+    Attributes:
+        stored: the checkpoints under their own key names, with text towers and classifiers.
+        sources: the checkpoints under the skeleton's key names.
+        form: headers of saved models, if neither the base's nor an expert's.
+        out_dtype: the dtype of saved floating-point tensors, if one was requested.
     """
 
     architecture: Architecture
@@ -125,7 +127,15 @@ def study_of(
     *,
     access: Access = Access(),
 ) -> Study:
-    """Return the study of what was opened for a spec; errors as for `open_study`."""
+    """Build the study of opened models, data and heads. Raises the errors of `open_study`.
+
+    Args:
+        spec: the settings.
+        models: the opened checkpoints.
+        data: samples by task.
+        heads: score maps by task.
+        access: permissions, device and processes.
+    """
     access.team.tell_idle([*data])
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
@@ -174,10 +184,10 @@ def open_models(
 
     Args:
         spec: names the models.
-        access: what may be used.
-        architecture: where it is open already.
+        access: permissions, device and processes.
+        architecture: the architecture, if it is open already.
         attempt: opens one model, and may leave a broken one out.
-        unread: True if no sample will be read: a decoder's tokenizer stays closed.
+        unread: True if no sample will be read, so that a decoder's tokenizer stays closed.
     """
     shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
     stored: dict[str, StateSource] = {}
@@ -220,7 +230,7 @@ def open_models(
 def _with_a_head(
     architecture: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
 ) -> StateSource | None:
-    """The form of saved models where the base's head is its embeddings, and the merged one's is not; None elsewhere."""
+    """Return headers with a separate head if only the merged model has one; None elsewhere."""
     base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
     if base is None or layout is None or lm is None or not lm.is_apart:
         return None
@@ -254,7 +264,7 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
 
 
 def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
-    """Load a spec's architecture; a language model's head is untied where any of its models has one of its own."""
+    """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one."""
     entry = spec.architecture
     load = partial(
         load_architecture,
@@ -287,7 +297,7 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
-    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's."""
+    """Build the pool of models after comparing keys, shapes and dtypes; `device` overrides the spec's."""
     place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
     require_dtype(place, dtype)
     # Modules that run as they are bring tensors of their own, such as positions.
@@ -305,7 +315,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """Open the score map of every task that has one: the spec's, else its expert's classifier; `data` names classes."""
+    """Open each task's score map: the spec's, else its expert's classifier. `data` supplies class names."""
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
@@ -340,7 +350,7 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
 
 
 def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
-    """Scores of the tokens with which a task's answers begin; of the whole vocabulary where those tell none apart."""
+    """Return scores of the first tokens of a task's answers, or of the whole vocabulary if two answers share one."""
     reader = None if data.test.texts is None else data.test.texts.reader
     assert reader is not None
     first = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
@@ -413,10 +423,11 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
 
 
 def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
-    """The classes of a published task in label order, by the names that somebody's data gives them.
+    """Return the classes of a published task in label order, under the names that the data uses.
 
-    Those may be the words of the prompts or the data set's own labels, in any case and with any spaces or punctuation,
-    or the numbers of the labels. None, for data that names none, gives the words of the prompts.
+    The data may use the words of the prompts, the data set's labels in any case and punctuation, or label numbers.
+    Without
+    names, the words of the prompts are returned.
     """
     if named is None:
         return task.classes
@@ -433,7 +444,7 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
 def _notices(
     spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
 ) -> Iterator[str]:
-    """Yield what a reader should know of models, samples and heads."""
+    """Yield notices about models, samples and heads."""
     yield from (*models.architecture.notices, *models.notices)
     for opened in data.values():
         yield from opened.notices
@@ -463,7 +474,14 @@ def _notices(
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
-    """Draw the samples of one task; without the architecture they can be listed but not read."""
+    """Sample one task's data. Without the architecture, samples can be listed but not read.
+
+    Args:
+        spec: the settings.
+        task: the task's name.
+        architecture: the architecture, if it is known.
+        access: permissions.
+    """
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
         kind = next((of.kind for of in spec.data.tasks.values()), "imagefolder")
@@ -488,7 +506,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
 
 
 def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
-    """Return the samples, if their task asks for it with the greedy answers of its expert, made on first reading."""
+    """Replace answers by the expert's own greedy ones if the task asks for it; they are generated on the first read."""
     texts = samples.texts
     if texts is None or texts.reader is None or texts.shown != "expert":
         return samples
@@ -508,7 +526,15 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
 def task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """Return a task's samples with its score map; refuse metrics that the task or the model can't serve."""
+    """Combine a task's samples with its score map; refuse metrics that the task or the model can't serve.
+
+    Args:
+        task: the task's name.
+        data: its samples.
+        head: its score map, if it has one.
+        metrics: names of the requested metrics.
+        pool: the models.
+    """
     test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
     choices = {} if test.labels is None else data.answers()
     reader = None if texts is None else texts.reader
@@ -560,7 +586,13 @@ _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
-    """Return what a spec asks to be computed; features are pooled as the experts' own heads read them."""
+    """Return the analysis settings of a spec; features are pooled as the experts' own heads read them.
+
+    Args:
+        spec: the settings as written.
+        chain: the layers.
+        heads: score maps by task.
+    """
     pool = spec.layers.pool
     for task, head in (heads or {}).items():
         if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
@@ -604,7 +636,7 @@ _POOLED = {"cls": "that of its first token", "mean": "the mean over its tokens",
 
 
 def head_notices(models: OpenModels) -> list[str]:
-    """Report experts' heads of several layers, which no merged model holds, or that no head fixes the pooling."""
+    """Report experts' multi-layer heads, which no merged model holds, or how features are pooled without any head."""
     form, bring = models.architecture.own_head, [expert_of(task) for task in _own_heads(models)]
     if form is None:
         return []
@@ -618,12 +650,12 @@ def head_notices(models: OpenModels) -> list[str]:
 
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
-    """Return the experts' own heads by their places in a saved folder."""
+    """Return the experts' own heads by their paths in a saved folder."""
     return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in _own_heads(models).items()}
 
 
 def _own_heads(models: OpenModels) -> dict[str, StateSource]:
-    """Return by task the heads that experts bring."""
+    """Return the experts' heads by task."""
     experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
     heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
     return {task: head for task, head in heads.items() if head is not None}

@@ -1,4 +1,4 @@
-"""Merging of checkpoints: in float32, as much at a time as the method reads, saved the way the base is.
+"""Merging of checkpoints in float32, as much at a time as the method reads; results are saved in the base's format.
 
 Entry points: `save_one` for a request, `save_merge` for open models, `merged_source` for a model in memory.
 """
@@ -66,8 +66,13 @@ def save_one(
 ) -> tuple[str, list[str]]:
     """Make the requested merge, or else the spec's own, and save it; return the method and notices.
 
+    Args:
+        source: the spec, or its path.
+        request: method, settings and output path.
+        context: opens device and progress.
+
     Raises:
-        SpecError: there is no place to save it, settings have no method, or a spec names a merged model instead.
+        SpecError: no output path, settings without a method, or a spec that names a merged model instead.
         DriftLensError: as for `merge_experts`.
     """
     method, parameters, out = request.method, request.parameters, request.out
@@ -97,7 +102,16 @@ def merge_experts(
     context: Context = Context(),
     out_dtype: str | None = None,
 ) -> list[str]:
-    """Open what the method reads, merge, and write the result in the format of the base, or in a dtype."""
+    """Open the models that a method reads, merge them, and save the result in the base's format.
+
+    Args:
+        spec: the settings.
+        method: name of the merge method.
+        parameters: its settings.
+        path: the output file or folder.
+        context: device and progress.
+        out_dtype: dtype of saved floating-point tensors; None keeps the base's.
+    """
     merge, study = merge_of(spec, method, parameters), None
     if merge.method.runs_models:
         study, models = opening.open_study(spec, access=context.access)
@@ -110,7 +124,13 @@ def merge_experts(
 
 
 def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
-    """Return a merge that suits a spec's experts; no file is opened."""
+    """Return the merge of a spec's experts after checking its requirements; no file is opened.
+
+    Args:
+        spec: the settings.
+        method: name of the merge method.
+        parameters: its settings.
+    """
     merge = merge_called(method, parameters)
     without = [task for task in spec.tasks if task not in spec.data.tasks]
     merge.require(has_base=spec.base is not None, without=without)
@@ -127,9 +147,18 @@ def save_merge(
     *,
     notices: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge, and write the result in the format of the base; a folder gets a card.
+    """Merge open models and save the result in the base's format; a folder gets a model card.
 
-    Returns the manifest's record of the merge, and notices: those given, and what the number type has lost.
+    Args:
+        models: the checkpoints.
+        merge: the method and its settings.
+        path: the output file or folder.
+        study: models and samples for methods that run models.
+        reporter: shows progress.
+        notices: for the card.
+
+    Returns:
+        The manifest's record of the merge, and the notices with those about rounding.
     """
     architecture, chain = models.architecture, models.architecture.chain
     require_target(architecture, path)
@@ -163,7 +192,7 @@ def save_merge(
 
 
 class Merged(TensorsSource):
-    """A merged model, and its change from the base in its number type; None without a base."""
+    """A merged model with its change from the base in its dtype; the change is None without a base."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
         super().__init__(name, tensors)
@@ -178,7 +207,15 @@ def merged_source(
     beside: PathLike | None = None,
     reporter: Reporter | None = None,
 ) -> Merged:
-    """The experts of a spec, merged by what the method reads at a time; it waits on the disk of `beside` to be read."""
+    """Merge the experts of a spec into memory-mapped files.
+
+    Args:
+        models: the checkpoints.
+        merge: the method and its settings.
+        study: models and samples for methods that run models.
+        beside: a path on the disk where the files are created; the temporary folder if None.
+        reporter: shows progress.
+    """
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
     tensors = _on_disk(inputs.start, beside, models.out_dtype)
@@ -204,14 +241,14 @@ def merged_source(
 
 
 def merged_within(study: Study, merge: Merge) -> Merged:
-    """Merge the experts of a study in the dtypes that it saves in; a method reads all calibration samples."""
+    """Merge the experts of a study in the dtypes that it saves; the method may read all calibration samples."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
     bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
     return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
 class StreamedMerge:
-    """A merge that is made tensor by tensor as it is read and written; nothing is kept."""
+    """A merge that is computed tensor by tensor as it is read; no result is kept."""
 
     def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
         self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
@@ -245,7 +282,7 @@ class StreamedMerge:
 
     @torch.no_grad()
     def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield the slots of a tensor; what the same parts make of other tensors is kept until these are read."""
+        """Yield a tensor's merged slots; values for other tensors of the same part are cached until those are read."""
         for part in self._parts[key]:
             pairs = self._waiting.pop((key, id(part)), None)
             if pairs is None:
@@ -278,7 +315,7 @@ class _Weights(OnDemand[str]):
 
 @dataclasses.dataclass(frozen=True)
 class _Merge:
-    """What is merged and how; `start` is the base, or without one an expert, of which names and integers are taken."""
+    """The inputs of a merge; `start` is the base, or without one an expert, and supplies names and integers."""
 
     start: StateSource
     base: _Weights
@@ -309,7 +346,7 @@ class _Merge:
                 yield from self.merge_part(part)
 
     def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
-        """Yield what is merged separately by a method that reads no whole models."""
+        """Yield the parts that a method merges independently, if it reads no whole models."""
         entry = self.merge.method
         if entry.reads_sites:
             yield from self._sites(place_of)
@@ -323,7 +360,7 @@ class _Merge:
                     yield _Part(self.merge, {key: slot})
 
     def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
-        """Yield modules, layer by layer, for the method, and other tensors for the method that it names for them."""
+        """Yield modules, layer by layer, for the method, and other tensors for the method named for the rest."""
         entry, rest = self.merge.method, self.merge.rest
         extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
         walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
@@ -376,7 +413,7 @@ class _Part(NamedTuple):
 def _store(
     inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
 ) -> tuple[int, Change | None]:
-    """Store a merged value at its place; return its number of entries, and the change with what rounding loses."""
+    """Store a merged value; return its number of entries, and the change including rounding."""
     value = slot.stored(value).detach()
     if value.shape != place.shape:
         raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
@@ -394,7 +431,7 @@ def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
 
 
 def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
-    """Return what a merge reads, after checking that all of it is there."""
+    """Return the inputs of a merge after checking that they are complete."""
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
     tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
@@ -435,7 +472,7 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Make room for a model like `start`, whose integers it holds, in files that lose their names at once."""
+    """Allocate tensors like those of `start` in unlinked files; integers are copied from it."""
     headers = in_dtype(start, dtype).headers
     tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
@@ -454,7 +491,7 @@ def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | N
 
 
 def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
-    """Return the refusal of a method that reads score maps, where some tasks have none."""
+    """Build the error for a method that needs score maps where tasks have none."""
     return SpecError(
         f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
         hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
@@ -462,7 +499,7 @@ def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
 
 
 def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
-    """Return every parameter once, by a name that all file formats share; those of no layer by their keys."""
+    """Name every parameter once, independent of the file format; parameters of no layer keep their keys."""
     named, seen = dict[str, Slot](), set[Slot]()
     for layer in chain.layers:
         groups, numbers = parameter_groups(layer), Counter[str]()
@@ -476,7 +513,13 @@ def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
 
 
 def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
-    """Split a tensor into runs of rows of at most `most` entries, or of one row; None keeps it whole."""
+    """Split a tensor into slots of rows with at most `most` entries each, or one row; None keeps it whole.
+
+    Args:
+        key: the tensor's name.
+        shape: its shape.
+        most: entries per slot.
+    """
     rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
         return [Slot(key)]
@@ -522,7 +565,7 @@ _WALKER = "walker"
 def _input_moments(
     stream: FeatureStream, layer: Layer, task: str, readers: Sequence[Site], waits: bool
 ) -> dict[str, Tensor]:
-    """Return E[x x'] of the inputs of sites in a task's expert; with `waits` the features stay before the layer."""
+    """Return E[x x'] of the sites' inputs in a task's expert; with `waits`, features stay before the layer."""
     pool, expert = stream.pool, expert_of(task)
     parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
     grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)

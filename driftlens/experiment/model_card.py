@@ -43,18 +43,15 @@ _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 _PARENTS = ("base", "merged", "expert")
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
-_TASKS = {
+_PIPELINES = {
     **dict.fromkeys(("hf-t5", "hf_t5", "hf-seq2seq"), "text2text-generation"),
     "hf-decoder": "text-generation",
     "hf-vlm": "image-text-to-text",
     "hf-encoder": "text-classification",
-}
-"""What the Hub calls the tasks of models of text, by loader or adapter."""
-_PIPELINES = {
-    **_TASKS,
     **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
     **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
 }
+"""The Hub's pipeline tags by loader."""
 _BY_CLASS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -63,17 +60,18 @@ _BY_CLASS = {
     **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
     **dict.fromkeys(("Model", "ModelWithProjection"), ""),
 }
-"""The same by how the class of a saved folder ends; empty of those that make features."""
-
-
-_SIMILARITY = "sentence-similarity"
-"""What it calls that of folders of sentence-transformers."""
+"""The Hub's pipeline tags by the end of a saved folder's class; empty for feature extractors."""
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
-    """Markdown with the Hub's front matter of a calibrated model, from the run's tables and manifest.
+    """Render a calibrated model's card, Markdown with the Hub's front matter, from the run's tables and manifest.
 
-    Names that a user chose are escaped, of local paths only the last part is shown. `usage` is Python that loads it.
+    User-chosen names are escaped; of local paths only the last part is shown.
+
+    Args:
+        run: the run.
+        name: of the calibration.
+        usage: Python code that loads the model.
     """
     # Tables are read with pandas, which who merges doesn't need.
     from driftlens.results.calibration_summary import (
@@ -134,7 +132,15 @@ def merge_card(
     notices: Sequence[str],
     usage: str = "",
 ) -> str:
-    """Return the card of a model that was merged and not measured; `origins` name the sources of the pool's models."""
+    """Render the card of a merged model without measurements.
+
+    Args:
+        merge: the manifest's record of the merge.
+        architecture: the manifest's description of the architecture.
+        origins: where each model of the pool came from.
+        notices: sentences for the card.
+        usage: Python code that loads the model.
+    """
     parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
     tasks = [task for model in parents if (task := task_of(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
@@ -157,7 +163,7 @@ def merge_card(
 
 
 def renew_cards(run: DriftRun) -> None:
-    """Write the cards of a run again, after scores were attached to it."""
+    """Write the cards of a run again after external scores were attached."""
     from driftlens.runs.writer import attach
 
     for name in run.manifest.calibrations:
@@ -173,10 +179,15 @@ def escaped(text: str) -> str:
 
 
 def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **more: Any) -> str:
-    """`driftlens calibrate RUN ...` with every setting written out: no newer preset or spec changes the outcome.
+    """Return `driftlens calibrate RUN ...` with every setting written out, so that presets and specs don't matter.
 
-    Empty where an older run did not record which sites were meant, and where no layer was calibrated. `more` is asked
-    for beside the settings.
+    Empty if an older run did not record its sites, or if no layer was calibrated.
+
+    Args:
+        name: of the calibration.
+        info: its record in the manifest.
+        run: the run's path in the command.
+        more: further fields of the request.
     """
     if info.seed is None or not info.layers:
         return ""
@@ -240,10 +251,10 @@ def _rendered(
 
 
 def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return library and task of a saved folder; of runs that don't record its class, by their loader."""
+    """Return the library and the pipeline tag of a saved folder, by its class or else its loader."""
     loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
     if EMBEDDED in architecture:
-        return "sentence-transformers", _SIMILARITY
+        return "sentence-transformers", "sentence-similarity"
     library = _LIBRARIES.get(loader.partition("-")[0])
     ends = next((end for end in _BY_CLASS if saved_as.endswith(end)), None)
     if ends is None:
@@ -291,7 +302,7 @@ def _license(origin: str) -> dict[str, Any]:
 
 
 def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """Yield what was merged and calibrated, and how."""
+    """Yield the settings of merge and calibration as table rows."""
     info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
     parameters = ", ".join(f"{key} {text}" for key, text in _setting_rows(merge) if key != "method")
     merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
@@ -313,7 +324,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
 
 
 def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """Yield the calibrated modules, and how much repair of earlier modules the data supported."""
+    """Yield the calibrated modules, and the mean share of upstream repair."""
     rows = run.calibration(name)
     solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
     if solved.empty:  # a trained calibrator solves for none
@@ -361,7 +372,7 @@ def _shown(origin: str) -> str:
 
 
 def _hub_id(origin: str) -> str:
-    """Return the Hub id of `origin`, or of the model in the Hub's cache that it is; else an empty text."""
+    """Return the Hub id that `origin` is or that its path in the Hub's cache contains; else an empty string."""
     parts = pathlib.PurePath(origin).parts
     cached = next((part for part in parts if part.startswith("models--")), "")
     name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")

@@ -62,13 +62,13 @@ def reopened(
 
     Args:
         path: the run directory.
-        context: device, and for a run of live modules how to make its study again.
+        context: device, and for a run of live modules how to build its study again.
         num_calibration: calibration samples per task, at least as many as the spec's.
-        with_calibrations: whether calibrated models are opened, too.
-        with_jacobian: whether the attribution is switched on where the spec leaves it out.
+        with_calibrations: True to open calibrated models too.
+        with_jacobian: True to switch the attribution on where the spec leaves it out.
 
     Raises:
-        SpecError: the run was made from live modules, which are not handed in again.
+        SpecError: the run was made from live modules, which were not passed again.
     """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
@@ -104,7 +104,16 @@ def _of_spec(
 def add_calibration(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Put a calibrated variant, with its attachments, and its control into the study's pool."""
+    """Add a calibrated variant with its attachments and its control to the study's pool.
+
+    Args:
+        study: models and samples.
+        models: the checkpoints.
+        folder: the run directory.
+        name: of the calibration.
+        method: its method.
+        control: the control's variant name; empty without.
+    """
     for variant in filter(None, (calibrated(name), control)):
         is_control = variant == control
         weights = open_checkpoint(folder / layout.calibration_weights(name, control=is_control))
@@ -113,7 +122,13 @@ def add_calibration(
 
 
 def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
-    """Return the attachments of a finished calibration; nothing for closed forms."""
+    """Return the attachments of a finished calibration; empty for closed forms.
+
+    Args:
+        run: the run directory.
+        name: of the calibration.
+        method: its method.
+    """
     file = run / layout.calibration_attachments(name)
     if not file.exists():
         return {}
@@ -123,7 +138,7 @@ def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Refuse a run of live modules that are not handed in again: no spec names them."""
+    """Refuse a run of live modules that are not passed again, since no spec names them."""
     if is_live(manifest):
         raise SpecError(
             f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
@@ -133,7 +148,13 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
-    """Return the spec with other numbers of calibration samples by task, and perhaps another seed."""
+    """Return the spec with other numbers of calibration samples.
+
+    Args:
+        spec: the spec.
+        counts: samples by task.
+        seed: another sampling seed; None keeps it.
+    """
     values = spec.as_dict()
     if seed is not None:
         values["data"]["defaults"]["seed"] = seed
@@ -143,7 +164,13 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse models that changed since the run hashed them; their files are read again."""
+    """Refuse models that changed since the run hashed them; their files are read again.
+
+    Args:
+        manifest: the run's manifest.
+        study: models and samples.
+        reporter: shows progress.
+    """
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
@@ -156,7 +183,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 
 
 def require_same_samples(manifest: Manifest, study: Study) -> None:
-    """Refuse other data than the run's; ids of live samples are numbers, so their contents are compared, too."""
+    """Refuse samples other than the run's; of live samples, whose ids are positions, contents are compared."""
     for task, data in study.tasks.items():
         for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)
@@ -188,7 +215,7 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
 
 @contextmanager
 def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
-    """Add to the error of a block that the user or a full disk stopped how to resume."""
+    """Add to an error of the block, a cancellation or a full disk, how to resume."""
     try:
         yield
     except (Cancelled, RunError) as error:
@@ -233,17 +260,17 @@ def run_phase(
     again: bool = False,
     sums: bool = False,
 ) -> None:
-    """Do one part of a job unless it is done already, and record what it used.
+    """Run one phase of a job unless it is done, and record the resources it used.
 
-    Where memory is too little, the work begins again with smaller batches, see `halving_batches`.
+    When memory runs out, the work restarts with smaller batches, see `halving_batches`.
 
     Args:
-        writer: of the run.
-        name: of the phase in the manifest, the events and the table `resources`.
-        work: does it.
-        study: whose models it runs; None where it runs none.
-        again: whether it is done although it was done before.
-        sums: whether it sums up moments, which may go to the host where memory is too little.
+        writer: the run's writer.
+        name: the phase in the manifest, the events and the table `resources`.
+        work: does the work.
+        study: its models, if it runs any.
+        again: True to repeat a finished phase.
+        sums: True if it accumulates moments, which may move to the host when memory runs out.
     """
     if writer.done(name) and not again:
         return
@@ -285,7 +312,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def seconds_in(folder: pathlib.Path) -> float:
-    """Return the work time, over all sittings, that the headers of a folder's files of tensors record."""
+    """Return the total work time that the headers of a folder's safetensors files record."""
     seconds = [0.0]
     for file in folder.glob("*.safetensors"):
         with (
@@ -297,7 +324,7 @@ def seconds_in(folder: pathlib.Path) -> float:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first setting that has another value `now`, as "another lam: 1, now 2"; empty where none has."""
+    """Describe the first setting that differs, as "another lam: 1, now 2"; empty if none does."""
     flat_before, flat_now = _flat(before), _flat(now)
     for name in {**flat_now, **flat_before}:
         was, value = flat_before.get(name), flat_now.get(name)

@@ -56,7 +56,7 @@ _Level = Literal["ok", "notice", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its level, its subject, what was found, and what to do about it."""
+    """The result of one check: level, subject, text, and what to do about it."""
 
     level: _Level
     subject: str
@@ -71,7 +71,7 @@ def problem(subject: str, error: DriftLensError) -> Finding:
 
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
-    """Compare the weights of models that have the same parameters; read them once, large ones in part."""
+    """Compare the weights of models that have the same parameters; large models are read in part."""
     findings = [
         Finding(
             "notice",
@@ -241,12 +241,12 @@ class _Sampled:
         return [name for name in self.names if task_of(name) is not None]
 
     def distance(self, name: str, anchor: str) -> float:
-        """|model - anchor| / |anchor|, over all weights."""
+        """Return |model - anchor| / |anchor| over all weights."""
         apart, size = (squares.sum() for squares in self._squares(name, anchor))
         return float((apart / size).nan_to_num(0.0).sqrt())
 
     def median_distance(self, name: str, anchor: str) -> float:
-        """The median over matrices of |model - anchor| / |anchor|."""
+        """Return the median over matrices of |model - anchor| / |anchor|."""
         apart, size = self._squares(name, anchor)
         return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))
 
@@ -284,12 +284,12 @@ def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> li
 
 
 def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
-    """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor too.
+    """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor and expert.
 
-    Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
-    the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy. For
-    both fits: coefficients [tensors that an expert moved, experts] and the share of the energy left; nothing where the
-    model is where they start, up to rounding.
+    Task vectors start at the base, and the unexplained share refers to the merged model's task vector. Without a base
+    they
+    start at the experts' mean, and the share refers to the larger of both energies. Each fit is (coefficients
+    [moved tensors, experts], share left). Empty if the model equals the start, up to rounding.
     """
     grams, names = sampled.grams, sampled.names
     experts = [names.index(expert) for expert in sampled.experts]
@@ -326,9 +326,11 @@ _Doubt = Iterator[tuple[str, str]]
 
 
 def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
-    """Check what comes with the weights of a spec's models: tokenizers, adapters, configurations, text towers.
+    """Check what comes with the weights: tokenizers, adapters, configurations, text towers.
 
-    `changes` are the experts' task vectors, where they are known already.
+    Args:
+        models: the checkpoints.
+        changes: the experts' task vectors, if known already.
     """
     changes = task_vectors(models) if changes is None else changes
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
@@ -406,7 +408,7 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt
 
 
 def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> _Doubt:
-    """Report what a model changed and no layer reads: saved folders hold the base's."""
+    """Report changed tensors that no layer reads; saved folders hold the base's."""
     architecture, layout = models.architecture, models.architecture.layout
     if layout is None:
         return
@@ -465,7 +467,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
 
 
 def task_vectors(models: OpenModels) -> dict[str, Change]:
-    """Return the change of every expert from the base, by some entries of every tensor; nothing without a base."""
+    """Estimate every expert's change from the base, from some entries of every tensor; empty without a base."""
     base = models.sources.get("base")
     experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
     return {} if base is None else {name: task_vector(base, source) for name, source in experts.items()}
@@ -481,7 +483,7 @@ as they should be, and what was trained with ten times the learning rate is abou
 
 
 def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Doubt:
-    """Report how much of an expert's change its number type, or the base's, loses."""
+    """Report how much of an expert's change is lost by its dtype, or by the base's."""
     start, end = (
         max(
             header.dtype.itemsize
@@ -660,7 +662,7 @@ def _edges(size: object) -> object:
 
 
 def _activation(value: object) -> object:
-    """Return one name for all names of an activation: what it computes decides."""
+    """Return the canonical name of an activation function."""
     from transformers.activations import ACT2FN
 
     return activation_name(ACT2FN[value]) or value if isinstance(value, str) and value in ACT2FN else value

@@ -1,4 +1,4 @@
-"""The input of one analysis, opened and checked: models, samples, heads, settings."""
+"""The input of one analysis: models, samples, heads and settings. Entry point: `Study`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class TaskSamples:
     """The samples and score map of one task.
 
     Attributes:
-        test: what accuracy is measured on; None when the data has no labels or no classes are known.
-        head: final features -> class scores, of the expert and of all variants that have none in `own_heads`.
-        calibration: the samples a calibrator may look at; None where there are none but the others.
-        picture: image of a diagnosis sample, by its id; None where the samples are no images.
-        metrics: what the test samples are scored by; empty leaves it to what they are.
-        choices: by class the text that answers with it; empty without classes, or where samples are no texts.
+        test: samples for scores; None without labels or known classes.
+        head: final features -> class scores, for the expert and all variants without an entry in `own_heads`.
+        calibration: samples that a calibrator may read; None for the diagnosis samples.
+        picture: image of a diagnosis sample, by its id; None if samples are no images.
+        metrics: metrics of the test samples; empty chooses them by the kind of samples.
+        choices: class -> the text that answers with it; empty without classes or texts.
     """
 
     diagnosis: SampleSet
@@ -62,11 +62,11 @@ class Settings:
     """The settings of an analysis.
 
     Attributes:
-        stored_layers: whose rows and features are kept (stem and head always are).
-        options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
-        feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
-        deterministic: whether kernels that give the same bits every time are preferred.
-        measured: the diagnostics of the walk that are always measured or switched on.
+        stored_layers: layers whose rows and features are kept (stem and head always are).
+        options: optional diagnostics that are switched on, by their names in the spec's `metrics`.
+        feature_budget: bytes of features that may be cached at a boundary; more samples are processed in chunks.
+        deterministic: True to prefer deterministic kernels.
+        measured: the diagnostics that are measured during the walk.
     """
 
     pool: Pool
@@ -83,12 +83,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Study:
-    """Models and samples of one analysis; `variants` are compared with the expert, in the order of the tables.
+    """Models and samples of one analysis.
 
-    `provenance` says where every model came from, `preprocessing` which code made inputs, `architecture` what the
-    manifest says beyond the chain's own settings; `head_marks` are numbers by which a head is known again.
-    `out_dtype` is the one number type that was asked for to save in, `adapters` are the experts that are some, by their
-    names in the pool.
+    Attributes:
+        variants: compared with the expert, in the order of the tables.
+        provenance: the origin of every model.
+        preprocessing: the code that made the inputs.
+        architecture: entries of the manifest in addition to the chain's settings.
+        head_marks: numbers that identify a live head.
+        out_dtype: dtype of saved tensors, if one was requested.
+        adapters: the experts that are LoRA adapters, by their names in the pool.
     """
 
     name: str
@@ -107,7 +111,7 @@ class Study:
     adapters: Mapping[str, LoraSource] = field(default_factory=dict)
 
     def of_task(self, task: str, work: Callable[[], T]) -> T | None:
-        """Do work in the process that the task belongs to; return the result in the main process, None elsewhere."""
+        """Run work in the process that owns the task; return the result in the main process, None elsewhere."""
         return self.team.at(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
@@ -133,16 +137,16 @@ class Study:
 
     @property
     def has_views(self) -> bool:
-        """True if calibrations read augmented copies of samples, too."""
+        """True if calibrations also read augmented copies of samples."""
         return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
 
     @property
     def is_told_views(self) -> bool:
-        """True if the spec or a request says which copies calibrations read, be it none."""
+        """True if the spec or a request sets the augmented copies, even to none."""
         return any(samples.views is not None for samples in self.calibration_sets.values())
 
     def viewing(self, views: Views | None) -> Study:
-        """Return the study with these views of all its calibration samples; None keeps those that they have."""
+        """Return the study with these views for all calibration samples; None keeps the present ones."""
         if views is None:
             return self
         tasks = {
@@ -153,7 +157,7 @@ class Study:
 
     @property
     def like(self) -> StateSource:
-        """The model whose dtypes saved models have: the base, or an expert, unless others were requested."""
+        """The model that defines the dtypes of saved models: the base or an expert, in the requested dtype."""
         like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
         return in_dtype(like, self.out_dtype)
 
@@ -163,14 +167,14 @@ class Study:
         return tuple(filter(is_explained, self.variants))
 
     def model_info(self, name: str) -> ModelInfo:
-        """Return digest, number of parameters with attachments, and origin; read all tensors once."""
+        """Return digest, number of parameters with attachments, and origin; all tensors are read once."""
         variant, source = self.pool.variant(name), self.pool.source(name)
         return model_info(
             self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
         )
 
     def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
-        """Return the study as methods see it: with these calibration samples and no others, and without labels."""
+        """Return the study as methods see it: these calibration samples only, without labels."""
         tasks = {}
         for task, data in self.tasks.items():
             shown = replace(samples[task], labels=None)
@@ -179,7 +183,14 @@ class Study:
 
 
 def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
-    """Return digest, number of parameters and origin of a model with its attachments; read all tensors once."""
+    """Return digest, number of parameters and origin of a model with its attachments.
+
+    Args:
+        chain: the layers.
+        source: the weights; all tensors are read once.
+        attachments: maps added to the model.
+        origin: the model's source, for the manifest.
+    """
     from driftlens.runs.manifest import ModelInfo  # a calibration in memory writes no manifest
 
     keys = chain.parameter_keys()

@@ -254,7 +254,7 @@ def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
     if fused:
         rewrite_fused(tmp_path / "one")
     with pytest.raises(
-        IncompatibleModelsError, match=r"gate.weight' has shape \[3, 16\]; .* expected \[4, 16\]"
+        IncompatibleModelsError, match=r"gate.weight' has shape \[3, 16\], expected \[4, 16\]"
     ):
         merge_experts(spec_of(tmp_path, "base", "one"), "average", {}, tmp_path / "out", Context())
     assert not (tmp_path / "out").exists()

@@ -192,13 +192,12 @@ class ResidualCal(Stepwise, Calibrator):
         except SingularGramError as error:
             error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
             raise
-        merged, updates, start = problem.merged, [], 0
+        merged, updates = problem.merged, []
         share = float(moments.energy) / len(change)
-        for site in problem.sites:
-            weight = merged[f"{site.name}.weight"].to(change)
-            stop = start + len(weight)
-            of_site = change[start:stop]
-            parameters = {f"{site.name}.weight": weight + of_site[:, : weight.shape[1]]}
+        weights = [merged[f"{site.name}.weight"] for site in problem.sites]
+        changes = change.split([*map(len, weights)])
+        for site, weight, of_site in zip(problem.sites, weights, changes, strict=True):
+            parameters = {f"{site.name}.weight": weight.to(change) + of_site[:, : weight.shape[1]]}
             if problem.has_bias:
                 bias = merged[f"{site.name}.bias"].to(change)
                 parameters[f"{site.name}.bias"] = bias + BIAS_INPUT * of_site[:, -1]
@@ -212,9 +211,7 @@ class ResidualCal(Stepwise, Calibrator):
                         lam=ridges.local,
                         objective_before=share * len(of_site),
                         objective_after=None if ridges.held_out is None else ridges.held_out * part,
-                        weight_change=relative_change(
-                            parameters[f"{site.name}.weight"], torch.as_tensor(merged[f"{site.name}.weight"])
-                        ),
+                        weight_change=relative_change(parameters[f"{site.name}.weight"], weight),
                         task_weight_sum=problem.task_weight_sum,
                         upstream_ridge=ridges.upstream if self.residual else None,
                         upstream_share=ridges.share if self.residual else None,
@@ -222,5 +219,4 @@ class ResidualCal(Stepwise, Calibrator):
                     ),
                 )
             )
-            start = stop
         return updates

@@ -36,9 +36,8 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _gram(features: Tensor) -> Tensor:
-    centred = features - features.mean(
-        dim=0
-    )  # the estimator is translation invariant; centring keeps it accurate
+    # The estimator is translation invariant; centring keeps it accurate.
+    centred = features - features.mean(dim=0)
     gram = centred @ centred.mT
     return gram.fill_diagonal_(0)
 

@@ -195,7 +195,7 @@ class ResidualCal(Stepwise, Calibrator):
         merged, updates = problem.merged, []
         share = float(moments.energy) / len(change)
         weights = [merged[f"{site.name}.weight"] for site in problem.sites]
-        changes = change.split([*map(len, weights)])
+        changes = torch.split(change, [*map(len, weights)])
         for site, weight, of_site in zip(problem.sites, weights, changes, strict=True):
             parameters = {f"{site.name}.weight": weight.to(change) + of_site[:, : weight.shape[1]]}
             if problem.has_bias:

@@ -45,9 +45,11 @@ class Scores:
         the interval is slightly too narrow.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
+        # A candidate that could not be solved has infinite scores and never wins.
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
             return Comparison(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
         gaps = [before - after for before, after in pairs]
+        # Each task has the same weight, whatever its number of samples.
         error, freedom = standard_error([gap / len(gaps) for gap in gaps])
         advantage = float(np.mean([gap.mean() for gap in gaps]))
         reach = student(freedom, 1 - (1 - LEVEL) / among) * error
@@ -116,6 +118,7 @@ def decide(
     def beats(one: str, other: str) -> bool:
         return scores[one].compared_with(scores[other], among=among).is_clear
 
+    # The merged model is always usable: it needs no solve.
     usable = [name for name in scores if math.isfinite(scores[name].mean)] or ["merged"]
     standing = usable
     for names in alike:
@@ -154,4 +157,5 @@ def folds_of(
             f"task {task} has {num_samples} calibration samples; {purpose} takes at least {2 * NUM_FOLDS}",
             hint="Add samples, or choose a preset or a merge by name, which hold none out.",
         )
+    # Strides, because samples are often sorted by class.
     return [range(part, num_samples, parts) for part in range(parts)]

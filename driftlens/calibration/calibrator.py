@@ -136,6 +136,7 @@ class FinalFeatures:
         Raises:
             IncompatibleModelsError: features are channels before space, as in convolutions, not tokens.
         """
+        # A map of tokens has no meaning for channels of a convolution.
         if self.merged.dim() > 3:
             raise IncompatibleModelsError(
                 f"{self.layer.path} returns features {list(self.merged.shape)}, channels before space; a map of "
@@ -170,6 +171,7 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
         layer, batches = pool.chain.layers[-1], stream.cached[task]
         merged, expert = ([batch.get(model)[layer.stream] for batch in batches] for model in (MERGED, EXPERT))
         masks = [batch.side.mask(layer.stream) for batch in batches]
+    # One vector per sample has no padding.
     if merged[0].dim() != 3:
         return FinalFeatures(layer, task, torch.cat(merged), torch.cat(expert))
     longest, mask = max(part.shape[1] for part in merged), None
@@ -224,6 +226,7 @@ class Trained(Calibrator):
             NumericsError: weights or features are NaN or infinite.
         """
         team, last = context.team, len(context.pool.chain.layers)
+        # One task per process and round, so that results arrive in the order of tasks.
         rounds = range(0, len(context.tasks), team.size)
         for done, start in enumerate(rounds):
             tasks, tensors = context.tasks[start : start + team.size], dict[str, Tensor]()
@@ -246,7 +249,9 @@ class Trained(Calibrator):
             context.on_step(Step(last, task, *progress, label, loss))
 
         features = _final_features(context, task, walked)
+        # A seed per task, so that the result doesn't depend on the number of processes.
         seed = context.seed + zlib.crc32(f"{last} {task}".encode())
+        # The caller computes without gradients.
         with torch.enable_grad():
             return self.train(features, Course(torch.Generator().manual_seed(seed), told))
 

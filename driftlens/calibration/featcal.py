@@ -180,9 +180,11 @@ def _solve_linear(
 
     `anchor` is by parameter name, in the dtype of the moments; None drops the terms with `lam`.
     """
+    # Without an anchor the ridge would pull towards zero.
     pull, moments = 0.0 if anchor is None else lam, problem.moments
     solves = "linear" in update
     factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
+    # One product checks the solution of all sites along a random direction.
     direction = probe(moments.gram)
     image = moments.weight_sum * (moments.gram @ direction) + pull * direction
     weight_sum = float(moments.weight_sum)
@@ -197,6 +199,7 @@ def _solve_linear(
         if factor is None:
             weight = merged.to(moments.gram)
             before = after = None if moments.target_energy is None else of_site.misfit(weight)
+            # Only the bias moves, so the objective of the weight stays.
             if after is not None and pulled is not None:
                 before = after = after + lam * (weight - pulled).square().sum(dim=1)
         else:
@@ -244,6 +247,7 @@ def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, la
     moments, pull = problem.moments, anchor or {}
     (site,) = problem.sites
     scale_name, shift_name = f"{site.name}.weight", f"{site.name}.bias"
+    # Steps are solved in the dtype of the moments.
     merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
     if shift_name in merged:
         start, pulls = (merged[scale_name], merged[shift_name]), (pull.get(scale_name), pull.get(shift_name))
@@ -403,6 +407,7 @@ class FeatCal(ClosedFormBase):
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
         """Return a target with share `alpha` of the expert; keys and values keep their own token weights."""
+        # Attention mixes keys and values of all tokens into the class token.
         emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
         return TargetSpec(self.alpha, emphasised or site.token_weights)
 

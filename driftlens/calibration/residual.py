@@ -91,6 +91,7 @@ def _joint_closed_form(
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         grams.append(x.mT @ x / len(x))
         crosses.append(gap.mT @ x / len(x))
+    # Brings the mean Gram matrix to norm 1, so that ridges have one meaning in all layers.
     scale = len(norms) / sum(norms)
     gram, cross = scale * sum(grams), scale * sum(crosses)
     change = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), cross, left=False)
@@ -193,6 +194,7 @@ class ResidualCal(Stepwise, Calibrator):
             error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
             raise
         merged, updates = problem.merged, []
+        # The energy is summed over all outputs of the group, so each site gets its share.
         share = float(moments.energy) / len(change)
         weights = [merged[f"{site.name}.weight"] for site in problem.sites]
         changes = torch.split(change, [*map(len, weights)])

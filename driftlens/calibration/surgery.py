@@ -95,6 +95,7 @@ class _LowRankTrained(Trained):
         The number of steps is fixed: there is no validation and no choice among steps.
         """
         parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
+        # Samples are taken without replacement, so that each is seen equally often.
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):
             if not len(order):
@@ -135,6 +136,7 @@ class Surgery(_LowRankTrained):
         """Return D, sampled, and U, zero."""
         width, device = merged.shape[-1], merged.device
         down = to_device(uniform(self.rank, width, generator), device)
+        # U is zero at the start, so training begins at the merged model's features.
         return [down, torch.zeros(width, self.rank, device=device)]
 
     def loss(
@@ -203,6 +205,7 @@ def _prob_surgery_loss(
     down, mean, spread = parameters
     hidden = (merged @ down.mT).relu()
     mu, log_variance = hidden @ mean.mT, hidden @ spread.mT
+    # The reparameterisation keeps the sample differentiable.
     corrected = merged - (mu + (log_variance / 2).exp() * noise)
     divergence = (mu.square() + log_variance.exp() - 1 - log_variance).sum(dim=-1).mean() / 2
     return (corrected - expert).abs().mean() + weight * divergence

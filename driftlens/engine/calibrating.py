@@ -233,6 +233,7 @@ class ExpertFeatures:
             outputs: sites whose outputs are returned.
             stops: True to stop the layer after the last of these sites.
         """
+        # The start of a batch identifies it: caches are asked for the same batches every time.
         key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
             return self._passes[key]
@@ -311,6 +312,7 @@ class CalibrationContext:
             task: viewed(part) if isinstance(part, SampleSet) and part.views is not None else part
             for task, part in self.parts.items()
         }
+        # The dataclass is frozen, and views belong to the samples from the beginning.
         object.__setattr__(self, "parts", parts)
 
     @property
@@ -369,6 +371,7 @@ class CalibrationWalk(ABC):
             for index, names in self.context.sites.items()
             if names and index not in self.context.done
         }
+        # Layers after the last solve are never run.
         self.last = max(self.sites, default=0)
         self.steps = LayerSteps(self.last)
         self.stream = FeatureStream(
@@ -389,6 +392,7 @@ class CalibrationWalk(ABC):
                     self.pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
                     continue
                 yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
+                # A step after the solve, so that an interruption here finds the layer stored.
                 num_done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
                 self.context.on_step(Step(layer.index, "", num_done, self.steps.total, label))
 
@@ -413,6 +417,7 @@ class CalibrationWalk(ABC):
     def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
         """Pass all features to the next boundary, the merged model's with the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
+        # Stored updates come from a file, in its dtype and on the host.
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
             expert = LayerMap(layer, self.expert(layer, task))
@@ -460,6 +465,7 @@ class CalibrationWalk(ABC):
         Parameters are rounded to the dtype in which the calibrated model is saved, so that later layers are fitted to
         what the saved model computes. They are on the pool's device in its dtype. Reports state the rounding loss.
         """
+        # One process solves, so that all continue with the same bits.
         return self.team.once(partial(self._solve_all, layer, problems))
 
     @summing()
@@ -491,6 +497,7 @@ class CalibrationWalk(ABC):
         if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
             return solve(problem)
         rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
+        # A fold without rows can't be held out, and few rows have no unique solution.
         if min(problem.num_rows) < self.calibrator.least_rows(width):
             return [
                 SiteUpdate({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=rows))
@@ -679,6 +686,7 @@ class _LinearSums:
         place = self._total.device
         return LinearProblem(
             sites=tuple(self.sites),
+            # Divided in place: a second copy of the Gram matrix may not fit.
             moments=Moments(
                 gram=self._total.full().div_(self._weight),
                 output_cross=self._output_cross.div_(self._weight),
@@ -766,6 +774,7 @@ def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device
 
 def normalised(site: Site, rows: Tensor) -> Tensor:
     """Return rows before the scale and shift of a norm, [T, k]."""
+    # torch's RMSNorm uses this eps if none is set.
     eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
     if site.kind == "layer_norm":
         return F.layer_norm(rows, rows.shape[-1:], eps=eps)
@@ -821,6 +830,7 @@ class SnapshotWalk(CalibrationWalk):
         runs: list[list[str]] = [[]]
         total = 0
         for site in sites:
+            # Only experts of a mixture are split into runs: other sites of a layer share one pass.
             size = 0 if site.expert is None else solve_bytes(*merged[f"{site.name}.weight"].shape)
             if size and total and total + size > self.room:
                 runs.append([])
@@ -840,6 +850,7 @@ class SnapshotWalk(CalibrationWalk):
             target = self.calibrator.target_spec(site, in_last_block=layer is self.pool.chain.blocks[-1])
             require_rule(self.pool.chain, target.token_weights)
             if site.kind == "linear":
+                # Sites with one input and one rule share a Gram matrix and its factor.
                 groups.setdefault((site.input, target), []).append(site)
             else:
                 norms.append(_NormSums((site,), target, dtype))
@@ -903,6 +914,7 @@ class SnapshotWalk(CalibrationWalk):
             state = batch.get(MERGED)
         taps = {part.sites[0].name for part in parts}
         rows_of = rows_and_output(layer, merged, state, side, taps, stops=True)[0].inputs
+        # Unknown during the first pass, when batches are still being read.
         num_batches = len(self.stream.cached.get(batch.task, ()))
         for part in parts:
             site = part.sites[0]

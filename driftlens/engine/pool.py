@@ -66,6 +66,7 @@ def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -
     """
     new = {**parameters, **updates}
     for slots in _stacks(layer).values():
+        # Untouched stacks stay views of the file or of the live model.
         if not updates.keys().isdisjoint(slots):
             whole = assembled([*slots.values()], [new[name] for name in slots])
             for row, (name, slot) in enumerate(slots.items()):
@@ -189,6 +190,7 @@ class ModelPool:
             return head
         # Cached, because the norms of its rows over a vocabulary are slow to compute.
         key, source = (model, head.lm, head.tokens, head.classes), self.source(model)
+        # A model may have been replaced under its name.
         if key not in self._heads or self._heads[key].source is not source:
             self._heads[key] = head.of(source)
         return self._heads[key]
@@ -206,6 +208,7 @@ class ModelPool:
 
     def in_float64(self) -> ModelPool:
         """Return the same models, computed in float64; on the CPU if the device has no float64."""
+        # A shallow copy: both pools share models, heads and the record of checked tensors.
         wide = copy.copy(self)
         wide.device = device_of(torch.float64, self.device)
         wide.dtype = torch.float64
@@ -235,6 +238,7 @@ class ModelPool:
         source = self.source(model)
         tensor = source.read(slot.key, slot.rows)
         if (model, slot) not in self._known_finite:
+            # Once per tensor: calibrations read each layer several times.
             check_finite(source.name, slot.key, tensor)
             self._known_finite.add((model, slot))
         return slot.own(tensor)
@@ -263,6 +267,7 @@ class ModelPool:
             layer: the layer.
             task: the task of the attachment.
         """
+        # Attachments correct the final feature, which the last layer returns.
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None
         return LayerMap(layer, self.parameters(model, layer), attachment)
@@ -290,6 +295,7 @@ class ModelPool:
 
     def _streamed(self, model: str) -> AbstractContextManager[None]:
         """Put a model's weights into the skeleton, block by block, inside the context."""
+        # The library may read a tied weight under any of its names.
         used = {name for key in self.chain.parameter_keys() for name in self.chain.tied.get(key, (key,))}
         stem = {
             name: slot
@@ -341,6 +347,7 @@ class ModelPool:
         Parameters that no layer reads and the file lacks stay on the meta device.
         """
         self.require_room(model)
+        # Checkpoints often store one name of tied weights only.
         held = self.source(model).headers.keys()
         names = [name for name in _weights(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held]
         with buffers_on(self._skeleton, self.device):
@@ -380,6 +387,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     }
     needed = {key: expected[key] for key in chain.parameter_keys()}
     headers = source.headers
+    # Extra keys of the library, such as an unused pooler, are allowed; unknown ones are not.
     missing = [key for key in needed if key not in headers]
     unknown = [key for key in headers if key not in expected]
     if missing or unknown:
@@ -434,6 +442,7 @@ def streamed_weights(
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
     outside = [name for name in _weights(module) if name not in in_blocks and (used is None or name in used)]
     with ExitStack() as stack:
+        # Moving buffers touches every module, so it is skipped where nothing would move.
         if any(buffer.device != device for buffer in module.buffers()):
             stack.enter_context(buffers_on(module, device))
         stack.enter_context(_replaced(module, outside, read))
@@ -444,6 +453,7 @@ def streamed_weights(
 
 def _stream_block(block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack) -> None:
     """Let hooks read a block's weights before it runs and drop them after it, until the stack is closed."""
+    # Closing `loaded` alone drops the block's weights between passes.
     names, loaded = _weights(block), stack.enter_context(ExitStack())
 
     def load(*_: Any) -> None:
@@ -470,6 +480,7 @@ def _weights(module: nn.Module) -> list[str]:
 @contextmanager
 def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
     """Put other tensors in the place of weights, and the weights back afterwards."""
+    # Parameters are replaced in their dictionaries, so that ties and hooks of the module survive.
     before = [(held, leaf, held[leaf]) for held, leaf, _ in _places(module, names)]
     try:
         _put(module, names, read)
@@ -543,6 +554,7 @@ def output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, 
 
     def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         changed = attachment(features_of(path, output))
+        # Library blocks return tuples whose first entry is the features.
         return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
 
     return change
@@ -591,6 +603,7 @@ class ScoredSamples:
                 name: slot.own(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
             }
             state = layer.call(parameters, state, side)
+        # The head must read the weights that carry gradients, not those of the pool.
         head = self._head.of(held) if isinstance(self._head, LmHead) else self._head
         return torch.log_softmax(head.scores(layer.vectors(state, side, self._pooling)), dim=-1)
 

@@ -223,6 +223,7 @@ class _StepWalk(CalibrationWalk):
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
+                # Groups are numbered once: token weights refer to them by layer and number.
                 self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
@@ -257,6 +258,7 @@ class _StepWalk(CalibrationWalk):
         """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
         step, num_folds = -self._num_early_steps or first_layer.index, self.calibrator.num_folds
         batches = self.stream.batches(first_layer, task, tell=partial(self.tell, step, task))
+        # Sorted digests assign folds independently of the order of samples.
         different = sorted({digest for batch in batches for digest in self.originals[batch]})
         self.calibrator.require_samples(len(different), task)
         return {digest: place % num_folds for place, digest in enumerate(different)}
@@ -288,6 +290,7 @@ class _StepWalk(CalibrationWalk):
         The gradients' second moments are cached with the task's first batch: those of all layers may be larger than the
         model.
         """
+        # Gradients are not needed before the first chosen layer.
         layers = self.pool.chain.layers[min(self.groups) - 1 :]
         self._record(task, layers)
         sums: dict[Key, _GradientSums] = {}
@@ -317,6 +320,7 @@ class _StepWalk(CalibrationWalk):
                             g.shape[1], single(g).dtype, g.device
                         )
                         moment.add_rows(g * count.sqrt()[:, None])
+                # The expert's features before the first layer are still needed by the solve.
                 if entered != EXPERT:
                     batch.drop(entered)
             for number, summed in enumerate(moments):
@@ -370,10 +374,12 @@ class _StepWalk(CalibrationWalk):
                 weight = parameters[f"{name}.weight"]
                 outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":
+                # Normalised features: scores of CLIP and embeddings are cosines.
                 f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
                 heads = [[(f * v.to(f)).sum()] for v in self._draw(self.digests[batch], f.shape[-1])]
                 arriving: list[list[Tensor | None]] = [[None]] * num_passes
             else:
+                # Both passes share one forward computation of the layer.
                 heads = [list(out.values())] * num_passes
                 backs = [batch.get(f"back-{number}") for number in range(num_passes)]
                 arriving = [[back[name] for name in out] for back in backs]
@@ -414,6 +420,7 @@ class _StepWalk(CalibrationWalk):
         """Sample random directions for a batch; they depend on the sample alone, not on its position."""
         rows = []
         for digest in digests:
+            # Seeded by content, so that order and batch size don't change token weights.
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
             rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
         return to_device(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
@@ -531,9 +538,11 @@ class _StepWalk(CalibrationWalk):
         folds = [JointSums(new_gram(), outputs) for _ in range(self.calibrator.num_folds)]
         energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
         energy = sum(energies) / max(1, len(energies))
+        # Tasks whose final features react strongly to this site weigh more.
         factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
         names = [name for name in layer.parameters if name.rpartition(".")[0] in group.names]
         expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
+        # One product with both maps instead of two.
         maps = torch.cat([expert_map - merged_map, expert_map])
         sums = _Sums(folds, {}, {}, {task: factor}, [0] * len(folds))
         task_sums: list[JointSums] = []
@@ -558,6 +567,7 @@ class _StepWalk(CalibrationWalk):
                 for part in (fold, *task_sums):
                     part.add_gram(product)
                 task_gram.add(product, 1.0)
+        # The constant input of the bias would dominate the norm.
         width = inputs - group.has_bias
         sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
         return sums
@@ -589,6 +599,7 @@ class _StepWalk(CalibrationWalk):
             chunk.append((x, targets, count.sqrt()[:, None], fold))
             if number == num_batches or sum(len(x) for x, *_ in chunk) >= _AT_ONCE:
                 *rows, fold = (torch.cat(parts) for parts in zip(*chunk, strict=True))
+                # Stable, so that rows of a fold stay in the order of samples.
                 order = to_device(fold.argsort(stable=True), x.device)
                 x, targets, root = (part[order] for part in rows)
                 yield x, targets, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
@@ -620,6 +631,7 @@ class _StepWalk(CalibrationWalk):
 
     def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
+        # Read once, then dropped: the moments of all layers may be larger than the model.
         first_batch, name = self.stream.cached[task][0], _moment_name(key)
         moment, mu = first_batch.get(name)["moment"].to(like), self.calibrator.mu
         first_batch.drop(name)
@@ -633,6 +645,7 @@ def _affine(parameters: Parameters, group: _Group) -> Tensor:
     weight = stacked(parameters, group.sites)
     if not group.has_bias:
         return weight
+    # Divided by the constant input, so that the product adds the bias itself.
     bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
     return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
 

@@ -52,6 +52,7 @@ def site_groups(layer: Layer) -> dict[str, str]:
         names = sorted(site.name for site in run)
         lettered = {name: letter for name in names if (letter := _letter(name))}
         rest = [name for name in names if name not in lettered]
+        # Two modules on one input before the activation are a gated MLP.
         wide = ("gate", "up") if len(rest) == 2 else ("up",) * len(rest)
         groups |= lettered | dict(zip(rest, [awaited] * len(rest) if awaited else wide, strict=True))
         awaited = "o" if lettered else "" if awaited else "down"
@@ -108,6 +109,7 @@ def select_sites(
     for layer in selected:
         for site in layer.sites:
             path = site_path(layer, site)
+            # Tied sites are skipped silently unless a pattern names them.
             is_left_out = sites is None and path in tied
             if is_left_out or not _is_updated(site, update) or not _is_meant(layer, site, path, sites):
                 continue
@@ -176,6 +178,7 @@ def coverage(
         by_name, in_block = {site.name: site for site in layer.sites}, layer.role == "block"
         for name, slot in chain.owned(layer).items():
             place = chain.tied.get(slot.key, (slot.key,))[0], slot.rows
+            # Tied parameters count once.
             if place in counted:
                 continue
             counted.add(place)
@@ -340,9 +343,11 @@ def rows_and_output(
     out: State = {}
     with contextlib.suppress(_SeenAll):
         stop_after_all()
+        # Without requested sites, taps would only cost time.
         out = layer.call(parameters, state, side, tap if inputs or outputs else None)
     for rows, names, axis in ((rows_seen.inputs, inputs, 1), (rows_seen.outputs, outputs, 0)):
         for name in experts.intersection(names).difference(rows):
+            # No token was routed to this expert.
             weight = parameters[f"{name}.weight"]
             rows[name] = weight.new_zeros(0, weight.shape[axis])
     missing = (set(inputs) - set(rows_seen.inputs)) | (set(outputs) - set(rows_seen.outputs))
@@ -377,6 +382,7 @@ def row_weights(
         return counts.to(x)
     rule, mask = rule or site.token_weights, side.mask(site.stream or layer.stream)
     weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
+    # Rows per sample, such as pooled features, have no padding.
     if mask is not None and (x.dim() > 2 or len(x) % mask.numel() == 0):
         weights = mask.to(x) if weights is None else weights.to(x) * mask
     if weights is None:
@@ -475,6 +481,7 @@ def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tens
 
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     """Return True if z = h + y outside padding, and y is not zero."""
+    # Some libraries set padded rows of the sum to zero.
     real = (z != 0).any(dim=-1)
     z, h, y = z[real], h[real], y[real]
     gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)
@@ -487,6 +494,7 @@ def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]
     `pattern`: `blocks`, `final` for the head, a glob on module paths, an index (1 is the stem), or a list of these.
     """
     patterns = [pattern] if isinstance(pattern, str | int) else pattern
+    # Stem and head are the ends of every drift curve.
     chosen = {1, len(paths)}
     for part in patterns:
         chosen.update(_matches(paths, part))

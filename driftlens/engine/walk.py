@@ -110,6 +110,7 @@ class FeatureStream:
         batches: list[CachedBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}"
         for number, batch in enumerate(self.parts[task].batches()):
+            # The pool computes boundary 0 once: it is the same for all models.
             state, side = self.pool.begun(batch.inputs)
             cached = CachedBatch(self.store, task, f"{name}-{number}", side, batch.start, batch.stop)
             for model in self.models:
@@ -117,6 +118,7 @@ class FeatureStream:
             self.on_read(batch, cached)
             batches.append(cached)
             yield cached
+        # Only a complete pass is cached; after an exception the samples are read again.
         self.cached[task] = batches
         if not batches:
             raise DataError(
@@ -181,6 +183,7 @@ class FeatureStream:
             NumericsError: names the layer, the task and the first sample.
         """
         sums, self._sums = self._sums, []
+        # The usual case costs one read of the device; only a failure looks at each batch.
         if not sums or bool(torch.isfinite(torch.cat([total for *_, total in sums])).all()):
             return
         for layer, batch, model, total in sums:
@@ -240,6 +243,7 @@ class FeatureStore:
             sizes[value.device] += value.nbytes
         if self.folder is not None and self._held.total() + sizes.total() > self.budget:
             return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices)
+        # Checked per device: a state may have token ids on the host and features on an accelerator.
         full = {device for device in sizes if self._held[device] + sizes[device] > self._limit(device)}
         kept = {key: value.cpu() if value.device in full else value for key, value in state.items()}
         self._count(kept, 1)
@@ -300,6 +304,7 @@ class CachedBatch:
 
     def put(self, model: str, state: State) -> None:
         """Cache a model's state, replacing the one before."""
+        # The old state is freed first, so that a model never takes the budget twice.
         self.drop(model)
         self._states[model] = self.store.cache(f"{self.name}-{model}", state)
 
@@ -350,6 +355,7 @@ class LayerView:
             return {}
         routes = self.routes[by].given(beside=self.routes["merged"])
         is_same = self.routes["merged"].is_as(routes)
+        # With equal routes a second pass would return the same bits.
         other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=routes)
         return subtract(self.merged_out, other)
 
@@ -413,6 +419,7 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
 
     mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
     expert, merged, drift = pool_of(view.expert_out), pool_of(view.merged_out), pool_of(split.drift)
+    # Products of features may leave float32's range, so they are taken in this unit.
     unit = binade(torch.maximum(mismatch.abs(), propagation.abs()).amax(dim=1))
     columns = {
         "drift_l2": lengths(drift),
@@ -475,6 +482,7 @@ def walk(
             routes = (
                 {model: Routes(keeps_rows=model != expert) for model in models} if layer.num_experts else {}
             )
+            # Routes are recorded in this pass, so that the token choice needs no second one.
             through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
             left = {expert: stream.take(layer, batch, expert, through[expert])}
             for variant in variants:
@@ -686,6 +694,7 @@ class LibraryDrift:
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
         )
+        # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
         error, limit, is_off = relative_gap(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
@@ -715,7 +724,9 @@ def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tup
     """
     sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
     size, apart, scale = sizes.tolist()
+    # Without drift a relative error is undefined, which tables show as missing.
     error = apart / size if size > 0 else math.nan
+    # The limit grows as drift shrinks, because both drifts carry rounding of the features' size.
     limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
     # If one computation finds no drift at all, the other must not either.
     return error, limit, error > limit or (size == 0 and apart > _ROUNDING[dtype] * scale)
@@ -744,6 +755,7 @@ def check_closure(
     for task, of_task in samples.items():
         library = LibraryDrift(pool, task, variants, of_task, budget, most)
         models = expert_of(task), *variants
+        # Lazy passes advance together, so that one layer of each model is in memory.
         passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
             for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):

@@ -28,6 +28,7 @@ def add_scaled(total: Tensor, part: Tensor, scale: float | Tensor = 1.0) -> None
         part: of the same shape, possibly of a narrower dtype.
         scale: a number, or a tensor [], which is not read, so that nothing synchronizes with the device.
     """
+    # Sums may be on the host if the device has no float64.
     part = part.to(total.device)
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
     for start in range(0, len(total), rows):
@@ -52,6 +53,7 @@ def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if total is None:
         return part
+    # One part needs no float64, which takes twice the memory.
     if total.dtype != dtype:
         total = total.to(place_of_sums(dtype, total.device), dtype)
     add_scaled(total, part)
@@ -77,6 +79,7 @@ class GramSum:
         with summing():
             self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
+        # The recursion is computed once, as every batch visits all tiles.
         self._tiles = list(_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
@@ -115,6 +118,7 @@ class GramSum:
         """
         forms = vectors.new_zeros(len(vectors))
         for rows, columns in self._tiles:
+            # Tile by tile, without the upper half in memory.
             tile = scale * self._lower[rows, columns].to(vectors)
             if more is not None:
                 tile += more[rows, columns].to(vectors)
@@ -201,6 +205,7 @@ class OutputCross:
         energies: bool,
     ) -> None:
         outputs, k = weight.shape
+        # Multiplications of each way; the cheaper one depends on rows, inputs and outputs.
         through_inputs = num_rows * k**2 + outputs * k**2 + (outputs * k**2 // 2 if energies else 0)
         self.row_by_row = 2 * num_rows * outputs * k <= through_inputs
         self._weight = single(weight)
@@ -241,6 +246,7 @@ class OutputCross:
         wanted = rows @ self._weight.mT
         for part_wanted, part_expert in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
             part_wanted.lerp_(part_expert, self._alpha)
+        # Only the expert's share of y holds its bias.
         wanted.sub_(self._bias, alpha=self._alpha)
         energy = _total(wanted.square(), weights) if self._energies else None
         counted = wanted if weights is None else wanted * weights[:, None]
@@ -349,6 +355,7 @@ class JointSums:
 
     def moments(self, scale: float) -> JointMoments:
         """Return the sums multiplied by a number, in their own memory."""
+        # In place: these are the largest tensors of a calibration.
         sums = self._gram.full(), *self._cross.chunk(2), self._energy
         return JointMoments(*(value.mul_(scale) for value in sums))
 

@@ -31,6 +31,7 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
     if len(left) < 4:
         return left.new_tensor(float("nan"))
     gram_left, gram_right = _gram(left), _gram(right)
+    # Unbiased estimates can be negative, which gives NaN: similarity is undefined then.
     energy = _hsic(gram_left, gram_left) * _hsic(gram_right, gram_right)
     return _hsic(gram_left, gram_right) / energy.sqrt()
 

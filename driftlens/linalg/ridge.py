@@ -54,6 +54,7 @@ class Factor:
         """Return x' (L L') x for every row x, [o], in the dtype of `rows`, [o, k]."""
         total = rows.new_zeros(len(rows))
         for start, panel in _panels(self.lower):
+            # |L' x|^2 panel by panel: a converted copy of all of L may not fit.
             total += (rows[:, start:] @ panel.to(rows)).square().sum(dim=1)
         return total
 
@@ -86,9 +87,11 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
             hint="Check the features and weights that it was computed from.",
         )
     if not failed:
+        # Inverse power steps estimate the largest eigenvalue of the inverse.
         smallest = 1 / inverse
         if smallest > _SUSPICION * _limit(matrix, largest):
             return Factor(lower, smallest, largest)
+    # Only in doubt, as eigenvalues cost far more than the factor.
     eigenvalues = scale * torch.linalg.eigvalsh(matrix) + shift
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
     if not failed and smallest > _limit(matrix, largest):
@@ -118,6 +121,7 @@ def stationarity_error(solution: Tensor, image: Tensor, right: Tensor) -> float:
 
 def probe(like: Tensor) -> Tensor:
     """Return a random direction v, [k], the same for every system of k unknowns."""
+    # Fixed, so that reports of equal runs are equal.
     generator = torch.Generator().manual_seed(1)
     return to_match(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
@@ -458,6 +462,7 @@ def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: fl
         SingularGramError: a coordinate is zero in every task, and there is no anchor.
     """
     pulled = moments.weight_sum * moments.scale_target
+    # Coordinates that no task excites have no equation of their own.
     excited = moments.weight_sum * moments.second
     if anchor_scale is not None:
         pulled, excited = pulled + lam * anchor_scale, excited + lam
@@ -490,6 +495,7 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     try:
         return factorize(gram, name="the sum of the tasks' Gram matrices").solve_rows(rows.clone())
     except SingularGramError:
+        # The null space keeps no information on the maps, so it is left alone.
         values, vectors = torch.linalg.eigh(gram)
         is_kept = values > len(gram) * torch.finfo(gram.dtype).eps * values[-1].clamp_min(0)
         return (rows @ vectors[:, is_kept] / values[is_kept]) @ vectors[:, is_kept].mT
@@ -500,6 +506,7 @@ def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Computed in float64. The rank r of a zero matrix is 0.
     """
+    # float64, so that singular values at the rounding of float32 are accurate.
     left, values, right = torch.linalg.svd(near_factors(to_float64(matrix)), full_matrices=False)
     rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
     return left[:, :rank], values[:rank], right[:rank]
@@ -560,6 +567,7 @@ def choose_ridges(
     for fold in folds:
         require_finite(fold)
     if len(folds[0].gram) > WIDEST:
+        # A sketch: eigendecompositions of wide layers for every fold would dominate the run.
         basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
         folds = [fold.within(basis) for fold in folds]
     # Small matrices: on a device each step would synchronize, and some devices have no eigh.
@@ -570,6 +578,7 @@ def choose_ridges(
     square = everything.gram.new_zeros(len(grid))
     mixed = everything.gram.new_zeros(len(grid), len(grid))
     for fold in folds:
+        # Sums without the fold, by subtraction: no second pass over rows.
         values, vectors = torch.linalg.eigh(everything.gram - fold.gram)
         held_out = vectors.mT @ fold.gram @ vectors
         local = (everything.local - fold.local) @ vectors
@@ -581,6 +590,7 @@ def choose_ridges(
         square += (by_upstream * inverse.mT).sum(1)
         linear = inverse.mT @ (upstream * target).sum(0)
         mixed += inverse.mT @ (local.mT @ upstream * held_out) @ inverse - linear
+    # The misfit is a parabola in the share, so the best one needs no grid.
     best = torch.where(square > 0, -mixed / square, 0.0).clamp(0, most)
     scores = plain[:, None] + best * (2 * mixed + best * square)
     # Flipped, so that of equal scores the largest ridges win, which change least.
@@ -651,6 +661,7 @@ def solve_joint(
         penalty += share * ridge * solution
     if not tasks:
         return _JointSolution(change, error)
+    # One ridge for the steps, see above.
     ridge = ridges.upstream if ridges.share else ridges.local
     left = -penalty
     for metric, sums in tasks:
@@ -679,6 +690,7 @@ def _towards(
         if outputs is not None:
             better = outputs.solve_rows(better.mT.clone()).mT
         size = (left * better).sum()
+        # The residual is zero, or rounding made the preconditioner indefinite.
         if not bool(size > 0):
             break
         towards, before = better + size / before * towards, size

@@ -70,6 +70,7 @@ def norm(state: State) -> Tensor:
 def lengths(rows: Tensor) -> Tensor:
     """Return the Euclidean norm of each row [n, k], [n], also if squares are out of float32's range."""
     norms = torch.linalg.vector_norm(rows, dim=1)
+    # Squares below this underflow; the factor leaves room for rounding.
     least = torch.finfo(torch.promote_types(rows.dtype, torch.float32)).tiny ** 0.5 * 2**20
     is_right = norms.isfinite() & (norms >= least)
     is_host = rows.device.type == "cpu"  # elsewhere the test would synchronize with the device
@@ -150,8 +151,10 @@ class PathJacobian:
         """
         nbytes = sum(leaf.nbytes for stack in (vectors, covectors) for leaf in stack.values())
         nodes = gauss_legendre(self.nodes)
+        # Large layers take node by node, to bound memory.
         together = self.nodes if nbytes * self.nodes <= TOGETHER else 1
         totals: tuple[State, State] = {}, {}
+        # Weights are constants of the path, so their tangents are never needed.
         with forward_mode_attention(), FixedWeights():
             for first in range(0, self.nodes, together):
                 some = nodes[first : first + together]
@@ -213,6 +216,7 @@ def forward_mode_attention() -> Iterator[None]:
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             undifferentiable = ("vmap: ", "In order to use an autograd.Function")
+            # Other errors, out of memory for instance, keep their type.
             if not isinstance(error, NotImplementedError) and not first.startswith(undifferentiable):
                 raise
             raise NotDifferentiableError(
@@ -277,6 +281,7 @@ def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
     """Yield (node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] needs."""
     if panels is None:
+        # Softmax depends on differences of scores only.
         spread = (change.amax(dim=1) - change.amin(dim=1)).max().item() if change.numel() else 0.0
         panels = max(1, math.ceil(spread / PANEL))
     for panel in range(panels):

@@ -39,14 +39,14 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """What a folder needs so that the original library loads it.
+    """The files of a folder that the original library loads.
 
     Attributes:
         weights: file name of the weights.
-        configs: file name -> content of the JSON files beside it.
-        required: keys without which the library refuses to load, whatever the base's file holds.
-        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
-            the features of `image.png`; empty where nobody wrote any.
+        configs: file name -> content of the JSON files next to it.
+        required: () -> keys that the library requires, even if the base's file lacks them.
+        usage: (keys of the weights, names of all other files) -> Python that loads the folder and computes features;
+            empty if there is none.
     """
 
     weights: str
@@ -130,6 +130,7 @@ class Architecture:
         """Return the base under the names that adapters in a folder use: those of its file, or of its modules."""
         if not isinstance(self.layout, Spellings):
             return base
+        # Adapters of another structure are read by the names in the base's own file.
         with contextlib.suppress(CheckpointError, IncompatibleModelsError):
             aligned = self.align(base)
             places = {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
@@ -244,7 +245,7 @@ def load_architecture(
 
 
 def _as_sentences(architecture: Architecture) -> Architecture:
-    """Return the architecture, with the embedding as final feature if its folder is of sentence-transformers."""
+    """Make the embedding the final feature if the folder is of sentence-transformers."""
     is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
     preprocess = architecture.preprocess
     root = embedding_folder(library_folder(architecture.source)) if is_asked else None
@@ -267,8 +268,8 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
     """Raise if `blocks` is set for a loader that knows its models."""
     if request.blocks is not None:
         raise SpecError(
-            f"architecture.blocks is {request.blocks!r}, but the loader {loader} knows where its blocks are",
-            hint="Take `blocks` out, or use the loader hf-auto or timm.",
+            f"architecture.blocks is {request.blocks!r}, but the loader {loader} finds its blocks itself",
+            hint="Remove `blocks`, or use the loader hf-auto or timm.",
         )
 
 
@@ -321,13 +322,22 @@ def part_at(part: Any, path: str) -> Any:
 def no_text_tower(source: str) -> SpecError:
     """Return the error for heads that can't be made from prompts."""
     return SpecError(
-        f"{source} has no text tower to read class names and templates with",
+        f"{source} has no text tower for class names and templates",
         hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
     )
 
 
 def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
-    """Load the base's weights, in float32, into all of a whole CLIP but its image tower."""
+    """Load a base's weights into a whole CLIP, except its image tower, in float32.
+
+    Args:
+        model: the whole CLIP.
+        base: the base's weights under their own key names.
+        layout: the key names of checkpoints.
+
+    Raises:
+        SpecError: the base has no text tower.
+    """
     before = layout.wrapper(base.headers, base.name)
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in keys):
@@ -335,7 +345,7 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
     model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
 
-MOST_FILLED = 1 << 27
+MAX_FILLED = 1 << 27
 """Values that a constructor may write into one tensor: half a gibibyte in float32, a thousand tables of positions."""
 
 _FILLING = frozenset(
@@ -348,7 +358,7 @@ _DRAWING = frozenset(
 """By name, as transformers replaces torch's functions while it builds a model."""
 
 
-class _WithinReason(TorchFunctionMode):
+class _SizeLimit(TorchFunctionMode):
     """Raises for tensors of absurd size in untrusted configurations, and skips random numbers for tensors on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -359,8 +369,8 @@ class _WithinReason(TorchFunctionMode):
             return drawn
         if func in _FILLING:
             size = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
-            if size > MOST_FILLED:
-                raise ValueError(f"a tensor of {size:,} values; at most {MOST_FILLED:,} are filled in")
+            if size > MAX_FILLED:
+                raise ValueError(f"a tensor of {size:,} values; at most {MAX_FILLED:,} are filled in")
         return func(*args, **(kwargs or {}))
 
 
@@ -368,13 +378,14 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     """Return the module that `build` returns: parameters on meta, buffers real, in eval mode, without gradients."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False), _WithinReason():
+    with init_empty_weights(include_buffers=False), _SizeLimit():
         module = build()
     saved = module.state_dict()
+    # Buffers that no checkpoint has must be computed here, and can't be if they depend on weights.
     bare = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in saved]
     if bare:
         raise IncompatibleModelsError(
-            f"the model that {source} describes computes {bare[0]} of its weights, and is read without them",
+            f"the model of {source} computes {bare[0]} from its weights, which are not read yet",
             hint=LIVE,
         )
     return module.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A model as a chain of layers, each a pure function of parameters and features.
+"""Models as chains of layers, each a pure function of parameters and features. Entry point: `LayerChain`.
 
 Boundary 0 is the raw input. The stem is layer 1, block j (counted from 0) is layer j + 2, the head is layer L; layer l
 maps boundary l - 1 to boundary l. Every parameter belongs to the first layer that lists it.
@@ -56,11 +56,11 @@ Pool = Literal["cls", "mean", "last", "all"]
 class Routes:
     """The routes of tokens in one pass through a mixture of experts.
 
-    `chosen` [T, k] are the experts of every token and `gates` [T, k] their weights, written by the pass unless they are
-    given. A pass with given routes uses these experts, with the gates that its own router computes for them.
+    `chosen` [T, k] are the experts of every token and `gates` [T, k] their weights. The pass writes both, unless they
+    are given; with given routes, it uses these experts with the gates that its own router computes for them.
 
-    A pass that `keeps_rows` also writes the input and output of the mixture, `rows` [T, d] each. A pass from the same
-    features with other routes takes from it, as `beside`, the rows of tokens that have the same route in both.
+    A pass that `keeps_rows` also writes the input and output of the mixture, `rows` [T, d] each. A pass with other
+    routes reads them, as `beside`, and reuses the rows of tokens with the same route and features.
     """
 
     chosen: Tensor | None = None
@@ -119,7 +119,7 @@ class Routes:
         return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
 
     def given(self, beside: Routes | None = None) -> Routes:
-        """Return these routes for another pass to use, if given from the same features as the pass `beside`."""
+        """Return these routes for another pass; rows of the pass `beside` are reused where features agree."""
         return Routes(self.chosen, self.gates, is_given=True, beside=beside)
 
     def is_as(self, other: Routes) -> bool:
@@ -127,9 +127,9 @@ class Routes:
         return not bool(self.changed(other).any())
 
     def anew(self, features: Tensor) -> Tensor | None:
-        """Return the tokens [m] that a pass with these given routes must send through its experts; None for all.
+        """Return the tokens [m] whose routes or features differ from the pass `beside`; None for all.
 
-        Their routes or features differ from those of the pass beside; synchronizes with the device.
+        A pass with these routes computes its experts for these tokens alone. Synchronizes with the device.
         """
         if self.beside is None or self.beside.rows is None or self.beside.rows[0].shape != features.shape:
             return None
@@ -154,7 +154,14 @@ class SideInputs(Mapping[str, Tensor]):
     def of(
         cls, paths: Sequence[str], calls: Sequence[BlockCall], inputs: Inputs, mask: Tensor | None
     ) -> SideInputs:
-        """Return the calls of the blocks at `paths`, a batch's raw inputs and its mask, every tensor stored once."""
+        """Return the side inputs of one batch, every tensor stored once.
+
+        Args:
+            paths: the paths of the blocks.
+            calls: their calls, in the same order.
+            inputs: the batch's raw inputs.
+            mask: [n, t], true where a token counts; None means everywhere.
+        """
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
         store = partial(stored, tensors)
         named_inputs = replace(inputs, values=named_map(inputs.values, store, "inputs"))
@@ -310,7 +317,14 @@ class LayerCall(Protocol):
     def __call__(
         self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
     ) -> State:
-        """Features at the next boundary."""
+        """Return the state at the next boundary.
+
+        Args:
+            parameters: the layer's parameters by its own names.
+            state: the state at the boundary before.
+            side: the side inputs of the batch.
+            tap: called with each site's input, and perhaps its output; see `Tap`.
+        """
         ...
 
 
@@ -326,11 +340,11 @@ class Layer:
         call: the layer as a function.
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
-        pool: how they do, whatever is asked for but `all`; None where what is asked for counts. Of an encoder's tokens
-            before a decoder, none is the one that scores are made of, so their mean is taken.
-        is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
-        no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
-        needs: the side input without which its sites see nothing of a batch, such as the places of images.
+        pool: a pooling that replaces every other except `all`; None without one. Tokens of an encoder before a decoder
+            have it: scores are computed from none of them alone, so their mean is taken.
+        is_residual: True if the layer is h + g(h), so that its input drift can be subtracted from its output drift.
+        no_sites: parameters that belong to no site -> their module, and its kind with the reason; for messages.
+        needs: the side input without which its sites do not run, such as the places of images; "" without one.
     """
 
     index: int
@@ -355,29 +369,35 @@ class Layer:
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Return one vector per sample of the layer's own stream, linear in the state; see `pooled`."""
+        """Return one vector per sample of the layer's own stream, linear in the state.
+
+        Args:
+            state: the state after the layer.
+            side: the side inputs, which have the stream's mask.
+            how: the pooling; the layer's own replaces it, unless it is `all`.
+        """
         pool = how if how == "all" else self.pool or how
         return pooled(state[self.stream], pool, side.mask(self.stream))
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A model taken apart: head(blocks(stem(x))) equals the library's own forward.
+    """A model as layers: head(blocks(stem(x))) equals the library's own forward pass.
 
     Attributes:
         architecture: the adapter's name, for messages and the manifest.
         layers: stem first, head last.
         start: raw inputs of a batch -> state at boundary 0 and the side inputs of every layer.
         library_states: (module, raw inputs) -> the states at boundaries 1..L, from one ordinary forward pass of the
-            library's own module, read off its native blocks. This is what the chain is checked against.
+            library's own module, recorded at its blocks. The closure error compares the chain with them.
         token_weights: rules named by `Site.token_weights`: state and side -> weights [n, t].
-        require_shared: (models by name, a batch) -> nothing; refuses models that the side inputs of one of them don't
-            serve. None where side inputs come from the raw inputs alone.
-        tied: of every checkpoint key whose tensor lies under several keys, all of these.
-        settings: what the architecture fixes beyond shapes (activation, eps, heads), for messages.
-        modality: what the model reads.
-        final: path of the library's module that the final feature leaves, "" being the model itself; None where that is
-            no module's output.
+        require_shared: (models by name, a batch) -> None; raises if the side inputs of one model do not fit another.
+            None if side inputs depend on the raw inputs alone.
+        tied: every checkpoint key of a tied tensor -> all keys of this tensor.
+        settings: settings of the architecture other than shapes (activation, eps, heads), for messages.
+        modality: the kind of inputs.
+        final: path of the library's module whose output is the final feature, "" for the model itself; None if no
+            module returns it.
     """
 
     architecture: str
@@ -413,10 +433,9 @@ class LayerChain:
 
 
 class Adapter(Protocol):
-    """One architecture family. One file in `driftlens.models` each, registered under its name.
+    """One architecture family, registered under its name.
 
-    An adapter may have `holds`, paths of attributes one of which every model of the family has; `matches` is then asked
-    only of modules that have one.
+    An adapter may have `holds`, paths of attributes: `matches` is then called only for modules that have one of them.
     """
 
     @property
@@ -434,7 +453,7 @@ class Adapter(Protocol):
 
 
 adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architectures", "driftlens.adapters")
-"""One file of this package each; modules of no family are left to `sequential_chain`."""
+"""Adapters by name; `sequential_chain` handles modules without an adapter."""
 
 
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
@@ -460,8 +479,8 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
         return hidden
     if hidden.dim() > 3 and how in ("cls", "last"):
         raise SpecError(
-            f"pool {how!r} wants tokens [n, t, d]; the features are {list(hidden.shape)}, channels before space",
-            hint="Pool them with `mean`, over space, or with `all`.",
+            f"pool {how!r} requires tokens [n, t, d]; the features are {list(hidden.shape)}, channels before space",
+            hint="Use `mean`, the mean over space, or `all`.",
         )
     if hidden.dim() > 3 and how == "mean":
         return hidden.flatten(2).mean(dim=2)
@@ -479,14 +498,21 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         return hidden.mean(dim=1)
     weights = mask.to(hidden.dtype)
+    # At least 1: a sample without tokens has zeros, not NaN.
     return (hidden * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True).clamp_min(1)
 
 
 def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
-    """Return checkpoint tensors with the given layer parameters written into them, each computed on access.
+    """Return checkpoint tensors with new layer parameters, each computed on access.
 
-    `start` is the model that is changed, under the skeleton's key names: it gives layout, dtype and all other rows of
-    fused tensors.
+    Args:
+        chain: the model's layers.
+        parameters: the new parameters, by layer index and name.
+        start: the changed model under the skeleton's key names; its tensors provide layout, dtype, and the rows of
+            packed tensors that have no new parameter.
+
+    Returns:
+        Checkpoint key -> tensor, for the keys that `parameters` change.
     """
     touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
     for index, name in parameters:
@@ -494,7 +520,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         touched.setdefault(slot.key, []).append(((index, name), slot))
 
     def whole(key: str) -> Tensor:
-        tensor = start.read(key).clone()
+        tensor = start.read(key).clone()  # other rows of a packed tensor keep their values
         for parameter, slot in touched[key]:
             value = parameters[parameter]
             rows = slice(None) if slot.rows is None else slice(*slot.rows)

@@ -1,4 +1,4 @@
-"""Causal language models by structure: what can't be taken apart as its library runs it is refused by name."""
+"""Causal language models by structure: what can't be split into layers as its library runs it is refused by name."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from driftlens.models.architecture import weightless
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.hf_auto import PADDED, built
 from driftlens.models.architectures.module_list import block_list
-from driftlens.models.architectures.vlm import decoder_path, sighted_chain, tower_list
+from driftlens.models.architectures.vlm import decoder_path, tower_list, vision_language_chain
 from driftlens.models.chain import LayerChain
 from driftlens.models.texts import as_the_library
 from driftlens.utils.errors import IncompatibleModelsError
@@ -39,7 +39,7 @@ def taken_apart(module: Any, batch: Any) -> LayerChain:
     decoder = decoder_path(shell)
     blocks, _ = block_list(shell.get_submodule(decoder), None)
     blind, _ = causal_chain(shell, PADDED, f"{decoder}.{blocks}")
-    return sighted_chain(shell, batch, tower_list(shell), blind)
+    return vision_language_chain(shell, batch, tower_list(shell), blind)
 
 
 def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]]:

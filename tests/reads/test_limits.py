@@ -77,7 +77,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_promises.py::test_json_that_is_none_in_an_index_or_in_lines",
     ),
     "configuration of a model": (
-        f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MOST_FILLED:,} values filled "
+        f"{loading.MOST_LAYERS:,} layers, {loading.MOST_LABELS:,} labels, {architecture.MAX_FILLED:,} values filled "
         "into one tensor while it is built",
         "reads/test_limits.py::test_configurations",
     ),
@@ -172,7 +172,7 @@ def test_tensors_that_no_model_has_are_not_filled() -> None:
 
     def build() -> torch.nn.Module:
         made = torch.nn.Module()
-        made.weight = torch.nn.Parameter(torch.randn(architecture.MOST_FILLED + 1))
+        made.weight = torch.nn.Parameter(torch.randn(architecture.MAX_FILLED + 1))
         return made
 
     with pytest.raises(ValueError, match="are filled in"):

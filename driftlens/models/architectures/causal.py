@@ -81,12 +81,12 @@ def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsErr
     """Return the error for a language model that can't be split into layers."""
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(
-        f"{kind} can't be taken apart as a causal language model: {reason}", hint=hint or _WRAPPED
+        f"{kind} can't be split into layers as a causal language model: {reason}", hint=hint or _WRAPPED
     )
 
 
 @dataclass(eq=False)
-class Behind:
+class AfterHead:
     """The steps of a model's forward pass between its head and its scores, as a function of the head's output.
 
     Attributes:
@@ -110,7 +110,16 @@ class Behind:
     def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
-        """Compute scores of the cores' output with another head; `weights` replace some of the model's."""
+        """Compute the scores of a model whose cores return the given features.
+
+        Args:
+            features: [n, t, d].
+            head: replaces the head.
+            weights: replace some of the model's weights, by key.
+
+        Returns:
+            [n, t, classes].
+        """
         answers = [
             (core, features if answer is None else answer(last_hidden_state=features))
             for core, answer in self.cores
@@ -123,7 +132,7 @@ class Behind:
         return scores
 
 
-def slope(behind: Behind, width: int) -> float:
+def slope(behind: AfterHead, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
     return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
 
@@ -139,11 +148,12 @@ class _Trace:
     reads_last: bool = True
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
-    def run(self, example: Any) -> tuple[str, Behind | None]:
+    def run(self, example: Any) -> tuple[str, AfterHead | None]:
         """Return the path of the module whose output the head reads, and the steps after the head, if any."""
         blocks = {path: self.whole.get_submodule(path) for path in self.paths}
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
+        # Random outputs of the head, because equal ones would hide steps that depend on their order.
         numbers = torch.Generator().manual_seed(0)
 
         def score(features: Tensor) -> Tensor:
@@ -154,7 +164,7 @@ class _Trace:
 
         with replaced_forwards([(self.head, score)]), self._watching():
             scores: Tensor = BlockRunner(self.whole, blocks).whole(example).logits
-        behind = Behind(self.whole, tuple(self.answers), self.head)
+        behind = AfterHead(self.whole, tuple(self.answers), self.head)
         return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
 
     def _final(self, read: Tensor) -> str:
@@ -166,13 +176,14 @@ class _Trace:
             path, entered, _ = outputs[0]
             self.reads_last = is_view(entered, last)
             is_behind = order.index(path) > order.index(self.paths[-1])
+            # With several streams, the final feature is computed from their mix.
             is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
             if order.count(path) == 1 and (self.reads_last or is_made):
                 return path
         self.reads_last = False
         return next(path for path, module in self.whole.named_modules() if module is self.head)
 
-    def _checked(self, behind: Behind, outputs: Tensor, scores: Tensor) -> Behind | None:
+    def _checked(self, behind: AfterHead, outputs: Tensor, scores: Tensor) -> AfterHead | None:
         """Return `behind`, or None if it changes nothing; raise if it does not reproduce scores."""
         parts = (slice(None), slice(1, 4))
         if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):

@@ -53,7 +53,7 @@ from driftlens.models.preprocessing import (
 )
 from driftlens.utils.errors import IncompatibleModelsError
 
-_BESIDE = (
+_HEAD_PREFIXES = (
     "pooler.",
     "classifier.",
     "pre_classifier.",
@@ -105,9 +105,8 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
         return architecture
     assert architecture.preprocess is not None
     notice = (
-        f"{request.source} is a model of images and texts: of its image tower the final feature is what a classifier "
-        "would read, the mean over patches. The attention pooling behind its image embeddings and its text tower play "
-        "no part in it; saved folders keep them."
+        f"{request.source} is a model of images and texts. Its final feature is the input of a classifier, the mean "
+        "over patches of the image tower. Attention pooling and text tower are not used; saved folders keep them."
     )
     notices = " ".join(filter(None, (architecture.preprocess.notice, notice)))
     return replace(architecture, preprocess=replace(architecture.preprocess, notice=notices))
@@ -142,7 +141,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     if hides:  # the encoder of a masked autoencoder gets whole images
         config.mask_ratio = 0.0
     skeleton = weightless(partial(built, model_class, config), source)
-    names, ignored = file_names(skeleton), passed_over(skeleton)
+    names, ignored = file_names(skeleton), ignored_patterns(skeleton)
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
     inside = (f"{core}.", f"{classifier}.")
@@ -442,10 +441,13 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     return [*plain, *alone, *within]
 
 
-def passed_over(skeleton: Any) -> tuple[str, ...]:
+def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
     """Return patterns of names in files that the library does not read."""
     config = skeleton.config.get_text_config()
-    depth, further = getattr(config, "num_hidden_layers", 0), (getattr(config, key, 0) for key in _FURTHER)
+    depth, further = (
+        getattr(config, "num_hidden_layers", 0),
+        (getattr(config, key, 0) for key in _EXTRA_LAYERS),
+    )
     count = max((n for n in further if isinstance(n, int)), default=0)
     behind = [rf"\blayers\.{depth + n}\." for n in range(count)]
     return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *behind)
@@ -457,7 +459,7 @@ def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tupl
     parts = [f"{classifier}."] if classifier else []
     parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
     keys = [key.removeprefix(core) for key in skeleton.state_dict()]
-    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in keys)]
+    parts += [part for part in _HEAD_PREFIXES if not any(key.startswith(part) for key in keys)]
     return (*parts, *(core + part for part in parts))
 
 
@@ -475,7 +477,7 @@ PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.t
 """An example for a decoder without a tokenizer: two rows, one of them padded."""
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """Buffers in old checkpoints."""
-_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Configurations' numbers of layers for multi-token prediction, which the library does not run."""
 
 
@@ -503,7 +505,7 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=Spellings(spellings(names, skeleton), ignored=passed_over(skeleton), is_lenient=True),
+        layout=Spellings(spellings(names, skeleton), ignored=ignored_patterns(skeleton), is_lenient=True),
         preprocess=preprocess,
         folder=text_folder(stated, _DECODER_USAGE),
         lm=lm,

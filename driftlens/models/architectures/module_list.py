@@ -238,7 +238,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
-        with Watch() as before:
+        with ReadRecorder() as before:
             features = parts.stem(outer, state, side)
         weights = own_weights(module)  # buffers may be real where parameters are on meta
         device = features["hidden"].device
@@ -259,14 +259,14 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
                 is_residual.append(side.calls[position].entered == side.calls[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
-        with Watch() as behind, ExitStack() as hooks:
+        with ReadRecorder() as behind, ExitStack() as hooks:
             if parts.final:  # such a head reads nothing before the last block
                 last = parts.blocks[-1].register_forward_hook(lambda *_: behind.seen.clear())
                 hooks.callback(last.remove)
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
-    return _Pieces(sites, is_residual, among(outer, before), among(outer, behind), modality)
+    return _Pieces(sites, is_residual, names_read(outer, before), names_read(outer, behind), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:
@@ -277,7 +277,7 @@ def _read_by(module: nn.Module) -> Modality:
     return replace(TEXT, pool="last" if is_causal else "mean")
 
 
-def among(weights: dict[str, Tensor], watch: Watch) -> frozenset[str]:
+def names_read(weights: dict[str, Tensor], watch: ReadRecorder) -> frozenset[str]:
     """Return the names of weights that an operation read."""
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
@@ -289,7 +289,7 @@ def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in sites_run_once)
 
 
-class Watch(TorchFunctionMode):
+class ReadRecorder(TorchFunctionMode):
     """Records the `id` of everything that operations read; valid for objects that live throughout."""
 
     def __init__(self) -> None:
@@ -306,7 +306,13 @@ class Watch(TorchFunctionMode):
 def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None = None) -> None:
     """Raise if two passes of a model over one batch in eval mode are not bit-identical.
 
-    With `chain`, only the layers of the chain run, such as the image tower of a whole CLIP.
+    Args:
+        module: the model.
+        batch: a batch of raw inputs.
+        chain: runs only these layers, such as the image tower of a whole CLIP; None runs the model.
+
+    Raises:
+        NumericsError: the outputs differ.
     """
     first, second = (
         result(run(module, raw_inputs(batch)))

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.unsupported import LIVE, is_seq2seq
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
-from driftlens.models.architectures.causal import Behind, slope
+from driftlens.models.architectures.causal import AfterHead, slope
 from driftlens.models.architectures.hf_auto import (
     SEQ2SEQ,
     file_names,
+    ignored_patterns,
     language_model,
-    passed_over,
     text_folder,
 )
 from driftlens.models.architectures.module_list import block_list, sequential_chain
@@ -60,7 +60,7 @@ from driftlens.models.tracing.hooks import call, observe, run_until
 from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
-_READ = "encoder_hidden_states"
+_ENCODER_FEATURES = "encoder_hidden_states"
 """The name of the decoder's argument for the encoder's features."""
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -101,7 +101,7 @@ class _Stack:
         return SideInputs(tensors, calls, whole.inputs.values[self.name])
 
 
-class _Pair:
+class _EncoderDecoder:
     """The layers of an encoder-decoder as functions of parameters and features; the module does not change."""
 
     def __init__(self, whole: Any, example: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,7 @@ class _Pair:
         path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
         is_decoder = name == "decoder"
         inputs = self._decoder_inputs(batch) if is_decoder else self._encoder_inputs(batch)
-        beside = {_READ: "encoder"} if is_decoder else {}
+        beside = {_ENCODER_FEATURES: "encoder"} if is_decoder else {}
         if not path or not beside.keys() <= inputs.keys():
             raise SpecError(f"its {name} is not a module that is called separately")
         listed, blocks = block_list(module, None)
@@ -158,7 +158,7 @@ class _Pair:
         inputs = {
             "input_ids": ids,
             "attention_mask": batch["decoder_attention_mask"],
-            _READ: number.expand(len(ids), *block_call.left),
+            _ENCODER_FEATURES: number.expand(len(ids), *block_call.left),
         }
         if "attention_mask" in batch:
             inputs["encoder_attention_mask"] = batch["attention_mask"]
@@ -253,7 +253,9 @@ class _Pair:
     ) -> State:
         own_side = stack.side(side)
         if stack is self.decoder:
-            own_side = replace(own_side, tensors={**own_side.tensors, f"inputs.{_READ}": state["encoder"]})
+            own_side = replace(
+                own_side, tensors={**own_side.tensors, f"inputs.{_ENCODER_FEATURES}": state["encoder"]}
+            )
         output = block.call(parameters, {"hidden": state[stack.stream]}, own_side, tap)
         return {**state, stack.stream: output["hidden"]}
 
@@ -399,7 +401,7 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
         raise _not_seq2seq(whole, "its blocks mix experts")
-    parts = _Pair(whole, example)
+    parts = _EncoderDecoder(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     return parts.chain(), None if head is None else _Scores(whole, parts, head).traced()
 
@@ -407,7 +409,9 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
 def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
     """Return the error for an encoder-decoder that can't be split into layers."""
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
-    return IncompatibleModelsError(f"{kind} can't be taken apart as an encoder-decoder: {reason}", hint=LIVE)
+    return IncompatibleModelsError(
+        f"{kind} can't be split into layers as an encoder-decoder: {reason}", hint=LIVE
+    )
 
 
 @dataclass(eq=False)
@@ -415,7 +419,7 @@ class _Scores:
     """Finds the steps between the decoder's features and the scores, by passes without the stacks."""
 
     whole: Any
-    parts: _Pair
+    parts: _EncoderDecoder
     head: Any
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -425,7 +429,7 @@ class _Scores:
             raise _not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
         cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
-        behind = Behind(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
+        behind = AfterHead(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
         features, outputs = self._random(self.head.in_features), self._random(self.head.out_features)
         inputs: list[Tensor] = []
 
@@ -551,7 +555,7 @@ def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spel
     copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
     plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
     names = [plain, *({**plain, same: copy} for copy, same in copies.items())]
-    return Spellings(names, (*copies, *computed), passed_over(skeleton), is_lenient=True)
+    return Spellings(names, (*copies, *computed), ignored_patterns(skeleton), is_lenient=True)
 
 
 _USAGE = """\

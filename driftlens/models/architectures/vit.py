@@ -122,7 +122,7 @@ class ClipViT:
         reason = self._why_not(module)
         if reason is not None:
             raise IncompatibleModelsError(
-                f"this model of {self.library} can't be taken apart: {reason}",
+                f"this model of {self.library} can't be split into layers: {reason}",
                 hint=f"Supported are {self.supported}. {LIVE}",
             )
         tower, prefix = self._tower(module)
@@ -285,14 +285,14 @@ def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInpu
     pixels = _pixels(inputs)
     if tuple(pixels.shape[1:]) != shape:
         raise DataError(
-            f"a batch of pixels is {list(pixels.shape)}; the image tower wants [n, {', '.join(map(str, shape))}]",
+            f"a batch of pixels is {list(pixels.shape)}; the image tower expects [n, {', '.join(map(str, shape))}]",
             hint="Prepare images as the model's own processor does.",
         )
     return {"pixels": pixels}, SideInputs()
 
 
 def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str) -> list[State]:
-    """Return what the modules at `paths` return in one pass in eval mode; of tuples the first entry counts."""
+    """Return the outputs of the modules at `paths` in one pass in eval mode, of tuples the first entry."""
     outputs: dict[str, Tensor] = {}
 
     def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:

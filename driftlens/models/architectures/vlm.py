@@ -33,12 +33,12 @@ from driftlens.models.architectures.causal import causal_chain, not_causal
 from driftlens.models.architectures.hf_auto import (
     PADDED,
     file_names,
+    ignored_patterns,
     language_model,
-    passed_over,
     spellings,
     text_folder,
 )
-from driftlens.models.architectures.module_list import Watch, among, block_list
+from driftlens.models.architectures.module_list import ReadRecorder, block_list, names_read
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.preprocessing import (
     Preprocess,
@@ -63,7 +63,9 @@ from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
-_BLIND = "all samples are texts, so the vision tower and the projector did not run and stay as merged"
+_TEXT_ONLY_NOTICE = (
+    "all samples are texts, so the vision tower and the projector did not run and stay as merged"
+)
 _USAGE = """\
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -119,8 +121,8 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
     if preprocess is not None and request.pictured:
         example = processed_example(preprocess, skeleton.config, source)
-        chain = sighted_chain(skeleton, example, tower_list(skeleton), chain)
-    names, ignored = file_names(skeleton), passed_over(skeleton)
+        chain = vision_language_chain(skeleton, example, tower_list(skeleton), chain)
+    names, ignored = file_names(skeleton), ignored_patterns(skeleton)
     plain = _plain_names(names, decoder, lm.head)
     return Architecture(
         loader="hf-vlm",
@@ -145,7 +147,7 @@ def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
     texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
     assert texts.texts is not None
     reader = WordReader(**texts.texts.parts)
-    notice = " ".join(filter(None, (texts.notice, _BLIND)))
+    notice = " ".join(filter(None, (texts.notice, _TEXT_ONLY_NOTICE)))
     return replace(texts, transform=reader, texts=reader, notice=notice)
 
 
@@ -168,8 +170,8 @@ def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, st
     }
 
 
-_OF_TOWER = ("vision_mask", "vision_places", "vision_rows")
-_AT_IMAGES = "image_tokens"
+_TOWER_TENSORS = ("vision_mask", "vision_places", "vision_rows")
+_IMAGE_TOKENS = "image_tokens"
 _DEEPSTACK = "deepstack_visual_embeds"
 """The decoder's argument of features that it adds to the outputs of its first blocks."""
 
@@ -184,40 +186,40 @@ def tower_list(whole: Any) -> str:
     raise not_causal(whole, "no module outside its decoder has a list of blocks, as a vision tower does")
 
 
-def sighted_chain(whole: Any, example: Any, tower: str, blind: LayerChain) -> LayerChain:
+def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: LayerChain) -> LayerChain:
     """Return the layers of a vision-language model, which may be on meta, by a pass over a batch with images.
 
     Args:
         whole: the library's model with its head.
         example: a batch as `together` and the tokenizer make it.
         tower: path of the list of the tower's blocks.
-        blind: the chain of its decoder alone.
+        text_chain: the chain of its decoder alone.
 
     Raises:
         IncompatibleModelsError: the vision tower keeps features in space.
     """
-    parts = _Sighted(whole, tower, blind)
+    parts = _VisionLanguageRunner(whole, tower, text_chain)
     layers = parts.traced(example)
     return replace(
-        blind,
+        text_chain,
         layers=layers,
         start=parts.start,
         library_states=parts.library_states,
         require_shared=parts.require_shared,
         modality=replace(TEXT, pool="last"),
-        token_weights={**blind.token_weights, "images": lambda _, side: side[_AT_IMAGES]},
-        settings={**blind.settings, "tower": tower},
+        token_weights={**text_chain.token_weights, "images": lambda _, side: side[_IMAGE_TOKENS]},
+        settings={**text_chain.settings, "tower": tower},
     )
 
 
-class _Sighted(BlockRunner):
+class _VisionLanguageRunner(BlockRunner):
     """Runs the blocks of a vision tower, the projector, and the blocks of the decoder."""
 
-    def __init__(self, whole: Any, tower: str, blind: LayerChain) -> None:
+    def __init__(self, whole: Any, tower: str, text_chain: LayerChain) -> None:
         _, towers = block_list(whole, tower)
-        _, decoders = block_list(whole, str(blind.settings["blocks"]))
-        super().__init__(whole, {**towers, **decoders}, None, blind.final or "")
-        self.count, self.blind, self.tower = len(towers), blind, tower
+        _, decoders = block_list(whole, str(text_chain.settings["blocks"]))
+        super().__init__(whole, {**towers, **decoders}, None, text_chain.final or "")
+        self.count, self.text_chain, self.tower = len(towers), text_chain, tower
         self.decoder, self.image_token = whole.get_decoder(), int(whole.config.image_token_id)
         self.kept: tuple[int, ...] = ()
         self.width = 1
@@ -225,7 +227,7 @@ class _Sighted(BlockRunner):
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return an empty state and the side inputs, which include pixels: these are per image, not per sample."""
         if not _is_pictured(inputs):
-            state, side = self.blind.start(inputs)
+            state, side = self.text_chain.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
             tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
             calls: Any = (*[None] * self.count, *side.calls)
@@ -239,7 +241,7 @@ class _Sighted(BlockRunner):
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
-        with _given(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
+        with _recorded_arguments(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
             recording = self._observed(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
         entered = [*[{}] * self.count, *entered]
@@ -261,12 +263,12 @@ class _Sighted(BlockRunner):
         """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
         if _is_pictured(inputs):
             super().require_shared(models, as_the_library(inputs))
-        elif self.blind.require_shared is not None:
-            self.blind.require_shared(models, inputs)
+        elif self.text_chain.require_shared is not None:
+            self.text_chain.require_shared(models, inputs)
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Return the state before the first block of the tower."""
-        if _AT_IMAGES not in side:
+        if _IMAGE_TOKENS not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
         args, kwargs = side.raw_inputs().arguments({})
@@ -283,7 +285,7 @@ class _Sighted(BlockRunner):
         tap: Tap | None = None,
     ) -> State:
         """Return the state after a block of the tower; taps get tokens by samples, even if the block packs them."""
-        if _AT_IMAGES not in side:
+        if _IMAGE_TOKENS not in side:
             return state
         shape = (-1, *side.call(position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
@@ -310,9 +312,9 @@ class _Sighted(BlockRunner):
         Taps get image features as the decoder has them, [n, t, k], with zeros at other tokens.
         """
         weights = {slots[name].key: value for name, value in parameters.items()}
-        if _AT_IMAGES not in side:
+        if _IMAGE_TOKENS not in side:
             return self._projected(weights, (), side)
-        mask = side[_AT_IMAGES]
+        mask = side[_IMAGE_TOKENS]
         inner_tap = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
         with tapped(self.module.get_submodule(path), sites, inner_tap):
             return self._projected(weights, self._tower_outputs(state, side), side)
@@ -324,7 +326,7 @@ class _Sighted(BlockRunner):
             (block, lambda *_, output=output, **__: output)
             for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         ]
-        with replaced_forwards(bypassed), _given(self.decoder) as given:
+        with replaced_forwards(bypassed), _recorded_arguments(self.decoder) as given:
             state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
         return {**_deepstack(given), **state}
 
@@ -357,11 +359,11 @@ class _Sighted(BlockRunner):
         state, side = self.start(example)
         outer = self.stand_ins(next(tensor.device for tensor in side.values()))
         with torch.no_grad():
-            with Watch() as before:
+            with ReadRecorder() as before:
                 state = self.stem(outer, state, side)
             self.width = state["vision"].shape[-1]
             outputs = self._tower_outputs(state, side)
-            with Watch() as between:
+            with ReadRecorder() as between:
                 state = self._projected(outer, outputs, side)
         features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
         self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
@@ -369,8 +371,8 @@ class _Sighted(BlockRunner):
         for position in range(len(self.blocks)):
             sites, state = self._sites(position, side, state)
             blocks.append(sites)
-        stem = [name for name in outer if name in among(outer, before)]
-        projected = [name for name in outer if name in among(outer, between)]
+        stem = [name for name in outer if name in names_read(outer, before)]
+        projected = [name for name in outer if name in names_read(outer, between)]
         projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
         return self._layers(blocks, stem, projector, side)
 
@@ -391,7 +393,7 @@ class _Sighted(BlockRunner):
                 self.stem,
                 stream="vision",
                 pool="mean",
-                needs=_AT_IMAGES,
+                needs=_IMAGE_TOKENS,
             )
         ]
         for position, sites in enumerate(blocks):
@@ -411,10 +413,10 @@ class _Sighted(BlockRunner):
                     pool="mean" if is_tower else None,
                     is_residual=block_call.entered == block_call.left,
                     no_sites=no_sites(self.blocks[position], self.slots[position], sites),
-                    needs=_AT_IMAGES if is_tower else "",
+                    needs=_IMAGE_TOKENS if is_tower else "",
                 )
             )
-        head = self.blind.layers[-1]
+        head = self.text_chain.layers[-1]
         return (*layers, replace(head, index=len(layers) + 1, call=self.head))
 
     def _projector(
@@ -426,7 +428,7 @@ class _Sighted(BlockRunner):
         module, inside = self.module.get_submodule(path), f"{path}."
         slots = {name.removeprefix(inside): Slot(name) for name in projected}
         names = [name.removeprefix(inside) for name in inner if name.startswith(inside)]
-        count, rows = int(side[_AT_IMAGES].sum()), dict[str, int]()
+        count, rows = int(side[_IMAGE_TOKENS].sum()), dict[str, int]()
         called, _ = traced_sites(module, names, run, {"hidden": torch.empty(count, 1)})
 
         def note(name: str, x: Tensor) -> None:
@@ -441,12 +443,12 @@ class _Sighted(BlockRunner):
         )
         layer_call = partial(self._project, path, slots, sites)
         left_alone = no_sites(module, names, sites)
-        options: Any = {"no_sites": left_alone, "needs": _AT_IMAGES}
+        options: Any = {"no_sites": left_alone, "needs": _IMAGE_TOKENS}
         return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
 
     def _projector_path(self, names: list[str]) -> str:
         """Return the path of the projector: the module of the last weight that is not the embedding of texts."""
-        table = f"{self.blind.layers[0].path}."
+        table = f"{self.text_chain.layers[0].path}."
         single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
         last = [name for name in single if not name.startswith(table)][-1:] or [table]
         inside, tower = last[0].split("."), self.tower.split(".")
@@ -521,7 +523,7 @@ class _Sighted(BlockRunner):
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
         at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
-        tensors = dict(zip(_OF_TOWER, (mask, places, rows), strict=True)) | {_AT_IMAGES: at_images}
+        tensors = dict(zip(_TOWER_TENSORS, (mask, places, rows), strict=True)) | {_IMAGE_TOKENS: at_images}
         if bool(mask.all()):
             del tensors["vision_mask"]
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
@@ -584,7 +586,7 @@ def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[
 
 
 @contextlib.contextmanager
-def _given(decoder: nn.Module) -> Iterator[dict[str, Any]]:
+def _recorded_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
     """Record the keyword arguments of the decoder's calls in the body of a `with` statement."""
     given: dict[str, Any] = {}
     hook = decoder.register_forward_pre_hook(

@@ -308,8 +308,6 @@ def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> t
     return float(np.mean(shared)), float(trusted)
 
 
-__all__ = ["METHODS", "Method", "Projection", "project", "stored_projection"]
-
 _STEPS = ("reading features", "laying out", "comparing neighbours")
 _LIBRARIES: Mapping[Method, Sequence[str]] = {
     "pca": ("numpy", "scikit-learn"),
@@ -396,8 +394,8 @@ def project(
         doing = f": {_STEPS[number]}" if number < len(_STEPS) else ""
         reporter.step("layout", number, len(_STEPS), f"{settings.method} of {task}{doing}")
 
-    projection = _stored(opened, digest)
-    if projection is None:
+    projection = _stored(opened, settings, features)
+    if projection is None or projection.digest != digest:
         enter(0)
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
@@ -434,9 +432,7 @@ def stored_projection(
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     settings = settings_of(opened, task, request)
-    features = _feature_digests(opened, settings)
-    digest = _content_key(settings, features, _versions(settings))
-    return _stored(opened, digest) or _stored_like(opened, settings, features)
+    return _stored(opened, settings, _feature_digests(opened, settings))
 
 
 def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionRequest()) -> Projection:
@@ -448,7 +444,7 @@ def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
     """Return SHA-256 digests of the features of every role, which decide a layout."""
     digests = {}
     for role in settings.roles:
-        run.features(settings.task, role, settings.layer)  # says what is missing
+        run.features(settings.task, role, settings.layer)  # raises if they are not stored
         relative = layout.feature_file(settings.task, role, settings.layer)
         listed = run.manifest.files.get(relative)
         digests[role] = listed.sha256 if listed else sha256_of(run.path / relative)
@@ -483,17 +479,13 @@ def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -
         write_json_atomic(path, record)
 
 
-def _stored(run: DriftRun, digest: str) -> Projection | None:
-    path = run.path / _FOLDER / f"{digest}.json"
-    return _read(path, _record(path)) if path.exists() else None
-
-
-def _stored_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
-    """Return the newest projection of these features and settings by any library versions."""
+def _stored(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
+    """Return the newest stored projection of these features and settings, by any library versions."""
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    wanted = {"settings": settings.as_dict(), "features": dict(features)}
-    for path, record in [(path, _record(path)) for path in reversed(paths)]:
-        if {name: record.get(name) for name in wanted} == wanted:
+    key = {"settings": settings.as_dict(), "features": dict(features)}
+    for path in reversed(paths):
+        record = _record(path)
+        if {name: record.get(name) for name in key} == key:
             return _read(path, record)
     return None
 
@@ -503,8 +495,9 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
         record = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
-    if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise RunError(f"{path} is no description of a projection that this DriftLens knows", hint=_VERIFY)
+    fields = {"settings", "features", "quality", *_AS_THEY_ARE}
+    if not isinstance(record, dict) or record.get("format") != _FORMAT or not fields <= record.keys():
+        raise RunError(f"{path} does not describe a projection of format {_FORMAT}", hint=_VERIFY)
     return record
 
 

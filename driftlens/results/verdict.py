@@ -82,29 +82,13 @@ def _nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
 
 @remembered
 def comparison(run: DriftRun) -> Mapping[str, Any]:
-    """Return the newest comparison of the run's merge with others, in the run or next to it; empty without one."""
-    beside = sorted(run.path.parent.glob(f"*/{COMPARISON}")) if run.path.parent.is_dir() else []
-    for file in itertools.chain([run.path / MERGES / COMPARISON], beside):
-        try:
-            ranking = from_json(file.read_text(encoding="utf-8"))
-            if file.parent.parent == run.path or _is_about(ranking, run):
-                [*_nearer_merge(ranking)]  # all that will be read of it
-                return dict(ranking)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # a stranger's file, or none
-    return {}
-
-
-def _is_about(ranking: Mapping[str, Any], run: DriftRun) -> bool:
-    """Return True if a comparison that is stored elsewhere has the run's name, tasks and present merge."""
-    merge = run.manifest.merge
-    present = next((row for row in ranking["merges"] if row["merge"] == ranking.get("present")), None)
-    return (
-        present is not None
-        and (ranking["name"], {*ranking["samples"]}) == (run.name, {*run.tasks})
-        and present["method"] == merge.get("method")
-        and present["settings"].items() <= merge["parameters"].items()
-    )
+    """Return the comparison of the run's merge with others, as stored in the run; empty without one."""
+    try:
+        ranking = dict(from_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
+        [*_nearer_merge(ranking)]  # fails on a file that is no comparison
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return ranking
 
 
 def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:

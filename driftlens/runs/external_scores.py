@@ -117,11 +117,7 @@ def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
         for group, members in about["groups"].items():
             subtasks.setdefault(group, set()).update(members)
 
-    def below(group: str, passed: frozenset[str]) -> set[str]:
-        members = subtasks.get(group, set()) - passed
-        return members.union(*(below(member, passed | members) for member in members))
-
-    return [name for name in names if not below(name, frozenset({name})) & {*names}]
+    return [name for name in names if not subtasks.get(name, set()) & {*names}]
 
 
 def _measured(document: dict[str, Any]) -> _Results:
@@ -130,7 +126,10 @@ def _measured(document: dict[str, Any]) -> _Results:
         _by_task(document["results"])
         return _of_harness(document)
     scores = _by_task({task: of for task, of in document.items() if task != "config"})
-    by_task = {task: dict(sorted(_flat(of, task), key=_is_of_part)) for task, of in scores.items()}
+    by_task = {
+        task: dict(sorted(_flat(of, task), key=lambda score: not score[0].startswith(_WHOLE)))
+        for task, of in scores.items()
+    }
     if isinstance(document.get("config"), dict):
         kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
         return _Results(_BIGCODE, by_task, about=kept)
@@ -165,21 +164,22 @@ def _of_harness(document: Mapping[str, Any]) -> _Results:
 
 
 def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The members of each group; files that don't list them write subtasks below their group, further in."""
+    """Return the members of each group."""
     listed = {
         group: [str(name) for name in members]
         for group, members in _part(document, "group_subtasks").items()
         if isinstance(members, list) and members
     }
-    above: list[tuple[int, str]] = []
-    for task, of in document["results"].items():
-        name = str(of.get("alias", ""))
+    # Older files list no members; they indent the names of subtasks below their group.
+    groups: list[tuple[int, str]] = []
+    for task, scores in document["results"].items() if "group_subtasks" not in document else ():
+        name = str(scores.get("alias", ""))
         depth = len(name) - len(name.lstrip(" -"))
-        above = [(at, group) for at, group in above if at < depth]
-        if above and "group_subtasks" not in document:
-            listed.setdefault(above[-1][1], []).append(task)
-        above.append((depth, task))
-    if _ALL in document["results"]:  # as leaderboards write it: of the others, whatever they are
+        groups = [(indent, group) for indent, group in groups if indent < depth]
+        for _, group in groups:
+            listed.setdefault(group, []).append(task)
+        groups.append((depth, task))
+    if _ALL in document["results"]:  # leaderboards list no members: it is the mean of all others
         listed.setdefault(_ALL, [task for task in document["results"] if task != _ALL])
     return listed
 
@@ -195,10 +195,6 @@ def _flat(
         elif _is_number(value):
             # WildJailbreak's harmless prompts are to be complied with, under the name of an attack's success.
             yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
-
-
-def _is_of_part(score: tuple[str, Any]) -> bool:
-    return not score[0].startswith(_WHOLE)
 
 
 def _rows(measured: _Results) -> list[dict[str, Any]]:

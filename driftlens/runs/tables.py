@@ -1,12 +1,13 @@
-"""Tables as frames and as Parquet files: rows are added, rows that are there keep their exact values."""
+"""Conversion of run tables between pandas and Parquet; existing rows of a file keep their exact values."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,33 +32,32 @@ _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bo
 _NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "bool")}
 _VERSION_KEY = b"driftlens.schema_version"
 _ADDED = b"driftlens.added"
-"""Marks columns that a diagnostic added beyond the schema: a reader without that diagnostic knows them by the file."""
+"""Marks columns that a diagnostic added to the schema, so that a reader without that diagnostic knows them."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 
 def empty(table: Table) -> pd.DataFrame:
-    """A frame without rows, with every column of `table` in its type."""
+    """Return a frame without rows that has every column of `table` in its type."""
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _frame_types(table).items()})
 
 
 def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
-    """The rows of `frame` as `table` wants them: all columns, in order, in their types, missing values NaN or NA.
+    """Return the rows of `frame` with all columns of `table`, in order and in their types; gaps are NaN or NA.
 
-    What doesn't fit is a mistake of the calling code, not of a user: a ValueError.
+    Raises:
+        ValueError: the rows don't fit the table, a mistake of the calling code.
     """
     unknown = [name for name in frame.columns if name not in table.names]
     if unknown:
-        raise ValueError(
-            f"table {table.name!r} has no column {unknown[0]!r}; it has {', '.join(table.names)}"
-        )
+        raise ValueError(f"table {table.name!r} has no column {unknown[0]!r}")
     for name in table.key:
         if name not in frame.columns:
             raise ValueError(f"rows for table {table.name!r} lack the key column {name!r}")
         if frame[name].isna().any():
             raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
     kinds = _frame_types(table)
-    # Arrays: of series pandas would compare the index of every one with that of all others.
+    # Arrays, because pandas would compare the indexes of series.
     columns = {column.name: _cast(frame, column, kinds[column.name]) for column in table.columns}
     rows = pd.DataFrame(columns, index=frame.index)
     twice = rows.duplicated(list(table.key))
@@ -67,17 +67,23 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
 
 
 def stored_table(path: pathlib.Path, table: Table) -> Table:
-    """The declaration of `table` with the columns behind it that diagnostics added to the file, if there is one."""
-    return table.extended(_added(_opened(path, lambda file: file.schema_arrow))) if path.exists() else table
+    """Return the declaration of `table`, extended by the columns that diagnostics added to the file."""
+    if not path.exists():
+        return table
+    with _opened(path) as file:
+        return table.extended(_added(file.schema_arrow))
 
 
 def stored_columns(path: pathlib.Path) -> list[str]:
-    """The columns that a table's file holds, in their order; none where there is no file."""
-    return list(_opened(path, lambda file: file.schema_arrow.names)) if path.exists() else []
+    """Return the columns of a table's file, in order; none without a file."""
+    if not path.exists():
+        return []
+    with _opened(path) as file:
+        return list(file.schema_arrow.names)
 
 
 def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
-    """The rows of a Parquet file as a frame: columns that an older schema lacked null, those of diagnostics behind."""
+    """Return a Parquet file as a frame; columns that an older schema lacks are null, those of diagnostics come last."""
     stored = _read(path, table)
     frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
     kinds, is_already = _frame_types(table.extended(_added(stored.schema))), frame.dtypes
@@ -85,20 +91,24 @@ def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
 
 
 def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
-    """Write what `appended` gives to a Parquet file, which is replaced whole or not at all."""
+    """Replace a Parquet file by the rows of `appended`, atomically."""
     rows = appended(path, table, frame, replace=replace)
     with atomic_path(path) as written:
-        write_rows(rows, written)
+        pq.write_table(rows, written)
 
 
 def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> pa.Table:
-    """The rows of a Parquet file, which need not be there yet, and those of a frame; earlier rows keep their bits.
+    """Return the rows of a Parquet file, if it exists, and those of a frame; earlier rows stay bit-identical.
 
-    With `replace` a new row takes the place of an earlier one with the same key.
+    Args:
+        path: the file.
+        table: its declaration.
+        frame: the new rows.
+        replace: replace earlier rows that have the same key; otherwise such rows are a ValueError.
     """
     if not path.exists():
         return _as_stored(frame, table)
-    # Earlier rows never become a frame on their way, so nothing can round or retype them.
+    # Earlier rows never pass through pandas, which might round or retype them.
     earlier = _read(path, table)
     table = table.extended(_added(earlier.schema))
     rows = _as_stored(frame, table)
@@ -117,16 +127,19 @@ def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: 
 
 
 def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
-    """The rows of a Parquet file with values put into columns of some; all other columns and rows keep their bits.
+    """Return the rows of a Parquet file with new values in some cells; all others stay bit-identical.
 
-    `frame` has the key and the columns to fill; a value that is missing leaves what is there.
+    Args:
+        path: the file.
+        table: its declaration.
+        frame: key columns and the columns to set; a missing value changes nothing.
     """
     earlier = _read(path, table)
     table = table.extended(_added(earlier.schema))
     rows = _as_stored(frame, table)
     places = _keys(rows, table).get_indexer(_keys(earlier, table))
     if (places >= 0).sum() != rows.num_rows:
-        raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows that are to be filled")
+        raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows to fill")
     there = pa.array(places, mask=places < 0)
     for name in (name for name in frame.columns if name not in table.key):
         position = earlier.schema.get_field_index(name)
@@ -136,7 +149,7 @@ def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
 
 
 def without(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> pa.Table | None:
-    """The rows of a Parquet file whose text `column` holds none of `values`; None where that is all of them."""
+    """Return the rows of a Parquet file whose text `column` has none of `values`; None if that is all of them."""
     if not path.exists():
         return None
     rows = _read(path, table)
@@ -144,20 +157,14 @@ def without(path: pathlib.Path, table: Table, column: str, values: Collection[st
     return left if left.num_rows < rows.num_rows else None
 
 
-def write_rows(rows: pa.Table, path: pathlib.Path) -> None:
-    """Write rows as a Parquet file."""
-    pq.write_table(rows, path)
-
-
 def _as_stored(frame: pd.DataFrame, table: Table) -> pa.Table:
-    """The rows of a frame as they are written to a file of their own."""
     schema, rows = _file_schema(table), conform(frame, table)
     columns = [pa.array(rows[field.name].array, field.type, from_pandas=True) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
-    """Integers of a key are plain ones: they are never null."""
+    # Integers of a key are never null, so they need no nullable type.
     return {
         column.name: np.dtype(np.int64)
         if column.dtype == "int" and column.name in table.key
@@ -172,16 +179,16 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
     values = frame[column.name]
     if values.dtype == kind:
         return values.array
-    what = f"column {column.name!r} holds {column.dtype}"
+    expected = f"column {column.name!r} holds {column.dtype}"
     if column.dtype == "str":
-        # pandas would write a number as text here, and a sample would no longer be found under its own name.
+        # pandas would convert a number to text here, and the row could not be found by its key any more.
         odd = [value for value in values.dropna() if not isinstance(value, str)]
         if odd:
-            raise ValueError(f"{what}, got {odd[0]!r}")
+            raise ValueError(f"{expected}, got {odd[0]!r}")
     try:
         return values.astype(kind).array
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{expected}: {error}") from error
 
 
 def _file_schema(table: Table) -> pa.Schema:
@@ -191,7 +198,7 @@ def _file_schema(table: Table) -> pa.Schema:
             column.name,
             _FILE_TYPES[column.dtype],
             metadata={"unit": column.unit, "meaning": column.meaning}
-            | ({} if column.name in declared else {_ADDED: json.dumps(_told(column))}),
+            | ({} if column.name in declared else {_ADDED: _declaration(column)}),
         )
         for column in table.columns
     ]
@@ -202,22 +209,24 @@ def _file_schema(table: Table) -> pa.Schema:
     )
 
 
-def _told(column: Column) -> dict[str, Any]:
-    # A reader of schema 1.0 knows no option.
-    return {name: value for name, value in dataclasses.asdict(column).items() if name != "option"}
+def _declaration(column: Column) -> str:
+    """Return a column's declaration as JSON."""
+    # Without the option, which readers of schema 1.0 don't know.
+    return json.dumps({name: value for name, value in dataclasses.asdict(column).items() if name != "option"})
 
 
 def _added(schema: pa.Schema) -> list[Column]:
-    """The columns of a file that a diagnostic added beyond the schema, in their order."""
+    """Return the columns that diagnostics added to a file, in order."""
     notes = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
     return [Column(**{**column, "range": tuple(column["range"])}) for column in notes]
 
 
-def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
-    """What `look` finds in a Parquet file."""
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file; raise a RunError if it can't be read."""
     try:
         with pq.ParquetFile(plain_file(path)) as file:
-            return look(file)
+            yield file
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error
     except (pa.ArrowException, OSError, EOFError) as error:
@@ -226,23 +235,20 @@ def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
 
 
 def _read(path: pathlib.Path, table: Table) -> pa.Table:
-    def look(file: pq.ParquetFile) -> pa.Table:
-        content = file.read()
-        content.validate(full=True)  # reading looks at no text: whether it is any would show later, anywhere
-        return content
-
-    stored = _opened(path, look)
+    with _opened(path) as file:
+        stored = file.read()
+        stored.validate(full=True)  # reading doesn't decode text, so invalid text would fail much later
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
     return _aligned(stored, table.extended(_added(stored.schema)), path)
 
 
 def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
-    """The columns of `table`: null where `stored` lacks one, without those of a newer minor version."""
+    """Return the columns of `table`; those that `stored` lacks are null, those of a newer minor version are dropped."""
     schema, names = _file_schema(table), {*stored.column_names}
     try:
         columns = [
-            (found if (found := stored.column(field.name)).type == field.type else found.cast(field.type))
+            stored.column(field.name).cast(field.type)
             if field.name in names or field.name in table.key
             else pa.nulls(stored.num_rows, field.type)
             for field in schema
@@ -261,13 +267,13 @@ def _first_key(rows: pd.DataFrame, table: Table) -> str:
 
 
 def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """One dict per row, of numbers, text, booleans and None; what was not measured is None, never NaN."""
+    """Return one dict per row with numbers, text, booleans and None; missing values are None, never NaN."""
     columns = {str(name): [plain(value) for value in frame[name]] for name in frame.columns}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def plain(value: Any) -> Any:
-    """One value as JSON knows it; what is missing or not finite is None."""
+    """Return a value as JSON represents it; missing values and numbers that are not finite are None."""
     if value is None or value is pd.NA:
         return None
     if isinstance(value, np.generic):
@@ -276,7 +282,7 @@ def plain(value: Any) -> Any:
 
 
 def csv_text(data: pd.DataFrame) -> str:
-    """The rows as CSV with every digit; text that a spreadsheet would take for a formula is marked as text."""
+    """Return the rows as CSV with every digit; text that a spreadsheet would run as a formula is quoted."""
     shown = data.copy()
     for name in shown.columns:
         if not pd.api.types.is_numeric_dtype(shown[name]):

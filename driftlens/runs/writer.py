@@ -1,4 +1,4 @@
-"""Writing a run: one process at a time, from the first file to the list of all of them."""
+"""Run directories for writing, by one process at a time. Entry points: `RunWriter.create` and `RunWriter.resume`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import pathlib
 import platform
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +31,18 @@ from driftlens.runs.manifest import (
     write_manifest,
 )
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
-from driftlens.runs.status import Failure, Owner, RunLock, StatusBoard, append_event, final_state, utc_now
-from driftlens.runs.tables import appended, filled, plain, without, write_rows
+from driftlens.runs.status import (
+    Failure,
+    Owner,
+    RunLock,
+    State,
+    Status,
+    append_event,
+    final_state,
+    utc_now,
+    write_status,
+)
+from driftlens.runs.tables import appended, filled, plain, without
 from driftlens.utils.diagnostic import Column
 from driftlens.utils.errors import Cancelled, RunError, SpecError
 from driftlens.utils.files import (
@@ -43,14 +54,17 @@ from driftlens.utils.files import (
     write_json_atomic,
     write_text_atomic,
 )
+from driftlens.utils.progress import ProgressEvent
 from driftlens.utils.variants import calibrated, control_of
+
+_STATUS_SECONDS = 0.5
 
 
 class RunWriter:
-    """The one process that writes to a run directory; every file is whole or absent. Use it as a context manager.
+    """The one process that writes to a run directory; every file is complete or absent. Use it as a context manager.
 
     Leaving the block finishes the run: every file is listed with its digest, and the state becomes "done".
-    After an exception the state is "failed" or "cancelled", and what was written stays. Either way the lock
+    After an exception the state is "failed" or "cancelled", and finished files stay. Either way the lock
     is released.
     """
 
@@ -58,9 +72,10 @@ class RunWriter:
         """Use `create` or `resume`."""
         self.folder = folder
         self.manifest = manifest
+        self.clock: Callable[[], float] = time.monotonic
         self._lock = lock
-        self._board = StatusBoard(folder, lock)
-        self.status, self.progress = self._board.post, self._board.progress
+        self._status = Status("running")
+        self._posted = float("-inf")
 
     @classmethod
     def create(
@@ -73,16 +88,24 @@ class RunWriter:
         live: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> RunWriter:
-        """A writer for a new run in a folder that is new or empty; with `force` a run that is there is replaced.
+        """Return a writer for a new run.
 
-        Files that are not the run's stay. `live` is the manifest's entry of that name.
+        Args:
+            path: a folder that is new or empty; files that DriftLens did not write stay.
+            spec_yaml: text of the run's spec.yaml.
+            spec_digest: digest of the spec.
+            name: the run's name.
+            live: the manifest's entry of that name.
+            force: replace a run that is in the folder.
+
+        Raises:
+            SpecError: the folder is occupied.
+            RunLockedError: another process writes to it.
         """
         folder = pathlib.Path(path)
         if not (folder / layout.GUARD).exists():
             refuse_occupied(folder, force=force)  # before the lock, which leaves a file behind
-        lock = RunLock(folder)
-        previous = lock.acquire()
-        try:
+        with _locked(folder) as (lock, previous):
             refuse_occupied(folder, force=force)
             for entry in layout.ENTRIES:
                 if entry not in (layout.LOCK, layout.GUARD):
@@ -90,33 +113,24 @@ class RunWriter:
             writer = cls(folder, new_manifest(name, spec_digest, live), lock)
             with writer._beginning("created", previous):
                 write_text_atomic(folder / layout.SPEC, spec_yaml)
-        except BaseException:
-            lock.release()
-            raise
         return writer
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
-        """A writer for a run that exists: one that was interrupted, or one that something is added to."""
+        """Return a writer for an existing run, to complete it or to add to it."""
         folder = pathlib.Path(path)
         read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
-        lock = RunLock(folder)
-        previous = lock.acquire()
-        try:
+        with _locked(folder) as (lock, previous):
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
-            writer = cls(
-                folder, dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION), lock
-            )
+            current = dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
+            writer = cls(folder, current, lock)
             with writer._beginning("resumed", previous):
                 now, before = versions(), manifest.versions
                 changed = [name for name in before if name in now and now[name] != before[name]]
                 if changed:
                     listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
                     writer.notice(f"resumed with {listed}")
-        except BaseException:
-            lock.release()
-            raise
         return writer
 
     def __enter__(self) -> Self:
@@ -129,7 +143,7 @@ class RunWriter:
             if error is not None:
                 self._end(error)
                 if isinstance(error, Exception) and not isinstance(error, Cancelled):
-                    self._lock.require_own()  # what a missing folder made fail says less than that it is missing
+                    self._lock.require_own()  # a missing folder explains the error that it caused
             else:
                 self.finish()
         except BaseException as late:
@@ -138,24 +152,41 @@ class RunWriter:
         finally:
             self._release()
 
+    def status(self, state: State, **fields: Any) -> None:
+        """Write the state of the run to its status.json; see `Status` for the fields."""
+        owner = Owner.this_process()
+        process = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
+        self._status = Status(state, **fields, **process)  # type: ignore[arg-type]
+        self._lock.beat()
+        self._lock.require_own()  # the folder may have been removed while the heartbeat was written
+        write_status(self.folder, self._status)
+        self._posted = self.clock()
+
+    def progress(self, event: ProgressEvent) -> None:
+        """Write an event to status.json, at most twice a second within a phase. This is a progress sink."""
+        self._lock.require_own()
+        is_news = event.phase != self._status.phase or event.done == event.total
+        if is_news or self.clock() - self._posted >= _STATUS_SECONDS:
+            self.status(self._status.state, **vars(event))
+
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """A block that does one phase; its state, time and memory are recorded. Ask `done` before.
+        """Record state, time and memory of the block as one phase; check `done` first.
 
-        It yields what else was used, to be filled in: other columns of the table `resources`.
+        Yields a dict for further columns of the table `resources`.
         """
         used: dict[str, Any] = {}
-        started, clock, energy = utc_now(), self._board.clock(), energy_wh()
+        started, clock, energy = utc_now(), self.clock(), energy_wh()
         self._set_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
             yield used
         except BaseException as error:
-            error.add_note(f"while {name} was done for {self.folder}")
-            with suppress(OSError):  # the disk may be what failed; the error at hand is the one to report
-                self._set_phase(name, PhaseInfo(final_state(error), self._board.clock() - clock, started))
+            error.add_note(f"in phase {name} of {self.folder}")
+            with suppress(OSError):  # the disk may have failed; report the first error
+                self._set_phase(name, PhaseInfo(final_state(error), self.clock() - clock, started))
             raise
-        seconds = self._board.clock() - clock
+        seconds = self.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
         if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:  # a counter may start again
             row["energy_wh"] = spent
@@ -163,11 +194,11 @@ class RunWriter:
         self._set_phase(name, PhaseInfo("done", seconds, started))
 
     def done(self, phase: str) -> bool:
-        """Whether the phase was finished, now or before the run was interrupted."""
+        """Return True if the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
     def finish(self) -> None:
-        """List every file with its digest, size and rows, and say that the run is done."""
+        """List every file with its digest, size and rows, and set the state to "done"."""
         listed = dict(self.manifest.files)  # these keep their entries: nothing was written to them since
         new = [relative for relative in run_files(self.folder) if relative not in listed]
         listed.update({relative: _describe_file(self.folder / relative) for relative in new})
@@ -176,13 +207,13 @@ class RunWriter:
         self.status("done")
 
     @contextmanager
-    def _beginning(self, how: str, previous: Owner | None) -> Iterator[None]:
-        """A block that begins the run; what ends it ends the run."""
+    def _beginning(self, event: str, previous: Owner | None) -> Iterator[None]:
+        """Begin the run; an error in the block ends it."""
         undo_if_stopped(self, lambda: self._abandon(KeyboardInterrupt()))
         try:
             self._save()
             self.status("running")
-            append_event(self.folder, how)
+            append_event(self.folder, event)
             if previous is not None:
                 self.notice(f"took over from {previous}, which ended without releasing the run")
             yield
@@ -191,7 +222,6 @@ class RunWriter:
             raise
 
     def _abandon(self, error: BaseException) -> None:
-        """End the run as `error` does, wherever it was."""
         self._end(error)
         self._release()
 
@@ -200,10 +230,10 @@ class RunWriter:
         forget_undo(self)
 
     def _end(self, error: BaseException) -> None:
-        """Record how the run ended; a disk that takes no more must not hide the error that is on its way."""
-        with suppress(OSError):
-            failure, at = Failure.of(error), self._board.status
-            self.status(final_state(error), phase=at.phase, done=at.done, total=at.total, error=failure)
+        """Record how the run ended."""
+        with suppress(OSError):  # a full disk must not hide the error
+            failure, last = Failure.of(error), self._status
+            self.status(final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure)
             append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
             self._save()
 
@@ -219,43 +249,55 @@ class RunWriter:
         self._save(**{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()})
 
     def warn(self, text: str) -> None:
-        """Record something that may spoil the numbers."""
+        """Record a warning: something that may invalidate the numbers."""
         self.describe(warnings=[text])
         self.event("warning", text=text)
 
     def notice(self, text: str) -> None:
-        """Record something a reader should know."""
+        """Record a notice: something a reader should know."""
         self.describe(notices=[text])
         self.event("notice", text=text)
 
     def append(
         self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[Column] = ()
     ) -> None:
-        """Add rows to a table; rows that are there keep their exact values, but those of the same key with `replace`.
+        """Add rows to a table; existing rows keep their exact values.
 
-        `columns` are such that a diagnostic adds beyond the schema; the file says what they mean from then on.
+        Args:
+            table: the table's name.
+            frame: the new rows.
+            replace: replace rows that have the same key.
+            columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
         path = self.folder / layout.table_file(table)
-        self._write(table, appended(path, TABLES[table].extended(columns), frame, replace=replace))
+        self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[Column] = ()) -> None:
-        """Put values into columns of rows that are there, by key; everything else keeps its exact values.
+        """Set values in columns of existing rows, by key; all other values stay exact.
 
-        `columns` as for `append`.
+        Args:
+            table: the table's name.
+            frame: key columns and the columns to set.
+            columns: columns that a diagnostic adds to the schema.
         """
         path = self.folder / layout.table_file(table)
-        self._write(table, filled(path, TABLES[table].extended(columns), frame))
+        self._write(path, filled(path, TABLES[table].extended(columns), frame))
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
-        """Take out the rows of a table whose text `column` holds one of `values`."""
-        rows = without(self.folder / layout.table_file(table), TABLES[table], column, values)
+        """Remove the rows of a table whose text `column` has one of `values`."""
+        path = self.folder / layout.table_file(table)
+        rows = without(path, TABLES[table], column, values)
         if rows is not None:
-            self._write(table, rows)
+            self._write(path, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
-        """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
+        """Store features as float16, or with a notice as float32 if they exceed float16.
 
-        An array with values beyond float16 is stored as float32, and a notice says so.
+        Args:
+            task: the samples' task.
+            variant: the model that made the features.
+            layer: index of the layer, 1 the stem.
+            array: features `[n, d]`, rows in the order of the task's diagnosis samples.
         """
         assert array.ndim == 2, array.shape
         with np.errstate(over="ignore"):
@@ -268,9 +310,13 @@ class RunWriter:
             np.save(file, stored, allow_pickle=False)
 
     def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
-        """Record which samples a split of a task consists of, in order; "diagnosis" names the rows of the features.
+        """Record the samples of a split.
 
-        `origin` is a digest of the data that they are ids of; without it no other run is known to have the same.
+        Args:
+            task: the samples' task.
+            split: calibration, diagnosis or test; "diagnosis" names the rows of the features.
+            ids: sample ids, in order.
+            origin: digest of the data; without it the samples of two runs can't be matched.
         """
         entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
         if origin:
@@ -283,12 +329,12 @@ class RunWriter:
 
     @contextmanager
     def file(self, relative: str) -> Iterator[pathlib.Path]:
-        """A path to write to; the file lands at `relative` inside the run, whole or not at all.
+        """Yield a path to write to; the complete file replaces `relative` inside the run.
 
-        A file that is listed stays listed whatever happens: until its successor is whole nothing is said of it, and
-        then both are, because the two files can't be replaced in one step.
+        A listed file stays listed. File and manifest can't be replaced in one step, so in between the manifest
+        describes both the old and the new file.
         """
-        self._lock.require_own()  # before a folder is made that may be somebody else's
+        self._lock.require_own()  # before a folder is made that may belong to another run
         is_listed = relative in self.manifest.files
         with atomic_path(self.folder / relative) as written:
             yield written
@@ -296,20 +342,19 @@ class RunWriter:
                 new = _describe_file(written)
                 self._save(rewriting={relative: new})
         if is_listed:
-            # Not saved: the next entry brings it along, and until then the one above holds.
-            self.manifest = dataclasses.replace(
-                self.manifest, files={**self.manifest.files, relative: new}, rewriting={}
-            )
+            # Saved with the next entry; until then `rewriting` on disk describes the file.
+            files = {**self.manifest.files, relative: new}
+            self.manifest = dataclasses.replace(self.manifest, files=files, rewriting={})
 
     def begin_variants(self, variants: Sequence[str]) -> None:
-        """Rows of these variants may be written from now on; readers see them when `finish_variants` says so."""
+        """Hide these variants from readers until `finish_variants`, so that their rows can be written."""
         self._save(
             variants=[name for name in self.manifest.variants if name not in variants],
             unfinished=_merged(self.manifest.unfinished, variants),
         )
 
     def finish_variants(self, variants: Sequence[str], **entries: Any) -> None:
-        """These variants are whole: readers see them, and in the same moment the `entries` of the manifest."""
+        """Show these variants to readers, and update `entries` of the manifest in the same step."""
         self._save(
             variants=_merged(self.manifest.variants, variants),
             unfinished=[name for name in self.manifest.unfinished if name not in variants],
@@ -317,10 +362,10 @@ class RunWriter:
         )
 
     def remove_calibration(self, name: str) -> None:
-        """Take a calibration out: its entries, its control's, their rows, then their files.
+        """Remove a calibration and its control: entries, rows, then files.
 
-        Readers stop seeing it first, and nothing is listed that is not there any more, whenever this is stopped;
-        what a stopped removal leaves is removed by the next one. Other rows keep their exact values.
+        Readers stop seeing it first. The manifest never lists a missing file, also if the removal is interrupted; the
+        next removal completes it.
         """
         gone = (control_of(name), calibrated(name))
         phases = [phase for phase in self.manifest.phases if is_phase_of(name, phase)]
@@ -337,27 +382,26 @@ class RunWriter:
             self.drop(table, column, values)
         folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
         folders.append(layout.calibration_folder(name))
-        # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.
+        # Before the files go, so that an interruption leaves no entry without its file.
         starts = tuple(f"{folder}/" for folder in folders)
-        self._save(
-            files={path: at for path, at in self.manifest.files.items() if not path.startswith(starts)}
-        )
+        kept = {path: file for path, file in self.manifest.files.items() if not path.startswith(starts)}
+        self._save(files=kept)
         for folder in folders:
             remove_tree(self.folder / folder)
-        # Last, because they also say which rows of the resources are meant.
+        # Last, because the phases also name the rows of the resources to remove.
         self._save(
             unfinished=[variant for variant in self.manifest.unfinished if variant not in gone],
             phases=_without(self.manifest.phases, phases),
         )
 
     def event(self, event: str, **details: object) -> None:
-        """Add one line to the run's events; a number that is not finite becomes null."""
+        """Append one line to the run's events; numbers that are not finite become null."""
         self._lock.require_own()
         append_event(self.folder, event, **{name: plain(value) for name, value in details.items()})
 
-    def _write(self, table: str, rows: pa.Table) -> None:
-        with self.file(layout.table_file(table)) as path:
-            write_rows(rows, path)
+    def _write(self, path: pathlib.Path, rows: pa.Table) -> None:
+        with self.file(path.relative_to(self.folder).as_posix()) as written:
+            pq.write_table(rows, written)
 
     def _save(self, **changes: Any) -> None:
         self._lock.require_own()
@@ -370,7 +414,7 @@ def _without(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
 
 
 def _mentions(text: str, variants: Sequence[str]) -> bool:
-    """Whether a notice or warning is about one of these variants: "task cars, VARIANT: ..." and the like."""
+    """Return True if a notice or warning names one of these variants, as in "task cars, VARIANT: ..."."""
     return any(f"{variant}{end}" in text for variant in variants for end in (":", ","))
 
 
@@ -383,8 +427,19 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 @contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[tuple[RunLock, Owner | None]]:
+    """Yield the run's lock, taken, and the owner that died holding it; an error in the block releases it."""
+    lock = RunLock(folder)
+    try:
+        yield lock, lock.acquire()
+    except BaseException:
+        lock.release()
+        raise
+
+
+@contextmanager
 def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
-    """A path to write to; the file lands at `relative` ("reports/report.html") inside the run, and is listed."""
+    """Yield a path to write to; the complete file becomes `relative` ("reports/report.html") in the run, listed."""
     folder = pathlib.Path(run)
     read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
     with RunLock(folder) as lock:
@@ -397,7 +452,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
 
 
 def remove_tree(entry: pathlib.Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there; of a link only the link."""
+    """Remove a file or folder if it exists; of a link, only the link."""
     try:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -405,12 +460,12 @@ def remove_tree(entry: pathlib.Path) -> None:
             entry.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(
-            f"can't remove {entry}: {error.strerror}", hint="Remove it, or give another folder."
+            f"can't remove {entry}: {error.strerror}", hint="Remove it, or choose another folder."
         ) from error
 
 
 def peak_rss_bytes() -> int | None:
-    """Largest resident memory that this process has had; None where the system does not tell."""
+    """Return the peak resident memory of this process; None where the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -420,7 +475,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
-    """What the processors' own counters say they have used, all programs together, in Wh; None where nobody may ask."""
+    """Return the energy that the processors have used for all programs, in Wh; None without readable counters."""
     try:
         readings = [
             int(file.read_text())
@@ -433,31 +488,31 @@ def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> f
 
 
 def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
-    """Raise unless a new run may begin in `folder`, which need not exist; `force` lets a run in it be replaced."""
+    """Raise a SpecError unless a new run may begin in `folder`; `force` allows to replace a run."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise SpecError(f"{folder} is a file", hint="Give a folder that is new or empty.")
-    there = {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD}
-    if not there:
+        raise SpecError(f"{folder} is a file", hint="Choose a new or empty folder.")
+    names = {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD}
+    if not names:
         return
     if not force:
-        held, way = (
-            (": it holds a run", "replace the run in it")
-            if layout.MANIFEST in there
-            else ("", "write the run beside what is there")
+        holds, action = "", "write the run next to these files"
+        if layout.MANIFEST in names:
+            holds, action = ": it holds a run", "replace the run"
+        raise SpecError(
+            f"{folder} is not empty{holds}", hint=f"Choose another folder, or --force to {action}."
         )
-        raise SpecError(f"{folder} is not empty{held}", hint=f"Give another folder, or --force to {way}.")
-    in_the_way = sorted(there.intersection(layout.ENTRIES))
-    # Where a run was ever written, one without a manifest is one whose removal or beginning was cut short.
-    if not in_the_way or ((folder / layout.GUARD).exists() and layout.MANIFEST not in there):
+    conflicts = sorted(names.intersection(layout.ENTRIES))
+    # A guard without a manifest: creating or removing a run was interrupted here.
+    if not conflicts or ((folder / layout.GUARD).exists() and layout.MANIFEST not in names):
         return
     try:
         read_manifest(folder)
     except RunError as error:
         raise SpecError(
-            f"{folder} holds {in_the_way[0]}, but no run that could be replaced",
-            hint="Give another folder, or remove what is in this one yourself.",
+            f"{folder} holds {conflicts[0]}, but no run that could be replaced",
+            hint="Choose another folder, or empty this one.",
         ) from error
 
 
@@ -475,7 +530,7 @@ def _describe_file(path: pathlib.Path) -> FileInfo:
 
 
 def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
-    """Return True if a file has the size and digest that a manifest gives it."""
+    """Return True if a file has the size and digest of its entry in the manifest."""
     try:
         return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
     except OSError as error:
@@ -483,16 +538,16 @@ def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
 
 
 def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
-    """Return the manifest with the current entries of files that a writer was replacing when it died.
+    """Return the manifest with the right entries for files that a writer was replacing when it died.
 
-    A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
+    A file that is neither the old nor the new one keeps its old entry, so that `verify` reports it.
     """
-    landed = {
+    replaced = {
         name: new
         for name, new in manifest.rewriting.items()
         if (folder / name).is_file() and is_as_described(folder / name, new)
     }
-    return dataclasses.replace(manifest, files={**manifest.files, **landed}, rewriting={})
+    return dataclasses.replace(manifest, files={**manifest.files, **replaced}, rewriting={})
 
 
 def _rows(path: pathlib.Path) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from driftlens.merging.method import merge_methods
-from driftlens.results.verdict import CONTENDERS, MOST_WORDS, comparison, num_words, verdict
+from driftlens.results.verdict import CONTENDERS, MOST_WORDS, num_words, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -86,28 +86,6 @@ def test_what_an_interval_does_not_say_is_not_claimed_and_repairs_are_next(
     compared(folder / "merges", row("average", 1, low), row("base", 2, 0.3))
     run = open_run(folder)
     assert not of_merges(run) and verdict(run).command == f"driftlens calibrate {folder} --name best --auto"
-
-
-@pytest.mark.parametrize(
-    ("other", "is_taken"),
-    [
-        ({}, True),
-        pytest.param({"score": "kl"}, True, marks=pytest.mark.slow),  # as earlier versions ranked
-        ({"name": "another"}, False),
-        pytest.param({"samples": {"cars": 8}}, False, marks=pytest.mark.slow),
-        ({"present": "task_arithmetic scaling=1"}, False),
-        pytest.param({"merges": [{"place": 1}]}, False, marks=pytest.mark.slow),
-    ],
-)
-def test_a_comparison_beside_the_run_counts_if_it_is_about_it(
-    folder: Path, other: dict[str, Any], *, is_taken: bool
-) -> None:
-    compared(
-        folder.parent / "beside", row("average", 1, 0.1), row("task_arithmetic", 2, 0.1, scaling=1), **other
-    )
-    run = open_run(folder)
-    assert bool(comparison(run)) == is_taken == bool(of_merges(run))
-    assert verdict(run).command.startswith("driftlens analyze" if is_taken else "driftlens merge")
 
 
 @pytest.mark.parametrize(

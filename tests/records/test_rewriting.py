@@ -74,7 +74,7 @@ def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: s
 
 
 @pytest.mark.parametrize("call", range(4))
-@pytest.mark.parametrize("function", ["write_manifest", "_describe_file", "appended", "write_rows"])
+@pytest.mark.parametrize("function", ["write_manifest", "_describe_file", "appended", "atomic_path"])
 def test_ctrl_c_leaves_every_table_listed_as_it_is(
     own: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
 ) -> None:

@@ -1,1 +1,1 @@
-"""What a finished run says: statistics, comparisons, verdicts and projections of its tables, without torch."""
+"""Statistics, comparisons, verdicts and projections from the tables of a finished run, without torch."""

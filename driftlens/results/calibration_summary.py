@@ -1,7 +1,7 @@
-"""A calibration's before and after, in tables; its anchor alone is a row like the others.
+"""Tables and sentences about a calibration: scores and drift before and after, the anchor alone, and the choice.
 
-With rho other than 1 the anchor is another merge of the same experts, and its variant, the control, is analysed like
-any other.
+With rho other than 1 the anchor is another merge of the same experts. Its variant, the control, is analyzed like any
+other.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _MOST_MOVES = 5
 
 
 def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
-    """The variants of a calibration's table: merged, the control where there is one, calibrated, expert."""
+    """Return the variants of a calibration's table: merged, control if there is one, calibrated, expert."""
     control = run.calibration_info(name).control
     return ("merged", *([control] if control else []), calibrated(name), "expert")
 
 
 def before_after(run: DriftRun, name: str) -> pd.DataFrame:
-    """The numbers of a calibration's table, one row per task and model.
+    """Return the numbers of a calibration's table, one row per task and model.
 
-    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
-    (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
-    high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
-    NaN.
-    `attrs["notices"]` are the calibration's.
+    Columns: task, variant, model (its title), drift (mean norm of the final drift), relative and cosine, each with
+    its
+    `_error` (half its 95 % interval), metric (the task's main metric), score, low, high, n, and accuracy (the score
+    if
+    that is its metric). Experts have a score only. Missing values are NaN. `attrs["notices"]` are the calibration's.
     """
     rows = []
     for task in run.tasks:
@@ -74,18 +74,18 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
 
 def _changes_of(run: DriftRun, name: str, about: Measure) -> list[Finding]:
-    """By task, from the merged to the calibrated model; none in a run that has no merged model, or not this variant."""
+    """Return changes from the merged to the calibrated model by task; none if the run lacks one of them."""
     pair = ("merged", compared_variants(run, name)[-2])
     return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
 
 
 def score_changes(run: DriftRun, name: str) -> list[Finding]:
-    """One entry per task that was scored before and after, or whose answers are stored."""
+    """Return the change on each task that was scored before and after, or whose answers are stored."""
     return [row for row in _changes_of(run, name, SCORE) if row.n or row.answers is not None]
 
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
-    """How the mean final drift changes on each task whose samples are stored, and that against the drift before."""
+    """Return the change of mean final drift on each task with stored samples, absolute and relative."""
     if not run.manifest.layers:
         return []
     both = (_changes_of(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
@@ -93,7 +93,7 @@ def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding
 
 
 def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
-    """What `driftlens calibrate --json` tells of what a calibration changes."""
+    """Return the content of `driftlens calibrate --json` about the effect of a calibration."""
     rows, pair = before_after(run, name), ("merged", compared_variants(run, name)[-2])
     variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
     scores = [
@@ -127,14 +127,14 @@ def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
 
 
 def score_change_note(rows: Sequence[Finding]) -> str:
-    """What a reader must know about the intervals of these changes."""
+    """Return the note on the intervals of these changes."""
     is_counted = any(row.answered == "diagnosis" for row in rows)
     counted = "Answers that changed are counted on the diagnosis samples." if is_counted else ""
     return " ".join(filter(None, [pairing(paired_by_task(rows)), counted]))
 
 
 def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
-    """The tables of a calibration, wherever it is told of; those without rows are left out."""
+    """Return the tables of a calibration that have rows."""
     changes = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
@@ -162,7 +162,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
 
 
 def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
-    """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
+    """Return the title of scores of these metrics, whether all are shares, and explanations."""
     measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
     says = [] if measures == [ACCURACY] else says_of(measures)
     return title_of(measures), all(metric.kind == "share" for metric in measures), says
@@ -187,7 +187,7 @@ def _scores(rows: pd.DataFrame, name: str) -> Table:
 
 
 def _counted(run: DriftRun) -> str:
-    """How many diagnosis samples the final drift of a task rests on."""
+    """Return the number of diagnosis samples behind the final drift of a task, as text."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     counts = rows["n"].dropna()
     if counts.empty:
@@ -250,7 +250,7 @@ def _answers(name: str, changes: Sequence[Finding]) -> Table:
 
 
 def _moves(run: DriftRun, name: str) -> Table:
-    """The solved modules whose weights moved furthest, relative to their norm, the furthest first."""
+    """Return the solved modules with the largest relative weight changes."""
     rows = run.calibration(name)
     rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
     before = rows["objective_before"].astype(float)
@@ -270,7 +270,7 @@ _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "corr
 
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
-    """What was chosen, by which held-out advantage and at what cost; none where nothing was chosen."""
+    """Return sentences on the choice of settings: its held-out advantage and cost; none without a choice."""
     info = run.calibration_info(name)
     shrunk = [_shrink_sentence(info.shrink)] if info.shrink else []
     if not info.automatic:
@@ -285,13 +285,13 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
 
 
 def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
-    """Which share of the way from the base is kept, and by what it was chosen."""
+    """Return the sentence on the interpolation with the base."""
     why = f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
     return f"All weights are base + {shrink['share']:g} (repaired - base){why}."
 
 
 def judged_by(record: Mapping[str, Any]) -> str:
-    """What candidates were compared by, in a word or two; older records have it in words of their own."""
+    """Return the name of the criterion that compared candidates; older records spell it differently."""
     if "judged_by" in record:
         return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
     score = record.get("what") or record["score"]
@@ -299,7 +299,7 @@ def judged_by(record: Mapping[str, Any]) -> str:
 
 
 def _shares(run: DriftRun, name: str) -> Table:
-    """Held-out scores and drift by share of the way from the base, where one was chosen by them."""
+    """Return held-out scores and drift by interpolation factor, if one was chosen."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
     what = judged_by(curve[0]) if curve else ""
@@ -318,7 +318,7 @@ def _shares(run: DriftRun, name: str) -> Table:
 
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
-    """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
+    """Return sentences on the chosen model and its advantage, on using the base instead, and on every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
     what = judged_by(record)
@@ -346,7 +346,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
 
 
 def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
-    """By how much a candidate is better than the merged model."""
+    """Describe the advantage of a candidate over the merged model."""
     if entry.get("advantage") is None:
         return "could not be solved for"
     gap, low, high = entry["advantage"], entry["low"], entry["high"]
@@ -372,14 +372,16 @@ _MIB = 2**20
 
 
 def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """A row per calibration, best score first, below base and merged model and above the experts.
+    """Return a row per calibration, best score first, after base and merged model and before the experts.
 
-    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends, `behind` the
-    first calibration, whose score is best, with its ends, both paired by sample, relative and
-    cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added (numbers that
-    are attached), task_id (whether the task of an input must be known), found_out (mean share of test samples whose
-    task was found out, where nobody tells it; scores are so), n (test samples of the mean). What was not
-    measured is NaN, or None. `names` are of calibrations; None takes all.
+    Keys: model, method, score with `low` and `high`; `change` over the merged model and `behind` (difference to the
+    first
+    calibration), each with its ends, paired by sample; relative and cosine (of the final feature), seconds of
+    calibrating, energy_wh, peak_mib (resident so far), added (number of added parameters), task_id (True if the task
+    of an
+    input must be known), found_out (mean share of test samples whose task was classified correctly), n (test samples
+    of
+    the mean). Missing values are NaN or None. `names` are of calibrations; None takes all.
     """
     wanted = [*run.manifest.calibrations] if names is None else [*names]
     for name in wanted:
@@ -398,7 +400,9 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
 def arena_sheet(
     run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
 ) -> Table:
-    """The rows to be read, without columns that nothing was measured for; `failed` says why repairs are missing."""
+    """Return the rows of `arena_rows` as a table, without empty columns; `failed` has reasons for missing repairs by
+    name.
+    """
     rows = arena_rows(run, names)
     leader = "against the first"
     columns: dict[str, tuple[Kind, str]] = {
@@ -439,7 +443,7 @@ def arena_sheet(
 
 @remembered
 def _cost(run: DriftRun, name: str) -> dict[str, Any]:
-    """What a calibration is and takes; None what was not measured."""
+    """Return method and cost of a calibration; None for values that were not measured."""
     info, used = run.calibration_info(name), run.resources()
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
     peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
@@ -451,7 +455,7 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
 
 @remembered
 def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
-    """How the mean score changes from one calibrated variant to another, paired by sample; nothing where not scored."""
+    """Return the change of the mean score between calibrated variants, paired by sample; empty without scores."""
     scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
     return _change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
 
@@ -463,7 +467,7 @@ def _change(name: str, change: Finding) -> dict[str, Any]:
 
 @remembered
 def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
-    """Means of one variant, and what changes from the merged model to it."""
+    """Return means of one variant, and the change from the merged model to it."""
     is_after = variant not in ("base", "merged") and "merged" in run.variants
     row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
     for about, tasks in common(run, ["merged", variant] if is_after else [variant]):

@@ -1,8 +1,7 @@
-"""Checks of a run's numbers against bounds: what a continuous integration job asks of a merge.
+"""Checks of a run's numbers against bounds, for continuous integration, and self-checks. Entry point: `check`.
 
-A check passes only on numbers that are there. What was not measured is skipped, with the reason. `self_checks` are
-claims that are exact in theory, with the error up to which they count as holding: this is the one home of those limits.
-A user writes checks as a YAML file:
+A check passes only on measured numbers; otherwise it is skipped with a reason. `self_checks` verifies claims that are
+exact in theory. Users write checks as a YAML file:
 
 checks:
   - {metric: accuracy, change: {points: [merged, "calibrated:featcal"]}, per: task, gte: -0.01}
@@ -77,9 +76,11 @@ _Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], Befo
 class Check(Part):
     """One entry of `checks`: bounds on some rows of a table.
 
-    `metric` is a numeric column of the table `home`; `where` says which rows (`layer` may be "final"), and `per` which
-    columns each group of rows, judged by itself, shares. `agg` is what of a group is judged: "worst" is the row nearest
-    to breaking a bound, so that every row must hold. With `change` that is what changes between two variants.
+    `metric` is a numeric column of the table `home`. `where` selects rows (`layer` may be "final"); `per` splits them
+    into
+    groups that are checked separately. `agg` reduces a group to one value: "worst" is the row nearest to breaking a
+    bound,
+    so that every row must hold. With `change` the value is the change between two variants.
     """
 
     metric: Text
@@ -100,7 +101,7 @@ class Check(Part):
     @model_validator(mode="before")
     @classmethod
     def _score_by_name(cls, entry: Any) -> Any:
-        """`metric: accuracy` is the value of that score's rows."""
+        """Expand `metric: accuracy` to the value column of that score's rows."""
         metric = entry.get("metric") if isinstance(entry, Mapping) else None
         if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
             where = entry.get("where", {})
@@ -147,12 +148,12 @@ class Check(Part):
 
     @property
     def relative(self) -> bool:
-        """Whether a change is (to - from) / |from|, or else to - from in the metric's own unit (points of a share)."""
+        """True if a change is (to - from) / |from|; otherwise it is to - from in the metric's unit."""
         return not self.change or "relative" in self.change
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.name or " ".join(self._words())
 
     def _words(self) -> Iterator[str]:
@@ -214,19 +215,19 @@ _WRITTEN = {"<=": "≤", ">=": "≥"}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How one check ended for one group of rows.
+    """The result of one check for one group of rows.
 
     Attributes:
-        group: what the rows share, by `per`.
-        status: pass, warn or fail; skip where the numbers it needs are not all there.
-        value: what was held against the bound; NaN where there is none.
-        relation: of the bound that is nearest to being broken.
+        group: the values that the rows share, by column of `per`.
+        status: pass, warn or fail; skip if the required numbers are incomplete.
+        value: the value that was compared; NaN without one.
+        relation: relation of the bound that is nearest to being broken.
         threshold: that bound.
-        margin: how far the value is on the right side of it; negative where it is broken.
-        n: measured rows behind the value.
-        samples: samples behind a value that is one row's; 0 where the table doesn't count them.
-        where: the row that the value is of, where it is of one.
-        reason: why it was skipped, or how it failed; empty where it passed.
+        margin: distance of the value from the bound; negative if it is broken.
+        n: number of measured rows.
+        samples: number of samples behind the value of a single row; 0 if the table doesn't count them.
+        where: the row of the value, if it is a single one.
+        reason: reason for skipping or failing; empty after passing.
         ci_low: lower end of the 95 % interval of a row's score, change of score, or change of mean drift; else NaN.
         ci_high: its upper end.
     """
@@ -248,7 +249,7 @@ class CheckResult:
 
     @property
     def claim(self) -> str:
-        """The name without the metric before it: of a self-check, what is exact in theory."""
+        """The name without the metric: for a self-check, the claim that is exact in theory."""
         return self.name.removeprefix(f"{self.metric}: ")
 
     @property
@@ -260,7 +261,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """How all checks of a run ended, in the order they were given."""
+    """The results of all checks of a run, in the order of the checks."""
 
     run: DriftRun
     results: tuple[CheckResult, ...]
@@ -271,7 +272,7 @@ class CheckReport:
 
     @property
     def executed(self) -> int:
-        """How many checks had the numbers they need."""
+        """The number of checks whose numbers were complete."""
         return len(self.results) - self.count("skip")
 
     @property
@@ -280,7 +281,13 @@ class CheckReport:
         return tuple(result for result in self.results if result.status == "fail")
 
     def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
-        """Return a row per check, its value written as `kind` says."""
+        """Return a table with a row per check.
+
+        Args:
+            name: the table's name.
+            heading: its title.
+            kind: format of the values.
+        """
         columns: dict[str, tuple[Kind, str]] = {
             **{"check": ("text", "title"), "status": ("text", "status"), "value": (kind, "value")},
             **{"wanted": ("text", "wanted"), "margin": (kind, "margin"), "rows": ("count", "n")},
@@ -294,7 +301,7 @@ class CheckReport:
         return Table.from_rows(name, heading, columns, rows)
 
     def _repr_html_(self) -> str:
-        """Every check in a row, for notebooks."""
+        """Return the table of checks as HTML, for notebooks."""
         return self.table()._repr_html_()
 
     def raise_if_failed(self) -> CheckReport:
@@ -418,10 +425,9 @@ def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> Check
 
 
 def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]] | str:
-    """Return the rows of a check, the columns that tell them apart, and its tasks; or why there are none.
+    """Return the rows of a check, the columns that identify them, and its tasks; or a reason for their absence.
 
-    The metric stands in the column `value`, NaN where it was not measured; of a change of mean drift, `low` and `high`
-    are the ends of its 95 % interval.
+    The column `value` has the metric, NaN if it was not measured; `low` and `high` are the ends of its 95 % interval.
     """
     rows = _measured(run, check)
     if isinstance(rows, str):
@@ -451,7 +457,7 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
 
 
 def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
-    """Return the table's rows with the metric as `value`; or why there is none."""
+    """Return the table's rows with the metric as `value`, or a reason for their absence."""
     rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
     if rows.empty:
         return f"the run has no rows in its table {check.home!r}"
@@ -522,7 +528,7 @@ def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[st
 
 
 def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
-    """Return a row in words, by what tells it apart."""
+    """Name a row by the columns that identify it."""
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
@@ -547,7 +553,7 @@ _PLACE = {
 
 
 def measured_by(claim: str) -> str:
-    """Return the command that adds to a run what the claim of this short name is checked on."""
+    """Return the command that adds the numbers for this self-check to a run."""
     _, table, column, _ = _CLAIMS[claim]
     return TABLES[table].filled_by([column])
 

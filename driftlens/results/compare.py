@@ -1,4 +1,4 @@
-"""Two runs, or two variants of one run, side by side: changes of drift, cosine, flips and scores."""
+"""Comparison of two runs, or of two variants of one run: drift, cosine, flips and scores. Entry point: `compare`."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ from driftlens.utils.variants import expert_of, part_of
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from `before` to `after`; a change is after minus before, NaN where either was not measured.
+    """The changes from `before` to `after`; a change is after minus before, NaN if either was not measured.
 
     Attributes:
-        before: the run that the first variant of each pair is taken from.
-        after: the run of the second ones; the same one when two variants of one run are compared.
-        pairs: the variants compared, (before, after) each.
+        before: the run of the first variant of each pair.
+        after: the run of the second variant; the same run when two of its variants are compared.
+        pairs: the compared variants, (before, after) each.
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
-            drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`, over
-            `drift_n` samples after; it is paired by sample where `drift_paired` says that both measured the same ones.
-        tasks: one row per task and pair: final drift and cosine, flips, the `metric` that the task is judged by and its
-            `score_*`, which stand as `accuracy_*` too where it is accuracy. Its interval is paired by test sample where
-            `score_paired` says that both sides' single results are stored, else from the counts alone (too wide then);
-            `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are `paired_n`
-            in the split `paired_split`.
-        mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
-        notes: what a reader must know about the intervals.
+            drift has a 95 % interval, `drift_ci_*` and, relative to the drift before, `drift_relative_ci_*`, over
+            `drift_n` samples; `drift_paired` is True if it is paired by sample.
+        tasks: one row per task and pair: final drift and cosine, flips, the task's main `metric` and its `score_*`,
+            also as
+            `accuracy_*` if it is accuracy. `score_paired` is True if the interval is paired by test sample; otherwise
+            it
+            comes from counts and is too wide. `paired_*`, `gained`, `lost` and `p_value` come from the `paired_n`
+            samples
+            of the split `paired_split` that both answered.
+        mismatches: differences between the runs that change the meaning of changes; empty unless allowed.
+        notes: notes on the intervals.
     """
 
     before: DriftRun
@@ -62,7 +64,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
-        """What changes on every task, for notebooks."""
+        """Return the changes by task as HTML, for notebooks."""
         names = ["task", "before", "after", "metric", "score_before", "score_after", "score_change"]
         names += ["score_ci_low", "score_ci_high", "drift_before", "drift_after"]
         return self.tasks[names].to_html(index=False, float_format="{:.3g}".format)
@@ -76,18 +78,17 @@ def compare(
     after: str | None = None,
     allow_mismatch: bool = False,
 ) -> Comparison:
-    """What changes from run `a` to run `b`, or from one variant of `a` to another.
+    """Compare run `a` with run `b`, or two variants of `a`.
 
     Args:
         a: the run before, or its folder.
         b: the run after; None compares two variants of `a`.
-        before: variant of `a`. Left out: every variant the two runs share, or "merged" within one run.
-        after: variant of the run after. Left out: the one called like `before`, or within one run the calibration
-            added last.
-        allow_mismatch: whether to go on where tasks, samples, classes or experts differ; what both have is compared.
+        before: variant of `a`. Default: every variant the two runs share, or "merged" within one run.
+        after: variant of the run after. Default: the same as `before`, or within one run the calibration added last.
+        allow_mismatch: compare common parts even if tasks, samples, classes or experts differ.
 
     Raises:
-        DataError: a variant is not there; nothing is shared; or something differs and that is not allowed.
+        DataError: a variant is missing, the runs share nothing, or they differ and that is not allowed.
         RunError: a run can't be read.
     """
     first = a if isinstance(a, DriftRun) else open_run(a)
@@ -116,7 +117,7 @@ def compare(
 
 
 def comparison_table(rows: pd.DataFrame) -> Table:
-    """The rows of one pair of a comparison's `tasks` to be read; scores are in percent where all are shares."""
+    """Return the rows of one pair of `Comparison.tasks` as a table; scores are in percent if all are shares."""
     metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
     what = title_of(metrics) if len(metrics) == 1 else "score"
     is_share = all(metric.kind == "share" for metric in metrics)
@@ -148,7 +149,7 @@ def _both_sides(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]
 
 
 def mean_score_change(rows: pd.DataFrame) -> Interval:
-    """The mean over the tasks of one pair, each with its own interval; NaN where metrics differ, or one is missing."""
+    """Return the mean over the tasks of one pair with its interval; NaN if metrics differ or one is missing."""
     ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
     return mean_over_tasks([Interval(*row) for row in ends] if rows["metric"].nunique() == 1 else [])
 
@@ -256,9 +257,9 @@ def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]
 
 
 def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
-    """The fields in which runs differ, in words: tasks, layers, samples, classes, experts; empty where none does.
+    """Return descriptions of the differences between runs: tasks, layers, samples, classes, experts.
 
-    Calibration samples may differ: that is what calibrations are compared for.
+    Calibration samples may differ, because calibrations are compared across them.
     """
     return () if a is b else tuple(_differences(a, b))
 
@@ -280,7 +281,7 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
 def _differing(
     what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Tasks on which both runs say something, and not the same."""
+    """Yield the tasks on which both runs have different values."""
     unequal = [task for task in tasks if task in unlike or (task in a and task in b and a[task] != b[task])]
     if unequal:
         yield f"{what} of {', '.join(unequal)}"

@@ -1,4 +1,4 @@
-"""How numbers read: the same digits in terminal, card, page and dashboard, none that was not measured."""
+"""Formats of numbers and tables for terminal, model card, report and dashboard. Entry points: `written`, `Table`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def is_measured(value: Any) -> bool:
 
 
 def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
-    """Format one value; `gap` if it was not measured."""
+    """Format one value.
+
+    Args:
+        value: number, text, boolean or None.
+        kind: the format.
+        gap: text for a missing value.
+    """
     if not is_measured(value):
         return gap
     if isinstance(value, bool):
@@ -108,7 +114,13 @@ def percent_interval(low: float, high: float) -> str:
 
 
 def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
-    """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)", and its n if wanted."""
+    """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)".
+
+    Args:
+        found: the number with its interval.
+        kind: the format.
+        counted: append the number of samples.
+    """
     parts = []
     if is_measured(found.low):
         low, high = (written(end, kind) for end in (found.low, found.high))
@@ -153,7 +165,13 @@ def size(num_bytes: int) -> str:
 
 
 def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
-    """Map text between backticks by `code`, all else by `plain`; an unpaired backtick is a letter."""
+    """Map text between backticks by `code` and all other text by `plain`; an unpaired backtick is text.
+
+    Args:
+        text: the text.
+        plain: function of text outside backticks.
+        code: function of text between backticks.
+    """
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return plain(text)
@@ -205,7 +223,7 @@ _TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 @dataclass(frozen=True)
 class Shown:
-    """Columns that a reader sees as one: their heading, kind and places, and what stands behind the text of each."""
+    """Columns that are shown as one: heading, format, positions, and the text that follows each number."""
 
     head: str
     kind: Kind
@@ -214,11 +232,10 @@ class Shown:
 
 
 class Table(Part):
-    """Rows of values, unrounded.
+    """Rows of unrounded values.
 
-    Half of an interval stands under its number's heading with `+-` behind; an interval's two ends stand under headings
-    that end in `low` and `high`, what was before a change and after it under such that end so. Read out, numbers that
-    belong together are one cell.
+    Headings connect the columns of one cell: `X +-` has half of the interval of `X`, `X low` and `X high` its ends,
+    `X before` and `X after` a change.
     """
 
     name: str = Field(description="Name of its own, for file names, anchors and labels.")
@@ -236,7 +253,15 @@ class Table(Part):
         rows: Sequence[Sequence[object]],
         note: str = "",
     ) -> Table:
-        """Return a table of these rows; what is missing or not finite becomes None. `kinds` are by heading."""
+        """Return a table of rows; missing values and numbers that are not finite become None.
+
+        Args:
+            name: the table's name.
+            title: its title.
+            kinds: formats by heading.
+            rows: one value per heading.
+            note: note below the table.
+        """
         columns = tuple(
             Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
             for head, kind in kinds.items()
@@ -253,19 +278,27 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """Return a table of rows by name: `columns` has by heading the format and the key in a row."""
+        """Return a table of rows given as mappings.
+
+        Args:
+            name: the table's name.
+            title: its title.
+            columns: format and key in a row, by heading.
+            rows: the rows.
+            note: note below the table.
+        """
         kinds = {head: kind for head, (kind, _) in columns.items()}
         cells = [[row.get(key) for _, key in columns.values()] for row in rows]
         return cls.of(name, title, kinds, cells, note)
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """How the values of each column are written, by heading."""
+        """The formats of the columns, by heading."""
         return {column.name: column.kind for column in self.columns}
 
     @property
     def has_gaps(self) -> bool:
-        """Whether any value was not measured."""
+        """True if any value is missing."""
         return any(cell is None for row in self.rows for cell in row)
 
     def frame(self) -> pd.DataFrame:
@@ -322,14 +355,20 @@ class Table(Part):
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """The table as a reader sees it, for notebooks; no number is broken."""
+        """Return the table as HTML without line breaks in numbers, for notebooks."""
         heads, *rows = ([unbroken(cell) for cell in row] for row in self.texts())
         table = pd.DataFrame(rows, columns=heads).to_html(index=False)
         return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
 
 
 def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
-    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`."""
+    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`.
+
+    Args:
+        head: heading of the number.
+        kind: the format.
+        keys: keys of number, lower and upper end in a row.
+    """
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 

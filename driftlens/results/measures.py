@@ -1,7 +1,7 @@
-"""What every variant of a run is measured by, as rows of the frame: by task, from one to another, and over tasks.
+"""Scores and drift of the variants of a run by task, their changes between variants, and means over tasks.
 
-A measure comes with a function that yields its rows of a run, and one that yields those of a change; both stand in the
-table `_SOURCES`, and then in every table, sentence and page that shows what variants are measured by.
+Every measure has a function that yields its values and one that yields its changes, both in the table `_SOURCES`.
+Entry points: `level`, `change`, `mean`, `mean_change`, `findings`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from driftlens.utils.variants import part_of
 
 @dataclass(frozen=True)
 class Measure:
-    """What variants are measured by, and on which samples.
+    """A quantity that variants are measured by, and the split of its samples.
 
-    `name` stands in the frame: drift, relative, cosine or flips; of scores the name of their metric, or "score" where a
-    mean is over several.
+    `name` is drift, relative, cosine, flips or the name of a metric; "score" for a mean over several metrics.
     """
 
     title: str
@@ -40,7 +39,7 @@ class Measure:
 
     @property
     def role(self) -> str:
-        """The name, or "score" of all that tasks are judged by."""
+        """The name, or "score" for all main metrics of tasks."""
         return "score" if self.split == "test" else self.name
 
     @property
@@ -51,13 +50,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class Finding(Interval):
-    """One row of the frame: what a `variant` has, or how that changed `against` another; NaN what was not measured.
+    """The value of a `variant`, or its change `against` another one; NaN if it was not measured.
 
     Attributes:
         task: empty for a mean over `tasks`.
-        paired: of a change, whether its interval rests on both variants' results of the same samples; None of others.
-        answers: of a change of a share, counts of the answers that changed on the samples for which both are stored.
-        answered: which samples those are, "test" or "diagnosis".
+        paired: for a change, True if its interval is paired by sample; None for others.
+        answers: for a change of a share, counts of changed answers on samples with stored answers of both.
+        answered: the split of those samples, "test" or "diagnosis".
     """
 
     about: Measure = field(kw_only=True)
@@ -71,7 +70,7 @@ class Finding(Interval):
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a number."""
+        """True if there is a number."""
         return not math.isnan(self.value)
 
     @property
@@ -81,7 +80,7 @@ class Finding(Interval):
 
     @property
     def side(self) -> int:
-        """Of a change: 1 where the whole interval says better, -1 where worse, 0 where it can't tell."""
+        """The direction of a change: 1 if the whole interval is better, -1 if worse, 0 if undecided."""
         return self.about.sign * ((self.low > 0) - (self.high < 0))
 
 
@@ -94,7 +93,16 @@ def finding(
     *,
     paired: bool | None = None,
 ) -> Finding:
-    """Return the row of these numbers."""
+    """Return a finding with these numbers.
+
+    Args:
+        about: the measure.
+        numbers: value and interval.
+        task: the task, empty for a mean.
+        variant: the measured variant.
+        against: the variant before, of a change.
+        paired: True if the interval of a change is paired by sample.
+    """
     return Finding(
         *numbers.ends, numbers.n, about=about, task=task, variant=variant, against=against, paired=paired
     )
@@ -104,7 +112,7 @@ _FRAME = ("measure", "task", "variant", "against", "value", "low", "high", "n", 
 
 
 def pairing(paired: Mapping[str, bool | None]) -> str:
-    """Say how intervals of changes were taken, by the name of each: paired by sample, or as if of other samples."""
+    """Return a note on the intervals of changes, by name: paired by sample, or of independent samples."""
     apart = [name for name, is_paired in paired.items() if not is_paired]
     if not paired:
         return ""
@@ -125,9 +133,14 @@ def paired_by_task(rows: Sequence[Finding]) -> dict[str, bool]:
 
 
 def change_in_words(measure: Measure, before: float, change: Interval) -> str:
-    """Return a change with its interval: a share's in points, a length's relative, else in its own unit.
+    """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
 
-    Where the interval holds 0, no change is claimed. Empty where nothing is compared.
+    If the interval contains 0, no change is claimed. Empty without a change.
+
+    Args:
+        measure: the measure.
+        before: its value before.
+        change: its change.
     """
     if not is_measured(change.value):
         return ""
@@ -189,9 +202,15 @@ def _feature_changes(
 
 
 def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
-    """Return whether equal sample ids of two runs mean the same samples of a task; None if a run doesn't say.
+    """Return True if equal sample ids of two runs mean the same samples of a task; None if a run doesn't record it.
 
-    Ids alone don't: two data sets may both count from 0. The runs have to say what theirs are ids of.
+    Ids alone are not enough, because two data sets may both count from 0.
+
+    Args:
+        a: a run.
+        b: another run.
+        task: the task.
+        split: split of the samples.
     """
     if a.id == b.id:
         return True
@@ -208,9 +227,17 @@ def drift_changes(
     column: str = "drift_l2",
     layer: int | str | None = None,
 ) -> dict[int, MeanChange]:
-    """Return how the mean of a column of the sample table changes, by index of the layers that both stored.
+    """Return changes of the mean of a column of the sample table, by index of the layers that both runs stored.
 
-    Paired where both measured the very same samples, and nothing else is known to be common.
+    They are paired if both runs measured exactly the same samples.
+
+    Args:
+        before: the run before.
+        after: the run after.
+        task: the task.
+        variants: variant before and after.
+        column: column of the sample table.
+        layer: only this layer.
     """
     sides = [
         {layer: rows.set_index("sample_id")[column] for layer, rows in measured.groupby("layer")}
@@ -249,9 +276,16 @@ def _score_levels(run: DriftRun) -> Iterator[Finding]:
 def changed_score(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
 ) -> Finding:
-    """Return the change of a score: by results of the same test samples if they are stored, else by the counts.
+    """Return the change of a score, paired by test sample if single results are stored, else from counts.
 
-    Without single results the interval of a share takes both for independent, and is wider than it need be.
+    Without single results the interval of a share assumes independent samples and is too wide.
+
+    Args:
+        before: the run before.
+        after: the run after.
+        task: the task.
+        variants: variant before and after.
+        metric: the score's metric.
     """
     sides = list(zip((before, after), variants, strict=True))
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
@@ -276,11 +310,20 @@ def changed_score(
 def paired_answers(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
 ) -> tuple[Paired, str] | None:
-    """Return the change of a share of right answers on the samples that both stored, and their split.
+    """Return the change of the share of right answers on samples answered by both, and their split.
 
-    None where the metric is no share, no sample has both answers, or the runs are not known to have the same samples.
-    The split reads "test" where single results of test samples are stored, or, by runs older than these, where the
-    labelled diagnosis samples are exactly the test samples; else "diagnosis".
+    None if the metric is no share, no sample has both answers, or the runs may have different samples. The split is
+    "test"
+    if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are exactly the
+    test
+    samples; else "diagnosis".
+
+    Args:
+        before: the run before.
+        after: the run after.
+        task: the task.
+        variants: variant before and after.
+        metric: a share.
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     for split in splits if metric.kind == "share" else ():
@@ -311,7 +354,14 @@ def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split
 
 @remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return a variant's score on test samples with its interval and their number; NaN and 0 without."""
+    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score.
+
+    Args:
+        run: the run.
+        task: the task.
+        variant: the variant.
+        metric: the score's metric.
+    """
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -355,7 +405,7 @@ def _score_changes(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where rows of some measures come from: those of a run, and those of a change on one task."""
+    """Functions that yield values of some measures, and their changes on one task."""
 
     measures: tuple[Measure, ...]
     levels: Callable[[DriftRun], Iterator[Finding]]
@@ -378,7 +428,14 @@ def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Fin
 
 
 def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
-    """Return what a variant has on a task; NaN if that was not measured."""
+    """Return the value of a variant on a task; NaN if it was not measured.
+
+    Args:
+        run: the run.
+        of: the measure.
+        task: the task.
+        variant: the variant.
+    """
     row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
     return row or finding(_measure_of(metric) if metric else of, Interval(math.nan), task, variant)
@@ -392,7 +449,15 @@ def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -
 def changes_between(
     before: DriftRun, after: DriftRun, of: Measure, task: str, pair: tuple[str, str]
 ) -> Mapping[str, Finding]:
-    """Return changes from a variant of one run to a variant of another, by `Measure.role`."""
+    """Return changes between variants of two runs, by `Measure.role`.
+
+    Args:
+        before: the run before.
+        after: the run after.
+        of: the measure; measures of the same source come along.
+        task: the task.
+        pair: variant before and after.
+    """
     source = _BY_ROLE[of.role]
     if source.changes is None:
         return {}
@@ -402,7 +467,14 @@ def changes_between(
 
 
 def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Finding:
-    """Return how a measure changes on a task; without ends if the samples of a variant are not stored."""
+    """Return the change of a measure on a task; without interval if the samples of a variant are not stored.
+
+    Args:
+        run: the run.
+        of: the measure.
+        task: the task.
+        pair: variant before and after.
+    """
     if row := _changes(run, _BY_ROLE[of.role], task, pair).get(of.role):
         return row
     start, end = (level(run, of, task, variant) for variant in pair)
@@ -410,13 +482,27 @@ def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Find
 
 
 def mean(run: DriftRun, of: Measure, tasks: Sequence[str], variant: str) -> Finding:
-    """Return the mean of what a variant has on these tasks."""
+    """Return the mean of a variant over tasks.
+
+    Args:
+        run: the run.
+        of: the measure.
+        tasks: the tasks.
+        variant: the variant.
+    """
     over = mean_over_tasks([level(run, of, task, variant) for task in tasks])
     return replace(finding(of, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
-    """Return how the mean over tasks changes: the difference of both means, with the error of changes by task."""
+    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
+
+    Args:
+        run: the run.
+        of: the measure.
+        tasks: the tasks.
+        pair: variant before and after.
+    """
     by_task = [change(run, of, task, pair) for task in tasks]
     start, end = (mean(run, of, tasks, variant).value for variant in pair)
     over = replace(mean_over_tasks(by_task), value=end - start)
@@ -425,7 +511,7 @@ def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[st
 
 
 def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
-    """Return every measure that was taken of all these variants on at least one task, and those tasks."""
+    """Return every measure that all these variants have on at least one task, and those tasks."""
     groups = [(about, run.tasks) for about in _AVERAGED]
     metrics = main_metrics(run)
     for group in dict.fromkeys("" if metric.is_averaged else metric.name for metric in metrics.values()):
@@ -477,13 +563,26 @@ def findings(run: DriftRun) -> pd.DataFrame:
 
 
 def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
-    """Return the single results of a task's test samples by sample id; empty if none are stored."""
+    """Return the single results of a task's test samples by sample id; empty if none are stored.
+
+    Args:
+        run: the run.
+        task: the task.
+        variant: the variant.
+        metric: metric of the results.
+    """
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
 
 
 def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
-    """Return the metric of single results, [n] each, as the table `scores` holds them, with its 95 % interval."""
+    """Return a metric of single results with its 95 % interval.
+
+    Args:
+        metric: the metric.
+        values: results `[n]` as in the table `scores`.
+        references: references `[n]` as in that table.
+    """
     n = len(values)
     if metric.kind == "share":
         return share_of_samples(round(float(values.sum())) / n, n)
@@ -493,9 +592,15 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
 
 
 def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
-    """Return how a metric of the same samples, [n] each, changes, with a paired bootstrap interval.
+    """Return the change of a metric on the same samples, with a paired bootstrap interval.
 
-    Not for shares: for these `mcnemar` is exact.
+    Not for shares, for which `mcnemar` is exact.
+
+    Args:
+        metric: the metric.
+        before: results `[n]` before.
+        after: results `[n]` after.
+        references: references `[n]`.
     """
     counts = _draws(len(before))
     start, end = (np.nan_to_num(_statistic(metric, side, references, counts)) for side in (before, after))
@@ -567,10 +672,17 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
 
 @remembered
 def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "") -> pd.DataFrame:
-    """Return a row per sample of a task that was answered by expert, `merged` and, if one is named, `repaired`.
+    """Return a row per sample that was answered by expert, `merged` and, if named, `repaired`.
 
-    Indexed by sample_id; columns: expert, merged, repaired (whether the answer is right; `repaired` only where one is
-    named) and outcome, one of `OUTCOMES`. Empty where right answers aren't known.
+    Indexed by sample_id; columns: expert, merged, repaired (True if the answer is right) and outcome, one of
+    `OUTCOMES`.
+    Empty if right answers are unknown.
+
+    Args:
+        run: the run.
+        task: the task.
+        merged: the merged variant.
+        repaired: a repaired variant.
     """
     models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
     metric = main_metrics(run).get(task, ACCURACY)

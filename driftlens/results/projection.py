@@ -1,8 +1,8 @@
-"""Features of a saved run on a plane: expert, merged and calibrated in one layout, with what the layout loses.
+"""Two-dimensional layouts of stored features: expert, merged and calibrated together, with quality measures.
 
-A layout is fitted once per task on all of them together, so that distances between panels mean the same, and stored in
-the run: the coordinates are what is kept, not the seed that a library may one day treat otherwise. Distances on the
-plane are indicative only; every quality number comes from the features themselves.
+One layout is fitted per task on all variants, so that distances are comparable between panels. Its coordinates are
+stored in the run. Distances in two dimensions are indicative only; quality measures come from the features. Entry
+points: `project` computes, `stored_projection` reads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked of one projection, as `settings_of` has resolved it against its run: the layer by its index."""
+    """The resolved settings of one projection; the layer is an index."""
 
     task: str
     layer: int
@@ -67,16 +67,22 @@ class Settings:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The expert, and the variants drawn beside it."""
+        """The expert and the shown variants."""
         return ("expert", *self.variants)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON knows them."""
+        """Return the settings as JSON values."""
         return {**asdict(self), "variants": list(self.variants), "fit_on": "all"}  # as earlier runs have it
 
 
 def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
-    """Return the settings, checked."""
+    """Return checked settings.
+
+    Args:
+        run: the run.
+        task: the task.
+        request: the requested layer, method, variants and number of points.
+    """
     method, most = request.method, request.max_points
     drawn = (
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
@@ -135,7 +141,13 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
 
 
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
-    """Return at most `limit` rows, in order, stratified; which ones depends on their ids alone."""
+    """Return at most `limit` rows, stratified and in order; the choice depends on their sample ids only.
+
+    Args:
+        rows: rows with a column sample_id.
+        limit: largest number of rows.
+        by: columns that define the strata.
+    """
     if len(rows) <= limit:
         return rows
     ids = rows["sample_id"].to_numpy(dtype=object)
@@ -192,7 +204,13 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    """Return two coordinates for every finite row, [r, 2], and how they got there: other fields of a `Projection`."""
+    """Return two coordinates `[r, 2]` for every row, and how they were made: other fields of a `Projection`.
+
+    Args:
+        rows: finite features `[r, d]`.
+        method: pca, umap or tsne.
+        seed: random seed.
+    """
     # Libraries put equal rows at different places (or fail on them), so each distinct row is laid out once.
     distinct, places = np.unique(rows, axis=0, return_inverse=True)
     reason = "" if method == "pca" else _why_not(method, len(distinct))
@@ -293,7 +311,7 @@ def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
 
 
 def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> tuple[float, float]:
-    """Overlap of the `k` nearest with those of the expert, and trustworthiness of the plane; NaN without neighbours."""
+    """Return overlap of the `k` nearest neighbours with the expert's, and trustworthiness; NaN without neighbours."""
     if k < 1:
         return math.nan, math.nan
     from sklearn.manifold import trustworthiness
@@ -342,19 +360,22 @@ class Projection:
     """One layout of a task's features at one layer.
 
     Attributes:
-        settings: what was asked for.
-        method: what was used; PCA where there are too few points for another, with a note that says so.
-        frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has one
+        settings: the requested settings.
+        method: the method that was used; PCA with too few points for another, as a note explains.
+        frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has
+            one
             row per variant, in the same order.
-        quality: one row per variant, taken from the features themselves: `mean_cosine` and `mean_drift` to the expert
-            over all `n` samples; over the `n_shown` drawn ones `knn_overlap`, the mean share of a sample's
-            `neighbours` nearest among the expert's features that are nearest among the variant's too, and
-            `trustworthiness`, how few neighbours on the plane are none in feature space (1 is best). NaN with fewer
-            than three samples.
-        explained_variance: shares of variance along x and y, for PCA; None for the others, or without any variance.
-        parameters: what the library was called with.
-        versions: of the packages behind it.
-        notes: what a reader must know: points left out, a method replaced, what a library warned of.
+        quality: one row per variant, computed from the features: `mean_cosine` and `mean_drift` to the expert over
+            all `n`
+            samples. Over the `n_shown` samples: `knn_overlap`, the mean share of a sample's nearest `neighbours` that
+            are
+            the same for expert and variant, and `trustworthiness` of the layout (1 is best). NaN with fewer than
+            three
+            samples.
+        explained_variance: shares of variance along x and y, for PCA with any variance; else None.
+        parameters: parameters of the library call.
+        versions: versions of the packages.
+        notes: points left out, a replaced method, warnings of libraries.
         digest: the content key; `projections/<digest>.parquet` in the run, once stored.
     """
 
@@ -378,11 +399,23 @@ def project(
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> Projection:
-    """Return one joint layout of the expert's and the variants' features; stored coordinates are read.
+    """Return one joint layout of the expert's and the variants' features; read it if it is stored.
 
-    Features are brought to norm 1; for UMAP and t-SNE they are then reduced to 50 dimensions by PCA. Equal features
-    share their place. With fewer than 15 distinct points, or without umap-learn, PCA is drawn instead and a note
-    says so. Errors are those of `driftlens.project`.
+    Features are scaled to norm 1; for UMAP and t-SNE, PCA reduces them to 50 dimensions. Equal features share their
+    place.
+    With fewer than 15 distinct points, or without umap-learn, the method is PCA, and a note says so.
+
+    Args:
+        run: the run, or its folder.
+        task: the task.
+        request: layer, method, variants and number of points.
+        store_it: store the layout in the run.
+        on_progress: receives progress events.
+        cancel: stops the work.
+
+    Raises:
+        DataError: features are not stored.
+        NumericsError: features are not finite.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     settings = settings_of(opened, task, request)
@@ -425,10 +458,14 @@ def project(
 def stored_projection(
     run: DriftRun | PathLike, task: str, request: ProjectionRequest = ProjectionRequest()
 ) -> Projection | None:
-    """Return the layout that `project` stored, for viewers that must not compute; None without one.
+    """Return the stored layout, for viewers that must not compute; None without one.
 
-    One made by other versions of the libraries is as good: its coordinates are what was stored. Arguments and errors as
-    for `project`; nothing is computed, imported for computing, or written.
+    A layout made by other versions of the libraries is valid too. Nothing is computed or written.
+
+    Args:
+        run: the run, or its folder.
+        task: the task.
+        request: layer, method, variants and number of points.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     settings = settings_of(opened, task, request)
@@ -436,7 +473,13 @@ def stored_projection(
 
 
 def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionRequest()) -> Projection:
-    """Return the stored layout, or one that is computed and not stored: looking never changes a run."""
+    """Return the stored layout, or compute one without storing it.
+
+    Args:
+        run: the run.
+        task: the task.
+        request: layer, method, variants and number of points.
+    """
     return stored_projection(run, task, request) or project(run, task, request, store_it=False)
 
 

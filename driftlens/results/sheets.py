@@ -73,7 +73,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
 
 
 def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str, has_source: bool) -> str:
-    """Return what the columns of `task_sheet` are of, and how its intervals were taken."""
+    """Return the note on the columns of `task_sheet` and on its intervals."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
     if judgement.source and has_source:
         num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
@@ -95,9 +95,13 @@ def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str
 def others_sheet(
     run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
 ) -> Table:
-    """Return means over tasks of what the verdict leaves out: other calibrations, baselines, with `controls` anchors.
+    """Return means over tasks of models that the verdict leaves out: other calibrations and baselines.
 
-    With `everyone` of all models, experts last.
+    Args:
+        run: the run.
+        judgement: its verdict.
+        controls: include anchors of calibrations.
+        everyone: include all models, experts last.
     """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
@@ -131,7 +135,7 @@ def summary_sheet(run: DriftRun) -> Table:
         names.append(f"mean of {len(names)}")
 
     def measured(of: Measure) -> dict[str, list[Interval]]:
-        """By heading, what was measured of every model on the tasks, and its mean."""
+        """Return the values of every model on the tasks, and its mean, by heading."""
         columns = dict[str, list[Interval]]()
         for variant, head in heads.items():
             cells = [level(run, of, task, variant) for task in run.tasks]

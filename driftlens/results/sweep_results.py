@@ -1,4 +1,4 @@
-"""What the points of a sweep reached: means over tasks, then over draws of the samples, with 95 % intervals."""
+"""Results of sweeps: means over tasks, then over draws of the samples, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURES: dict[str, tuple[str, Kind, Kind]] = {
 
 
 def settings_of(row: Any) -> dict[str, Any]:
-    """All settings of a row of the sweep table, by name; runs before schema 1.4 tell three."""
+    """Return all settings of a row of the sweep table, by name; runs before schema 1.4 record three."""
     if isinstance(row["settings"], str):
         settings: dict[str, Any] = from_json(row["settings"])
         return settings
@@ -41,12 +41,12 @@ def settings_of(row: Any) -> dict[str, Any]:
 
 
 def sweep_named(factor: str, method: str) -> str:
-    """What the sweep of one factor is called: methods other than FeatCal stand in front."""
+    """Return the name of the sweep of one factor; methods other than FeatCal are a prefix."""
     return factor if method == "featcal" else f"{method}:{factor}"
 
 
 def swept_methods(run: DriftRun, factor: str) -> list[str]:
-    """The methods that sweeps of one factor were made with, in the order in which they were."""
+    """Return the methods with sweeps of one factor, in the order of the sweeps."""
     names = map(str, run.sweeps()["sweep"].unique())
     return [
         head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
@@ -54,7 +54,7 @@ def swept_methods(run: DriftRun, factor: str) -> list[str]:
 
 
 def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the sweep table with each task's main score as `score`, where it may be averaged; without other rows."""
+    """Return rows of the sweep table that have a score that can be averaged, with it as `score`."""
     metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
     scores = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
     rows = rows.assign(score=pd.Series(scores, rows.index, dtype=float))
@@ -62,7 +62,14 @@ def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
-    """A model of the run beside which a sweep's points stand, mean of these or all tasks; NaN where one lacks it."""
+    """Return a model's mean over these or all tasks, to compare a sweep with; NaN if a task lacks it.
+
+    Args:
+        run: the run.
+        variant: the model.
+        measure: column of the sweep table.
+        tasks: the tasks; all if empty.
+    """
     tasks = tasks or run.tasks
     if measure in METRICS:
         rows = run.accuracy()
@@ -80,10 +87,16 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
 
 
 def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:
-    """What rows of a sweep reached at every value of `by`: over tasks for each seed first, then over seeds.
+    """Return results of a sweep for every value of `by`: means over tasks for each seed, then over seeds.
 
-    A seed that lacks one of the `tasks` is left out, as its mean would be over others. `low` and `high` are over seeds,
-    `tested_low` and `tested_high` of accuracies over test samples: seeds share these, so ends are averaged like values.
+    A seed that lacks one of the tasks is left out. `low` and `high` are over seeds. `tested_low` and `tested_high` of
+    accuracies are over test samples: seeds share these, so their ends are averaged.
+
+    Args:
+        rows: rows of the sweep table.
+        by: column that is varied.
+        measure: column that is averaged.
+        tasks: number of tasks.
     """
     rows = rows.astype({measure: float, "n_test": float})
     by_seed = rows.groupby([by, "seed"])
@@ -106,7 +119,7 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
-    """The run's models, the method as it is, and with each of its parts taken away: a table per measure."""
+    """Return a table per measure: the run's models, the method, and the method without each of its parts."""
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")

@@ -1,7 +1,7 @@
-"""What a reader who reads nothing else should know: what is wrong, how sure that is, where it comes from, what to do.
+"""The verdict on a run: the problem, its certainty and source, and the next command. Entry point: `verdict`.
 
-The same words stand first in terminal, model card, report and dashboard. A word such as "worse" is said only where the
-95 % interval of the difference excludes 0.
+Terminal, model card, report and dashboard show the same words. Words such as "worse" appear only if the 95 % interval
+of the difference excludes 0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _LOWER = {
 def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     """Return the command that most likely helps; empty for live modules, which no command can open.
 
-    `side` is -1 where the last model is clearly worse than the experts, `bad` are tasks whose experts are themselves.
+    Args:
+        run: the run.
+        side: -1 if the last model is clearly worse than the experts.
+        bad: tasks whose experts are clearly worse than the base.
     """
     path = shlex.quote(str(run.path))
     if is_live(run.manifest):
@@ -105,10 +108,11 @@ _ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", Fal
 
 @dataclass(frozen=True)
 class Gap:
-    """How one model differs from another: `change` on the mean over tasks, by its 95 % interval.
+    """The difference between two models: `change` of the mean over tasks, with its 95 % interval.
 
-    `side` is 1 where that says that the model is better, -1 where worse, 0 where it can't tell; `better` and `worse`
-    are the tasks on which their own intervals say so.
+    `side` is 1 if the model is clearly better, -1 if clearly worse, 0 if undecided; `better` and `worse` are the
+    tasks on
+    which their own intervals decide.
     """
 
     variant: str
@@ -122,9 +126,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Source:
-    """The layer with the largest share of a variant's final drift, a mean over tasks that lie from `low` to `high`.
+    """The layer with the largest share of a variant's final drift: mean over tasks, and smallest and largest task.
 
-    The intervals of `rivals` overlap its, so that they may carry as much.
+    The intervals of `rivals` overlap its own, so that they may have a larger share.
     """
 
     layer: int
@@ -140,16 +144,17 @@ class Verdict:
     """The verdict on a run, in numbers and in words.
 
     Attributes:
-        measure: what models are judged by: the tasks' own scores, or relative drift where nothing was scored.
-        tasks: on which every compared model was measured; `means` are over them.
-        merged: the merged model, or the baseline that takes its place; empty without, as is the calibrated `after`.
-        gaps: merged against experts and base, calibrated against merged and base, those that there are.
-        worst: the task that is furthest behind its expert, if clearly so; else empty.
+        measure: the measure that compares models: the tasks' own scores, or relative drift without scores.
+        tasks: tasks on which every compared model was measured; `means` are over them.
+        merged: the merged model, or the baseline that replaces it; may be empty, as may the calibrated `after`.
+        gaps: merged against experts and base, calibrated against merged and base, as far as measured.
+        worst: the task that is furthest below its expert, if clearly so; else empty.
         bad_experts: tasks whose expert is clearly worse than the base.
-        source: None where no share was measured.
-        command: what to do next; empty where none can.
-        sentences: all of it in at most 60 words, numbers among them and a command one; what has no room is left out,
-            first on how many tasks a change is clear, then the worst task, then the source's share, then the source.
+        source: None if no share was measured.
+        command: the next command; may be empty.
+        sentences: at most 60 words, where a number or a command counts as one. Left out for lack of space are, in
+            this
+            order: counts of tasks, the worst task, the source's share, the source.
     """
 
     measure: Measure
@@ -171,7 +176,7 @@ class Verdict:
 
 @remembered
 def verdict(run: DriftRun, name: str = "") -> Verdict:
-    """Return the verdict on the merged model and on one calibration: `name`, or the one that was added last."""
+    """Return the verdict on the merged model and on one calibration: `name`, or the one added last."""
     uncalibrated = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
     merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
@@ -245,10 +250,7 @@ def _sentences(
     failed: int,
     nearer: Sequence[str],
 ) -> tuple[str, ...]:
-    """Return the verdict in words; `which` names the calibration, `failed` counts failed checks.
-
-    `nearer` says which merge is nearer to the experts, and what a number type loses.
-    """
+    """Return the verdict in words."""
     bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
     is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
     worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
@@ -318,7 +320,7 @@ def _called(variant: str) -> str:
 
 
 def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
-    """Yield a sentence per model and what it is compared with; units and numbers of tasks are given once."""
+    """Yield a sentence per model on its differences to others; units and numbers of tasks appear once."""
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
         clauses = "; ".join(
             _of_gap(gap, judgement, counting, is_first=gap is judgement.gaps[0]) for gap in gaps
@@ -343,9 +345,9 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
 
 
 def change_of_gap(gap: Gap, kind: Kind) -> str:
-    """Return a change with the longer half of its interval, signed if it isn't clear which way.
+    """Format a change with the longer half of its interval, signed if its direction is undecided.
 
-    Where that half would reach 0 and the interval doesn't, both ends stand there instead.
+    Both ends replace that half if it would reach 0 although the interval doesn't.
     """
     change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
     value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
@@ -386,7 +388,13 @@ def _source_of(run: DriftRun, variant: str) -> Source | None:
 
 @remembered
 def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
-    """Return every layer's share of the final drift, the largest first: its mean over tasks, and by task."""
+    """Return every layer's share of the final drift, the largest first: its mean over tasks, and by task.
+
+    Args:
+        run: the run.
+        variant: the model.
+        task: only this task.
+    """
     rows = run.layers(task, variant) if variant else run.layers().head(0)
     by_layer: dict[int, tuple[Interval, list[float]]] = {}
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
@@ -425,17 +433,18 @@ ORDER = ("base", "merged", "baseline", "calibrated", "expert")
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, and the numbers that stand beside it.
+    """One sentence, and the numbers shown next to it.
 
     Attributes:
         text: the sentence, without a full stop.
-        tone: what colours it.
-        so_far: "9 of 20 tasks measured" where some are still to come; else empty.
+        tone: the sentence's colour.
+        so_far: "9 of 20 tasks measured" while some are missing; else empty.
         tiles: every model's mean, base first and experts last, by variant.
-        kind: how these numbers are written.
-        measure: what they are of.
-        closed: the share of the gap from the merged model to the experts that the repair closes; NaN without a repair,
-            or where there is no clear gap.
+        kind: format of these numbers.
+        measure: title of their measure.
+        closed: the share of the gap from merged model to experts that the repair closes; NaN without a repair or a
+            clear
+            gap.
     """
 
     text: str
@@ -449,7 +458,7 @@ class Headline:
 
 @remembered
 def headline(run: DriftRun, name: str = "") -> Headline:
-    """Return the headline of a run, and of one calibration: `name`, or the one that was added last."""
+    """Return the headline of a run and of one calibration: `name`, or the one added last."""
     judged = verdict(run, name)
     ordered = sorted(judged.means, key=lambda variant: ORDER.index(part_of(variant)))
     num_tasks = len(judged.tasks)
@@ -564,7 +573,7 @@ _SYNTHETIC = (
 
 
 def stamps(run: DriftRun) -> list[str]:
-    """Return what a reader must know before any number, in sentences."""
+    """Return sentences that a reader must know before any number."""
     notes = [_SYNTHETIC] if run.manifest.synthetic else []
     state, damage = last_work(run)
     if damage:
@@ -577,7 +586,7 @@ def stamps(run: DriftRun) -> list[str]:
 
 
 def agreement(run: DriftRun) -> Iterator[str]:
-    """Yield how often models decide as the experts do, which needs no labels; nothing without scores."""
+    """Yield a sentence on how often models decide as the experts do, which needs no labels."""
     shares = []
     for variant in run.variants:
         flipped = share_true(run.outputs(variant=variant)["flipped"])

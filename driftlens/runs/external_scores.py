@@ -1,4 +1,7 @@
-"""Scores that other tools have measured, beside a run's own: of lm-evaluation-harness, bigcode's, safety-eval."""
+"""Import of scores that other tools measured: lm-evaluation-harness, bigcode-evaluation-harness, safety-eval.
+
+Entry point: `attach`.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +36,22 @@ TOOLS: Mapping[str, str] = MappingProxyType(
         _SAFETY: "https://github.com/allenai/safety-eval",
     }
 )
-"""Whose files are read, and where each is published."""
+"""Supported tools and their home pages."""
 _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
 _NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "none")
-"""How what is no finite number is spelled, as a number, as text or as nothing."""
+"""Spellings of missing and infinite numbers."""
 _COUNTS = ("sample_len", "sample_count")
-"""Numbers beside the metrics of a task that are none."""
+"""Numbers among the metrics of a task that are counts."""
 _ALL = "all"
-"""A task of leaderboards' files that is the mean of all others."""
+"""The task in leaderboards' files that is the mean of all others."""
 _WHOLE = ("overall", "micro", "macro")
-"""How metrics over all samples of a task begin; they stand before those of a part."""
+"""Prefixes of metrics over all samples of a task, which come before those of a part."""
 
 
 @dataclass(frozen=True)
 class _Results:
-    """What a file tells: by task and metric the score and its standard error, NaN without; samples by task."""
+    """The content of a results file: score and standard error (NaN without) by task and metric; samples by task."""
 
     tool: str
     scores: Mapping[str, Mapping[str, tuple[float, float]]]
@@ -61,17 +64,22 @@ log = logging.getLogger("driftlens")
 
 
 def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
-    """Put the results that another tool has written into a run, as scores of one of its models.
+    """Add the results of another tool to a run, as scores of one of its models.
 
-    Read are files of the lm-evaluation-harness (0.3 or 0.4), of bigcode-evaluation-harness and of safety-eval. Scores
-    stand in the accuracy table under the names that the tool gives, `harness:acc` for example, of the tasks that it
-    names. Intervals are of the standard errors or counts it states; where it states neither, there is none. A share in
-    percent becomes one in [0, 1]; what is NaN or infinite is left out, and the logger names it. The manifest keeps the
-    file's digest and which tasks are groups of others. Attached again, a task's results take the place of the earlier
-    ones. `variant` is what was measured, `expert:TASK` too.
+    The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
+    accuracy
+    table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in the
+    file.
+    Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest records the
+    file's digest and its groups of tasks. Attaching again replaces earlier results of the same tasks.
+
+    Args:
+        run: folder of a finished run.
+        variant: the model that was measured, also `expert:TASK`.
+        results: the file of results.
 
     Raises:
-        DataError: the file can't be read, is none of these, or its numbers can't be; the run has no such variant.
+        DataError: the file is not readable or not of these tools, or the run has no such variant.
         RunError: the run is unfinished.
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
@@ -83,9 +91,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
             hint=did_you_mean(variant, models),
         )
     if not is_analyzed(manifest):
-        raise RunError(
-            f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` goes on with it."
-        )
+        raise RunError(f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` resumes it.")
     with concerning(file):
         content = plain_file(file).read_bytes()
         document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
@@ -93,7 +99,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
         rows = [{"variant": variant, **row} for row in _rows(measured)]
     document.pop("config", None)
     if lost := [*_not_finite(document.get("results", document))]:
-        log.warning("notice: %s: left out is what is no finite number: %s", file, some_of(lost, 5))
+        log.warning("notice: %s: left out, no finite number: %s", file, some_of(lost, 5))
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
         **{"tool": measured.tool, **measured.about, "groups": measured.groups, "left_out": lost},
@@ -106,9 +112,9 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
 
 
 def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
-    """Return those of the tasks that are no group of others.
+    """Return the tasks that are no group of other tasks in the list.
 
-    Runs that attached before groups were kept don't tell: then no task is known to be a leaf.
+    Empty for runs that attached scores before groups were recorded.
     """
     names, subtasks = [*dict.fromkeys(tasks)], dict[str, set[str]]()
     for about in run.manifest.attached.values():
@@ -135,7 +141,7 @@ def _measured(document: dict[str, Any]) -> _Results:
         return _Results(_BIGCODE, by_task, about=kept)
     names = [f"{ATTACHED}{name}" for of in by_task.values() for name in of]
     if names and not any(metric_called(name).is_directed for name in names):
-        raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of one of these tools", hint=_HINT)
+        raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of these tools", hint=_HINT)
     return _Results(_SAFETY, by_task)
 
 
@@ -144,7 +150,10 @@ def _by_task(scores: object) -> dict[str, dict[str, Any]]:
 
 
 def _of_harness(document: Mapping[str, Any]) -> _Results:
-    """Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples."""
+    """Read results of lm-evaluation-harness.
+
+    Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples.
+    """
     scores: dict[str, dict[str, tuple[float, float]]] = {}
     for task, by_metric in document["results"].items():
         scores[task] = {}
@@ -187,18 +196,18 @@ def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
 def _flat(
     scores: Mapping[str, Any], task: str, before: str = ""
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Every number of one task, by metric; that of a part of the task's samples with the part behind a comma."""
+    """Yield every number of one task by metric; parts of a task's samples follow the metric after a comma."""
     for key, value in scores.items():
         name = f"{before}{key}"
         if isinstance(value, dict) and not before:
             yield from _flat(value, task, f"{key},")
         elif _is_number(value):
-            # WildJailbreak's harmless prompts are to be complied with, under the name of an attack's success.
+            # WildJailbreak's harmless prompts should be answered, but use the metric of attacks.
             yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
 
 
 def _rows(measured: _Results) -> list[dict[str, Any]]:
-    """Rows of the accuracy table."""
+    """Return rows of the accuracy table."""
     rows = []
     for task, scores in measured.scores.items():
         n = measured.counts.get(task)
@@ -211,9 +220,9 @@ def _rows(measured: _Results) -> list[dict[str, Any]]:
             if metric.kind == "share" and 1 < value <= 100:
                 value, error = value / 100, error / 100
             if not low <= value <= high:
-                raise DataError(f"{name} of {task} is {value:g}, and lies between {low:g} and {high:g}")
+                raise DataError(f"{name} of {task} is {value:g}; expected {low:g} to {high:g}")
             ends = (math.nan, math.nan)
-            # No error at all is what one right or wrong answer after the other gives, and no certainty.
+            # A standard error of 0 comes from equal answers; it is no certainty.
             if error > 0:
                 ends = max(value - _Z * error, low), min(value + _Z * error, high)
             elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
@@ -226,7 +235,7 @@ def _rows(measured: _Results) -> list[dict[str, Any]]:
 
 
 def _not_finite(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Where a file has NaN or infinity for a score; without standard errors an interval is missing, and no score."""
+    """Yield the places of scores that are NaN or infinite; standard errors don't count."""
     for key, value in scores.items():
         if isinstance(value, dict):
             yield from _not_finite(value, f"{before}{key} ")

@@ -1,4 +1,4 @@
-"""The manifest of a run: what was computed, from what, with what, and which files hold it."""
+"""The manifest of a run: inputs, settings, versions, phases and files. Entry point: `read_manifest`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ PhaseState = Literal["running", "done", "failed", "cancelled"]
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer of the chain: 1 the stem, L the head; `path` in the library's own names."""
+    """One layer of the chain: index 1 is the stem, the last one the head; `path` is the module path in the library's
+    names.
+    """
 
     index: int
     role: str
@@ -39,7 +41,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One set of weights: digest of its content, number of parameters, and where it came from."""
+    """One set of weights: the digest of its content, its number of parameters, and its source."""
 
     digest: str
     parameters: int
@@ -65,19 +67,19 @@ class FileInfo:
 
 
 class Chosen:
-    """What came of a choice among repairs and models as they are, by the record of it."""
+    """The outcome of a choice among repairs and unchanged models."""
 
     selection: Mapping[str, Any]
     shrink: Mapping[str, Any]
 
     @property
     def kept(self) -> str:
-        """Which model the choice left as it is: `merged`, `base`, or `merge`, another merge; empty if it calibrates."""
+        """The model that was kept as it is: `merged`, `base`, or `merge` (another one); empty after a calibration."""
         return str(self.selection.get("kept") or "")
 
     @property
     def unchanged(self) -> str:
-        """What that model is, for a reader; empty where something is calibrated."""
+        """A description of that model for readers; empty after a calibration."""
         share = self.shrink.get("share", 1)
         way = "" if share == 1 else f", at {share:g} of its way from the base"
         none = "no repair was clearly better" if not way else "no repair was nearer to the experts"
@@ -90,36 +92,38 @@ class Chosen:
 
     @property
     def is_what(self) -> str:
-        """What the model is, in words: base, merge or repair, with its share of the way from the base."""
+        """A description of the model: base, merge or repair, with its interpolation factor."""
         share = self.shrink.get("share", 1)
         return self.unchanged or (f"a repair, at {share:g} of its way from the base" if share != 1 else "")
 
 
 @dataclass(frozen=True)
 class CalibrationInfo(Chosen):
-    """One calibration, as far as a reader without torch is concerned; its folder holds `config.yaml` with the rest.
+    """One calibration, as readers without torch need it; its folder holds `config.yaml` with the details.
 
     Attributes:
-        settings: hyperparameters of `method`, all resolved.
-        control: variant of the anchor by itself; empty where the anchor is the merged model, or there is none.
-        seconds: what calibrating took, without the analysis behind it.
-        sample_digests: of the ids of the calibration samples, in order, by task; of contents where modules are live.
-        automatic: whether hyperparameters were chosen from the calibration samples.
-        preset: published setting whose values all hyperparameters have; empty without, as in older runs.
-        sites: patterns that the calibrated modules' paths match; none means linear and norm modules of `layers`.
-        seed: with which the calibration samples were drawn; None in older runs.
-        selection: how hyperparameters were chosen: what was `compared`, with held-out scores and advantages over the
-            merged model, which is the `choice`, what was `kept`, `seconds`; empty where nothing was chosen.
-        attached: how many numbers are attached to the merged model, over all tasks; then the task of an input must be
-            known. 0 where weights themselves are calibrated.
-        out_dtype: the number type that was asked for to save in; empty where it is the base's own.
-        change: of the entries that were solved for, how many differ from the merged model's, and what the number type
-            left of that (see `driftlens.utils.rounding.Change`); empty where none was, and in older runs.
-        shrink: which share of the way from the base is kept, as it was `asked` for, and with `auto` the `curve` of
-            held-out scores and drift by share, from which it was chosen; empty where nobody asked.
-        found_out: by task the share of test samples whose task was found out, where nobody tells it and scores are so;
-            empty where the task is known, or not asked for.
-        views: which copies of the samples were read beside them, such as crop:3, by task; empty where none were asked.
+        settings: all hyperparameters of `method`.
+        control: variant of the anchor alone; empty if the anchor is the merged model, or there is none.
+        seconds: duration of calibrating, without the analysis that follows.
+        sample_digests: digests of the ordered ids of the calibration samples by task; of their contents for live
+            modules.
+        automatic: True if hyperparameters were chosen on the calibration samples.
+        preset: published setting that all hyperparameters equal; empty otherwise, and in older runs.
+        sites: patterns for paths of calibrated modules; empty means linear and norm modules of `layers`.
+        seed: seed that sampled the calibration samples; None in older runs.
+        selection: record of the choice of hyperparameters: `compared` with held-out scores and advantages over the
+            merged
+            model, `choice`, `kept`, `seconds`; empty without a choice.
+        attached: number of parameters added to the merged model over all tasks, which require the task of an input; 0
+            if
+            the weights themselves are calibrated.
+        out_dtype: requested number type of the saved weights; empty for the base's own.
+        change: number of solved entries that differ from the merged model's, and how many the number type keeps (see
+            `driftlens.utils.rounding.Change`); empty if none were solved, and in older runs.
+        shrink: interpolation factor between base (0) and repair (1): as `asked` for and, if chosen automatically, the
+            `curve` of held-out scores and drift over factors; empty without interpolation.
+        found_out: share of test samples whose task was classified correctly, by task; empty if the task is known.
+        views: augmented copies of the samples that were used in addition, such as crop:3, by task.
     """
 
     method: str
@@ -145,42 +149,45 @@ class CalibrationInfo(Chosen):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run says about itself; times are UTC.
+    """The description of a run; times are UTC.
 
     Attributes:
         id: the run's name and eight random hexadecimal digits.
         finished: empty until the run was finished.
-        live: of a run of live modules its `settings`, and as `contents` what tells its data and heads from others;
-            empty in runs from before, whose spec.yaml has both.
-        synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
+        live: for a run of live modules its `settings`, and as `contents` the identity of its data and heads; empty in
+            older runs, whose spec.yaml has both.
+        synthetic: True if data or models are generated by code, so that the numbers are no benchmark.
         environment: environment variables that may change numbers.
-        precision: largest relative error of the drift of a few samples against float64, by task, where measured.
+        precision: largest relative error of the drift of a few samples against float64, by task, if measured.
         threads: thread counts by library; older runs also have those of phases.
-        seeds: every seed, by what it draws.
-        drawn_by: what else decides which samples are drawn; empty in older runs, where it was the same.
-        deterministic: whether deterministic algorithms were asked for.
-        unfinished: variants whose rows are still being written or removed; readers don't show them.
+        seeds: every seed, by its purpose.
+        drawn_by: further rule that decides which samples are taken; empty in older runs, which had only one.
+        deterministic: True if deterministic algorithms were requested.
+        unfinished: variants whose rows are still being written or removed; readers hide them.
         calibrations: by name; the variant is `calibrated:NAME`.
-        layers: of the chain, in forward order.
-        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); of
-            language models the tokenizer's digest and how rows are cut.
-        preprocessing: which code made inputs of images or texts.
+        layers: layers of the chain, in forward order.
+        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); for
+            language
+            models also the tokenizer's digest and how rows are cut.
+        preprocessing: the code that made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
-        changes: by expert, what it changes of the base, counted in entries (see `driftlens.utils.rounding.Change`);
-            empty without a base, of live models and in older runs.
-        merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
+        changes: by expert, the number of entries that differ from the base (see `driftlens.utils.rounding.Change`);
+            empty
+            without a base, for live models and in older runs.
+        merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty if the model
+            was
             given, and in older runs.
         classes: class names by task, in the order of the head's rows.
         sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
         sample_id_digests: digest of each such list.
-        sample_origins: what these are ids of: digest of the data behind them, by split and task; older runs have none.
+        sample_origins: digest of the data behind the ids, by split and task; empty in older runs.
         phases: by name, in the order of the work.
         files: by path relative to the run directory.
-        rewriting: what those of the files that are just being replaced will be; until a writer has looked, they may
-            be either.
-        attached: scores that another tool has measured: variant, file, its digest, tool, tasks; by variant and file.
-        warnings: what may spoil the numbers.
-        notices: what a reader should know.
+        rewriting: new entries of files that are being replaced; until a writer has checked, both entries may be
+            valid.
+        attached: scores measured by other tools: variant, file, its digest, tool, tasks; by variant and file.
+        warnings: facts that may invalidate the numbers.
+        notices: facts that a reader should know.
     """
 
     id: str
@@ -232,19 +239,19 @@ _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "HF_HUB_OFFLINE"),
 )
-"""What numbers or thread counts may depend on besides a run's inputs."""
+"""Environment variables that numbers or thread counts may depend on."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that compute, write or add to DriftLens; nothing is imported."""
+    """Return versions of Python and of packages that compute, write or extend DriftLens, without importing them."""
     packages = {package: version for package in _PACKAGES if (version := version_of(package))}
     own = {"driftlens": driftlens.__version__}
     return {"python": platform.python_version(), **own, **packages, **dict(map(origin, installed()))}
 
 
-@functools.cache  # a package's metadata are read whole for it
+@functools.cache  # it reads all metadata of a package
 def version_of(package: str) -> str | None:
-    """The version of an installed package, which is not imported; None where there is none."""
+    """Return the version of an installed package, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -252,7 +259,13 @@ def version_of(package: str) -> str | None:
 
 
 def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = None) -> Manifest:
-    """The manifest of a run that begins now on this machine."""
+    """Return the manifest of a run that begins now on this machine.
+
+    Args:
+        name: the run's name.
+        spec_digest: digest of the spec.
+        live: settings and contents of a run of live modules.
+    """
     machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
     return Manifest(
@@ -268,20 +281,25 @@ def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = N
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Replace the run's manifest, whole or not at all; it ends with a digest of itself."""
+    """Replace the run's manifest atomically; it ends with a digest of itself."""
     record = as_plain(manifest)
-    # Written hundreds of times a run: Python's own encoder takes five times as long where lines are to be indented.
+    # Written hundreds of times per run: Python's own encoder takes five times as long with indentation.
     text = to_json({**record, "digest": _digest(record)}, indent=2).decode()
     write_text_atomic(folder / MANIFEST, f"{text}\n")
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of the run in `folder`."""
+    """Return the manifest of the run in `folder`.
+
+    Raises:
+        RunError: there is no run, or its manifest is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
     path = folder / MANIFEST
     try:
         manifest = as_declared(Manifest, _text(path))
     except ValueError as error:
-        # First of all whether it is newer: what a later version writes may be of other kinds.
+        # A newer schema explains the error better: it may use other types.
         refuse_newer(str(_record(path).get("schema_version", "")), path)
         raise _damaged(path, str(error)) from error
     refuse_newer(manifest.schema_version, path)
@@ -289,25 +307,25 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
 
 
 def manifest_is_intact(folder: pathlib.Path) -> bool:
-    """Whether the manifest still has the digest it was written with."""
+    """Return True if the manifest matches its own digest."""
     record = _record(folder / MANIFEST)
     try:
         return bool(record.pop("digest", None) == _digest(record))
-    except ValueError:  # a number that is none
+    except ValueError:  # NaN or infinity
         return False
 
 
 LATER = ("calibrate:", "sweep:")
-"""How phases begin that are no part of a run's own analysis."""
+"""Prefixes of phases that come after a run's analysis."""
 
 
 def is_phase_of(name: str, phase: str) -> bool:
-    """Whether a phase of the run belongs to the calibration `name`."""
+    """Return True if a phase belongs to the calibration `name`."""
     return phase == f"calibrate:{name}" or phase.startswith(f"calibrate:{name}:")
 
 
 def ids_digest(ids: Sequence[str]) -> str:
-    """Digest of sample ids in their order, in hexadecimal."""
+    """Return the digest of ordered sample ids, in hexadecimal."""
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A saved run, opened read-only: tables as tidy frames, features memory-mapped, without torch."""
+"""Saved runs, read-only: tables as tidy frames, features memory-mapped, without torch. Entry point: `open_run`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
-    """The function, its answers kept with the run they are of, as an opened run doesn't change.
+    """Cache the function's answers on the run, which doesn't change once opened.
 
-    Its arguments must be hashable; nobody may modify its answers.
+    Arguments must be hashable; callers must not modify answers.
     """
 
     @functools.wraps(work)
@@ -45,7 +45,7 @@ def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concaten
 
 
 def open_run(path: PathLike) -> DriftRun:
-    """The run in the directory `path`. Nothing but its manifest is read until it is asked for.
+    """Return the run in the directory `path`; only its manifest is read at once.
 
     Raises:
         RunError: there is no run, or its manifest is damaged.
@@ -55,22 +55,22 @@ def open_run(path: PathLike) -> DriftRun:
 
 
 _LONG_NAME = 22
-"""Characters of a name in a representation: three of them fit on a line of a notebook."""
+"""Characters of a name in a representation, so that three fit on a line of a notebook."""
 
 
 class _Units(dict[str, str]):
-    """Units by column, which nobody changes: pandas copies a frame's attributes deeply with every piece it takes."""
+    """Units by column; immutable, because pandas deep-copies a frame's attributes with every slice."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class DriftRun:
-    """One run directory, read-only. Tables are read once, when first asked for; frames are copies.
+    """One run directory, read-only. Tables are read once, on first use; frames are copies.
 
     Attributes:
         path: the run directory.
-        manifest: what the run says about itself, as of when it was opened.
+        manifest: the run's manifest, as of when the run was opened.
     """
 
     def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
@@ -82,39 +82,39 @@ class DriftRun:
 
     @classmethod
     def at(cls, path: PathLike) -> Self:
-        """The run in a directory; errors as for `open_run`."""
+        """Return the run in a directory; errors as for `open_run`."""
         folder = pathlib.Path(path)
         return cls(folder, read_manifest(folder))
 
     @property
     def id(self) -> str:
-        """Short name of the run's own."""
+        """The run's unique id."""
         return self.manifest.id
 
     @property
     def name(self) -> str:
-        """What the user called the run."""
+        """The name that the user gave the run."""
         return self.manifest.name
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks, in the order of the run."""
+        """The tasks, in the order of the run."""
         return tuple(self.manifest.tasks)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Variants, in the order in which they were added."""
+        """The variants, in the order in which they were added."""
         return tuple(self.manifest.variants)
 
     @property
     def status(self) -> Status | None:
-        """Where the run stands now, or None when it does not say; a RunError where status.json is damaged."""
+        """The present status of the run, None without one; a RunError if status.json is damaged."""
         return read_status(self.path)
 
     def layers(
         self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
     ) -> pd.DataFrame:
-        """Rows of the layer table: drift at the boundary a layer writes, and the layer's own part in it.
+        """Return rows of the layer table: drift after each layer, and the layer's own part in it.
 
         Args:
             task: only this task.
@@ -122,8 +122,8 @@ class DriftRun:
             layer: only this layer: its index (1 the stem), "final", or its module path.
 
         Raises:
-            DataError: the run has no such task or variant; those it has are named.
-            LayerNotFoundError: it has no such layer; the nearest are named.
+            DataError: the run has no such task or variant; the message lists those it has.
+            LayerNotFoundError: it has no such layer; the message lists the nearest.
             RunError: the table can't be read.
         """
         return self._rows(schema.LAYERS, task=task, variant=variant, layer=layer)
@@ -131,59 +131,75 @@ class DriftRun:
     def samples(
         self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
     ) -> pd.DataFrame:
-        """Rows of the sample table: one sample's drift at one layer. Arguments as for `layers`."""
+        """Return rows of the sample table: one sample's drift at one layer.
+
+        Args:
+            task: only this task.
+            variant: only this variant.
+            layer: only this layer, as for `layers`.
+        """
         return self._rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
 
     def outputs(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
+        """Return rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
         return self._rows(schema.OUTPUTS, task=task, variant=variant)
 
     def adjoint(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the adjoint table: what each layer adds to a sample's change of loss, margin or feature.
+        """Return rows of the adjoint table: each layer's part in a sample's change of loss, margin or feature.
 
-        Empty unless the run was asked for it (`metrics.adjoint`). Arguments and errors as for `layers`.
+        Empty unless the run measured them (`metrics.adjoint`). Arguments and errors as for `layers`.
         """
         return self._rows(schema.ADJOINT, task=task, variant=variant)
 
     def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the table of module groups' shares in mismatch and final drift (`metrics.groups`), as `layers`."""
+        """Return rows of the table of module groups' shares of mismatch and drift (`metrics.groups`), as `layers`."""
         return self._rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
 
     def routing(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the table of mixtures: how many tokens go to every expert. Arguments as for `layers`."""
+        """Return rows of the routing table: the number of tokens per expert of a mixture. Arguments as for `layers`."""
         return self._rows(schema.ROUTING, task=task, variant=variant)
 
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
+        """Return rows of the parameter table: comparisons of task vectors. Arguments as for `layers`."""
         return self._rows(schema.PARAMS, task=task, variant=variant)
 
     def accuracy(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the accuracy table, scores with intervals. Arguments as for `layers`."""
+        """Return rows of the accuracy table: scores with intervals. Arguments as for `layers`."""
         return self._rows(schema.ACCURACY, task=task, variant=variant)
 
     def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
+        """Return rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
         return self._rows(schema.SCORES, task=task, variant=variant)
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:
-        """Rows of the calibration log, one per calibrated site, of all or of the calibration `name`; as `layers`."""
+        """Return rows of the calibration log, one per calibrated site, of all calibrations or of `name`."""
         return self._rows(schema.CALIBRATION, name=name)
 
     def calibration_info(self, name: str) -> CalibrationInfo:
-        """What the manifest says of a finished calibration; a DataError where there is none of that name."""
+        """Return the manifest's entry of a finished calibration; a DataError without one of that name."""
         self._check("calibration", name, self.manifest.calibrations)
         return self.manifest.calibrations[name]
 
     def sweeps(self) -> pd.DataFrame:
-        """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""
+        """Return rows of the sweep table: one calibration per point and seed, one row per task."""
         return self._rows(schema.SWEEPS)
 
     def resources(self) -> pd.DataFrame:
-        """Time, memory and energy by phase. Errors as for `layers`."""
+        """Return time, memory and energy by phase. Errors as for `layers`."""
         return self._rows(schema.RESOURCES)
 
     def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
-        """One number of the layer table; NaN where it was not measured. Errors as for `layers`, also without a row."""
+        """Return one number of the layer table; NaN if it was not measured.
+
+        Args:
+            column: name of a numeric column.
+            task: the row's task.
+            variant: the row's variant.
+            layer: the row's layer, as for `layers`.
+
+        Raises:
+            DataError: the table has no such column or row.
+        """
         numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
         if column not in numbers:
             raise DataError(
@@ -193,15 +209,23 @@ class DriftRun:
         if rows.empty:
             raise DataError(
                 f"the layer table has no row for task {task!r}, variant {variant!r}, layer {layer!r}",
-                hint="The expert has no rows, and `layers.select` in the spec decides which blocks have.",
+                hint="The expert has no rows; `layers.select` in the spec selects blocks.",
             )
         return float(rows[column].astype("float64").iloc[0])
 
     def features(self, task: str, variant: str, layer: int | str) -> NDArray[np.floating[Any]]:
-        """Features [n, d] of one task, variant ("expert" for the task's own) and layer, memory-mapped.
+        """Return features `[n, d]` of one task, variant and layer, memory-mapped.
 
-        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 where that overflows. Errors as for
-        `layers`, a DataError where these features are not stored.
+        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 if that overflows.
+
+        Args:
+            task: the samples' task.
+            variant: the model, "expert" for the task's own.
+            layer: index, "final" or module path, as for `layers`.
+
+        Raises:
+            DataError: these features are not stored.
+            RunError: the file can't be read.
         """
         self._check("task", task)
         self._check("variant", variant)
@@ -219,7 +243,7 @@ class DriftRun:
         return array
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
-        """Pictures [n, side, side, 3] of a task's first diagnosis samples, in order; None where there are none."""
+        """Return pictures `[n, side, side, 3]` of a task's first diagnosis samples, in order; None without pictures."""
         path = self.path / layout.thumbs_file(task)
         if not path.is_file():
             return None
@@ -229,7 +253,7 @@ class DriftRun:
         return pictures
 
     def texts(self, task: str) -> dict[str, str]:
-        """What a task's first diagnosis samples ask, by sample id; empty where they are no texts."""
+        """Return the input texts of a task's first diagnosis samples, by sample id; empty if they are no texts."""
         path = self.path / layout.texts_file(task)
         if not path.is_file():
             return {}
@@ -238,7 +262,7 @@ class DriftRun:
             return {str(name): str(text) for name, text in content.items()}
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
-        """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""
+        """Return the ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""
         self._check("task", task)
         splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
         if split not in splits:
@@ -249,7 +273,7 @@ class DriftRun:
         return tuple(self.manifest.sample_ids[split][task])
 
     def layer_index(self, layer: int | str) -> int:
-        """Index of the layer that `layer` names: an index, "final" for the last one, or a module path."""
+        """Return the index of a layer given by index, "final", or module path."""
         indices = {entry.path: entry.index for entry in self.manifest.layers}
         last = max(indices.values(), default=0)
         if layer == "final" and last:
@@ -266,7 +290,7 @@ class DriftRun:
 
     @remembered
     def layer_name(self, layer: int) -> str:
-        """What words call a layer: `block 5 (layer 7 of 8)`, with its path where it is no numbered block."""
+        """Return a layer's name for readers: `block 5 (layer 7 of 8)`, with its path unless it is a numbered block."""
         paths = {entry.index: entry.path for entry in self.manifest.layers}
         blocks = [entry.path for entry in self.manifest.layers if entry.role == "block"]
         path = paths.get(layer, "")
@@ -275,10 +299,10 @@ class DriftRun:
         return f"{path} (layer {layer} of {len(paths)})"
 
     def frame(self, table: str) -> pd.DataFrame:
-        """A whole table by its name, for plotting: tasks, variants and paths of layers are ordered categories.
+        """Return a whole table of `driftlens.runs.schema.TABLES` for plotting: tasks, variants and paths are ordered
+        categories.
 
-        Their order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run. Tables are those
-        of `driftlens.runs.schema.TABLES`.
+        The order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run.
         """
         if table not in schema.TABLES:
             raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
@@ -300,7 +324,7 @@ class DriftRun:
         return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
     def columns(self, table: str) -> tuple[Column, ...]:
-        """What the columns of a table are: those of the schema, then what diagnostics added to this run's file."""
+        """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
         return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
 
     def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
@@ -311,7 +335,7 @@ class DriftRun:
             both = wanted.pop("task"), wanted.pop("variant")
             for column, value in zip(("task", "variant"), both, strict=True):
                 self._check(column, value)
-            # Comparing text in every row, for every task and variant anew, would take most of a report's time.
+            # Comparing text in every row for each query would take most of a report's time.
             if table.name not in self._places:
                 self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
             places = self._places[table.name].get(both, places[:0])
@@ -328,17 +352,17 @@ class DriftRun:
     def _frame(self, table: schema.Table) -> pd.DataFrame:
         if table.name not in self._frames:
             relative = layout.table_file(table.name)
-            # A table that was written is listed; one that is neither listed nor there was never computed.
+            # Written tables are listed, so one that is neither listed nor present was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)
-            # A copy has the columns of one type in one block, of which rows are taken in half the time.
+            # A copy stores columns of one type in one block, which halves the time of taking rows.
             rows = self._finished_rows(rows).copy()
             rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
             self._frames[table.name] = rows
         return self._frames[table.name]
 
     def _finished_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows without those of variants that are still being written or removed."""
+        """Return the rows without variants that are still being written or removed."""
         hidden = list(self.manifest.unfinished)
         if not hidden:
             return rows
@@ -353,21 +377,23 @@ class DriftRun:
             known = self.tasks if kind == "task" else (*self.variants, "expert")
         names = list(dict.fromkeys(known))
         if name not in names:
-            there = ", ".join(names) or "none"
-            raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))
+            available = ", ".join(names) or "none"
+            raise DataError(
+                f"the run has no {kind} {name!r}; it has {available}", hint=did_you_mean(name, names)
+            )
 
 
 COMMAND = "command"
-"""In what a calibration begins with: the options of its command line."""
+"""Key of the command line's options in the settings file of an unfinished calibration."""
 
 _EXPLAIN = ":explain:"
-"""In the names of phases that attribute the drift, behind `calibrate:NAME` or at the beginning."""
+"""Part of the names of attribution phases, after `calibrate:NAME` or at the beginning."""
 
 
 def current_state(run: DriftRun) -> str:
-    """The state of the run itself: "done" once its analysis is, however a calibration or sweep of it ended.
+    """Return the state of the run itself: "done" once its analysis is, however a later calibration or sweep ended.
 
-    While somebody works on it the state is "running". What became of the last work is `last_work`.
+    While a process works on it the state is "running"; `last_work` has the state of the last job.
     """
     state, _ = last_work(run)
     ended_early = state in ("cancelled", "failed", "stopped", "unknown")
@@ -375,21 +401,20 @@ def current_state(run: DriftRun) -> str:
 
 
 def last_work(run: DriftRun) -> tuple[str, str]:
-    """The state of the run's status, and what is wrong with its status.json and what to do; empty where nothing is.
+    """Return the state in the run's status, and a description of a damaged status.json with a hint, or "".
 
-    The state is "stopped" when it is unfinished and the process behind it is gone, "unknown" where nobody is at work
-    and the run does not say. The damage is told without the folder's path: a report tells it to others.
+    The state is "stopped" if the job is unfinished and its process is gone, "unknown" without status and process. The
+    description leaves out the folder's path, because reports show it.
     """
-    return _standing(run)[1:]
+    return _state_of(run)[1:]
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
-    """What became of work on a finished run that ended early, and how to go on, in sentences; while it lasts, none.
+    """Return sentences about later work on a finished run that ended early, and how to resume it; none while it lasts.
 
-    Where its status.json is damaged, that takes the place of what became of the work; where it was removed, no work
-    is said to have ended early.
+    A damaged status.json is described instead.
     """
-    status, state, damage = _standing(run)
+    status, state, damage = _state_of(run)
     if damage:
         return (damage,)
     if state in ("running", "cancelling") or not is_analyzed(run.manifest):
@@ -405,25 +430,25 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         for name, phase in run.manifest.phases.items()
         if _EXPLAIN in f":{name}" and phase.state != "done"
     ]
-    # Of an optional diagnostic, or several of one walk, the phase tells before its task.
+    # Phases of optional diagnostics name them before the task, several joined by "+".
     add = dict.fromkeys(name for of in lacking for group in of.split(":")[:-1] for name in group.split("+"))
     more = f"; {how_to_explain(run.path, *add)}" if lacking and not is_live(run.manifest) else ""
-    return (f"the last work on it ended early ({state}{reason}); what the run held before stands{more}",)
+    return (f"the last job on it ended early ({state}{reason}); earlier results are complete{more}",)
 
 
 def is_analyzed(manifest: Manifest) -> bool:
-    """Whether the run was finished once, and nothing of its own analysis has been begun again since.
+    """Return True if the analysis of the run is finished.
 
-    The attribution, which may be left out or done later, does not count.
+    The attribution, which may be left out or added later, does not count.
     """
     phases = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
     return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
 def unanalyzed(manifest: Manifest, *, scored: bool = False) -> list[str]:
-    """The phases in which a task is analyzed that are still to be done; until then nothing can be added to the run.
+    """Return the unfinished phases of analyzing tasks; until they are done nothing can be added to the run.
 
-    Those in which it is `scored` count where the run was never finished: who goes on calls it done.
+    With `scored`, phases of evaluation count too, unless the run was finished once.
     """
     kinds = ("analyze", "evaluate") if scored and not manifest.finished else ("analyze",)
     phases = [f"{kind}:{task}" for kind in kinds for task in manifest.tasks]
@@ -431,18 +456,18 @@ def unanalyzed(manifest: Manifest, *, scored: bool = False) -> list[str]:
 
 
 def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
-    """Refuse a run whose analysis was interrupted: to finish here would call it done. See `unanalyzed`."""
+    """Raise a RunError if the analysis was interrupted: finishing here would mark it as done. See `unanalyzed`."""
     manifest = read_manifest(folder)
     missing = unanalyzed(manifest, scored=scored)
-    if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
+    if missing and living_owner_of(folder) is None:  # else taking the lock reports the owner
         raise RunError(
-            f"{folder} is unfinished; still to be done: {', '.join(missing)}",
-            hint=f"`{command_to_resume(folder, manifest)}` goes on, accuracy included.",
+            f"{folder} is unfinished; missing: {', '.join(missing)}",
+            hint=f"`{command_to_resume(folder, manifest)}` resumes it, including accuracy.",
         )
 
 
 def _begun(run: DriftRun) -> list[str]:
-    """Calibrations that were begun and not finished, those among them whose settings were still being chosen."""
+    """Return calibrations that were begun and not finished, including those whose settings were still being chosen."""
     phases = (name.split(":") for name in run.manifest.phases if name.startswith("calibrate:"))
     names = [*map(calibration_of, run.manifest.unfinished), *(parts[1] for parts in phases)]
     is_variant = set(run.manifest.unfinished)
@@ -454,20 +479,33 @@ def _begun(run: DriftRun) -> list[str]:
 
 
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """What to do about a calibration that was begun and not finished, perhaps to take the place of one of its name."""
+    """Return a sentence on how to resume a calibration that was begun and not finished.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration, which may replace a finished one.
+        manifest: the run's manifest.
+    """
     is_replacing = name in manifest.calibrations
     if is_live(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
-        return f"`run.calibrate(..., {both})` with the same modules and settings goes on"
+        return f"`run.calibrate(..., {both})` with the same modules and settings resumes it"
     words = _words_of(folder / begun_calibration(name))
     flags = [*(words or ()), *["--replace"] * is_replacing, "--resume"]
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *flags])
     same = " with the same settings" if words is None else ""
-    return f"`{command}`{same} goes on, without --resume it begins afresh"
+    return f"`{command}`{same} resumes it, without --resume it starts again"
 
 
 def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
-    """What to do for the model of a finished calibration in the form of its base; `words` are further options."""
+    """Return a sentence on how to save a finished calibration in the format of its base.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration.
+        manifest: the run's manifest.
+        words: further options of the command.
+    """
     if is_live(manifest):
         return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])
@@ -475,7 +513,7 @@ def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str
 
 
 def _words_of(begun: pathlib.Path) -> list[str] | None:
-    """The options with which a calibration was begun; None where nobody can tell."""
+    """Return the options with which a calibration was begun; None if they are not recorded."""
     try:
         return [str(word) for word in from_json(begun.read_bytes())[COMMAND]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -483,12 +521,12 @@ def _words_of(begun: pathlib.Path) -> list[str] | None:
 
 
 def is_live(manifest: Manifest) -> bool:
-    """Whether the run was made from live modules, so that no command can open its models again."""
+    """Return True if the run was made from live modules, whose models no command can open again."""
     return bool(manifest.architecture.get("loader") == "live")
 
 
 def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) -> str:
-    """The command that goes on with an analysis; of live modules, which `manifest` tells, the call."""
+    """Return the command that resumes an analysis; for live modules, as the manifest says, the call."""
     if manifest is not None and is_live(manifest):
         return "dl.analyze(..., resume=True)"
     folder_name = shlex.quote(str(folder))
@@ -496,13 +534,13 @@ def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) ->
 
 
 def how_to_explain(folder: pathlib.Path, *add: str) -> str:
-    """What to do about variants whose drift is measured and not attributed, or lacks the diagnostics `add`."""
+    """Return a sentence on how to add the attribution, or the diagnostics `add`, to a run."""
     command = shlex.join(["driftlens", "analyze", str(folder), *(["--add", ",".join(add)] if add else ())])
-    return f"`{command}` adds {'what' if add else 'the attribution that'} is missing"
+    return f"`{command}` adds the missing {'diagnostics' if add else 'attribution'}"
 
 
-def _standing(run: DriftRun) -> tuple[Status | None, str, str]:
-    """The run's status, None where it can't be read or is not there; the state and the damage of `last_work`."""
+def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:
+    """Return the run's status, None if unreadable or absent; then state and damage as for `last_work`."""
     status, damage = None, ""
     try:
         status = run.status
@@ -519,4 +557,6 @@ def _standing(run: DriftRun) -> tuple[Status | None, str, str]:
 def _end_of(manifest: Manifest, name: str) -> str:
     ends = {"cancelled": "was cancelled", "failed": "failed"}
     states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
-    return f"calibration {name!r} {next((ends[s] for s in states if s in ends), 'was interrupted')}"
+    return (
+        f"calibration {name!r} {next((ends[state] for state in states if state in ends), 'was interrupted')}"
+    )

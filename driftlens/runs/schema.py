@@ -1,7 +1,7 @@
-"""What the tables of a run hold: every column's type, unit, range and meaning, declared once.
+"""Declaration of the tables of a run: type, unit, range and meaning of every column. Entry point: `TABLES`.
 
-The declarations need neither pandas nor torch; `tables.py` turns them into frames and Parquet files. Within
-one major version of the schema, columns and tables are only ever added.
+It needs neither pandas nor torch; `tables.py` converts to frames and Parquet files. Within one major version of the
+schema, columns and tables are only ever added.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens analy
 CALIBRATE = "driftlens calibrate RUN --name featcal"
 """The command that adds a calibrated variant."""
 ATTRIBUTED = ("jacobian", "contributions", "prefix")
-"""Options that belong to the attribution and are on unless a spec says otherwise: `EXPLAIN` measures their columns."""
+"""Options of the attribution, on by default; `EXPLAIN` measures their columns."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: `key` columns come first, are never null and name a row; every other column may be null.
+    """One table: `key` columns come first and are never null; every other column may be null.
 
-    `command` is what fills it in a run that lacks it.
+    `command` is the command that fills it in a run that lacks it.
     """
 
     name: str
@@ -47,25 +47,25 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Column names in the order of the file."""
+        """The column names in the order of the file."""
         return tuple(column.name for column in self.columns)
 
     def column(self, name: str) -> Column:
-        """The column called `name`."""
+        """Return the column called `name`."""
         for column in self.columns:
             if column.name == name:
                 return column
         raise KeyError(name)
 
     def only(self, *names: str) -> tuple[Column, ...]:
-        """The columns of these names."""
+        """Return the columns of these names."""
         return tuple(self.column(name) for name in names)
 
     def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
-        """The command that fills columns of these names in a run that lacks them; others are what a diagnostic added.
+        """Return the command that fills these columns in a run that lacks them; unknown names belong to a diagnostic.
 
-        What an option asks for is added to the run itself, the attribution by default; where the drift `is_explained`
-        already, a part of it that was left out has to be named.
+        Optional columns are added to the run itself. The attribution is added by default; if it is measured already
+        (`is_explained`), a missing part of it has to be named.
         """
         wanted = set(names)
         options = dict.fromkeys(
@@ -77,7 +77,7 @@ class Table:
         return f"{EXPLAIN} --add {','.join(asked)}" if asked else EXPLAIN
 
     def extended(self, columns: Iterable[Column]) -> Table:
-        """The table with those of `columns` behind it that it does not have."""
+        """Return the table with those of `columns` appended that it lacks."""
         new = {column.name: column for column in columns if column.name not in self.names}
         return replace(self, columns=(*self.columns, *new.values())) if new else self
 
@@ -496,7 +496,14 @@ TABLES = {
 def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
     """Raise unless a file of schema `version` ("major.minor") can be read.
 
-    With `minor` a newer minor version is refused too, as before writing: what is not known can't be kept.
+    Args:
+        version: the file's schema version.
+        path: the file, for the message.
+        minor: refuse a newer minor version too, as before writing, which would lose its unknown columns.
+
+    Raises:
+        SchemaTooNewError: a newer DriftLens wrote the file.
+        RunError: the version is malformed.
     """
     ours = _parsed(SCHEMA_VERSION)
     try:

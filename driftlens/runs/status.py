@@ -234,7 +234,7 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 def process_started(pid: int) -> float | None:
     """Return the start time of a process in seconds; None if there is no such process.
 
-    It counts from the boot of the machine where the system tells that (Linux), else from 1970: setting the clock must
+    It counts from the boot of the machine on Linux, else from 1970: setting the clock must
     not make a live process look like another one.
     """
     try:

@@ -1,4 +1,4 @@
-"""Whether files of a run are those that were written, how equal two runs are; other names and places for runs."""
+"""Integrity of a run's files (`verify`) and equality of the tables of two runs (`equality`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from driftlens.utils.errors import counted
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What comparing a run's files with its manifest showed: how many were compared, which are not as written.
+    """The comparison of a run's files with its manifest: number of files compared, and those that differ.
 
-    Paths are relative to the run. The unlisted are of another program, or of an unfinished job on a finished run.
+    Paths are relative to the run. Unlisted files belong to another program, or to an unfinished job on a finished
+    run.
     """
 
     checked: int
@@ -33,53 +34,54 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every listed file is there, unchanged."""
+        """True if every listed file exists, unchanged."""
         return not self.missing and not self.changed
 
 
 def verify(path: str | pathlib.Path) -> VerifyResult:
-    """Rehash a run's files and compare them with its manifest; status, events, lock and logs are left out."""
+    """Compare the digests of a run's files with its manifest, except status, events, lock and logs."""
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    # A writer that died while replacing a file leaves the old one or the new one, both whole.
+    # A writer that died while replacing a file leaves either the old or the new one, complete.
     listed = settled(folder, manifest).files
-    there = set(run_files(folder))
-    present = sorted(there.intersection(listed))
+    files = set(run_files(folder))
+    present = sorted(files.intersection(listed))
     changed = [name for name in present if not is_as_described(folder / name, listed[name])]
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
-    # Files are listed when a run is finished: until then its own are not there by mistake.
-    unlisted = [at for at in there - set(listed) if manifest.finished or at.split("/")[0] not in ENTRIES]
+    # New files are listed when a run is finished; until then its own are expected.
+    unlisted = [
+        name for name in files - set(listed) if manifest.finished or name.split("/")[0] not in ENTRIES
+    ]
     return VerifyResult(
         checked=len(present) + 1,
-        missing=tuple(sorted(set(listed) - there)),
+        missing=tuple(sorted(set(listed) - files)),
         changed=tuple(changed),
         unlisted=tuple(sorted(unlisted)),
     )
 
 
 TOLERANCE = 1e-5
-"""What the same computation may differ by on another processor, in float32."""
+"""Relative difference that float32 may have on another processor."""
 
 _SKIPPED_TABLES = ("resources",)
 _SKIPPED_COLUMNS = ("seconds",)
-"""Measured time and memory: they differ between any two runs."""
+"""Measured time and memory, which differ between any two runs."""
 _AROUND_ONE = ("1", "nat", "of the target")
-"""Units in which a tiny number is rounding: 1e-9 against 2e-9 is no difference of a half."""
+"""Units in which tiny numbers are rounding errors: 1e-9 and 2e-9 count as equal."""
 
 
 @dataclass
 class Equality:
-    """How far the tables of two runs are from one another.
+    """The difference between the tables of two runs.
 
     Attributes:
-        tables: those that were compared; a table that neither run has rows of is none of them.
-        largest: the largest difference of a number, against the largest magnitude of its column; against 1 where
-            that is smaller and the column holds pure numbers or nats, such as cosines, errors and losses.
-        where: the column and row it is found at.
-        unequal: what no tolerance covers: rows only one run has, values only one has, texts and counts that differ.
-        lacking: columns that the files of one run alone hold, as the other's were written by an older schema; they are
-            not compared.
+        tables: tables that were compared; those without rows in both runs are left out.
+        largest: largest difference of a number, relative to the largest magnitude of its column, or to 1 if that is
+            smaller and the column holds pure numbers or nats, such as cosines, errors and losses.
+        where: column and row of that difference.
+        unequal: differences that no tolerance covers: rows or values in one run only, different texts and counts.
+        lacking: columns that only one run has, because an older schema wrote the other; they are not compared.
     """
 
     tables: list[str] = field(default_factory=list)
@@ -91,12 +93,12 @@ class Equality:
     lacking: list[str] = field(default_factory=list)
 
     def within(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether the runs are equal, numbers up to `tolerance`."""
+        """Return True if the runs are equal, numbers up to `tolerance`."""
         return not self.unequal and self.largest <= tolerance
 
 
 def equality(a: DriftRun, b: DriftRun) -> Equality:
-    """How equal two runs are. Rows meet by key; their order in the files does not matter."""
+    """Compare the tables of two runs; rows are matched by key, in any order."""
     found = Equality()
     for table in TABLES.values():
         if table.name in _SKIPPED_TABLES:
@@ -126,7 +128,7 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
 
 
 def _compare(equality: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
-    """Add to `equality` how equal one column is, in rows of the same keys."""
+    """Add the comparison of one column, in rows of the same keys, to `equality`."""
     equality.num_values += len(a)
     unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     both = (a.notna() & b.notna()).to_numpy(dtype=bool)

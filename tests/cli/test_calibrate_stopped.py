@@ -174,7 +174,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     assert not targets[0].exists()
     (left,) = find_runs(folder)[0].left
     command = left.split("`")[1]
-    assert f"`{command}` goes on" in left and kept
+    assert f"`{command}` resumes it" in left and kept
     if sent == signal.SIGTERM:
         assert stopped.code == 130 and f"What was finished is kept: `{command}` goes on" in stopped.err
     signals.append(sent)

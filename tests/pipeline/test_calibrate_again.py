@@ -178,7 +178,7 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
     assert (folder / "scratch" / f"calibrate-{NAME}").exists() is (end == "cancelled")
     if end == "cancelled":
         (left,) = find_runs(folder)[0].left
-        assert f"--name {NAME} --replace --resume` goes on" in left
+        assert f"--name {NAME} --replace --resume` resumes it" in left
         same_rows(calibrate(folder, request(replace=True, resume=True)), whole)
         assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
 

@@ -146,7 +146,7 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(
     assert said.startswith(f"calibration 'x' {words}; ")
     assert (
         f"`driftlens calibrate {own} --name x --resume`" in said
-        and "without --resume it begins afresh" in said
+        and "without --resume it starts again" in said
     )
 
 
@@ -175,10 +175,10 @@ def test_it_is_told_until_it_is_finished_or_taken_out(own: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "way_on"),
     [
-        ("explain:cars", "` adds the attribution that is missing"),
-        ("calibrate:x:explain:cars", "` adds the attribution that is missing"),
-        ("explain:adjoint:cars", " --add adjoint` adds what is missing"),
-        ("explain:cka+groups:cars", " --add cka,groups` adds what is missing"),
+        ("explain:cars", "` adds the missing attribution"),
+        ("calibrate:x:explain:cars", "` adds the missing attribution"),
+        ("explain:adjoint:cars", " --add adjoint` adds the missing diagnostics"),
+        ("explain:cka+groups:cars", " --add cka,groups` adds the missing diagnostics"),
     ],
 )
 def test_an_explanation_that_ends_early_is_told_with_what_it_was_to_add(
@@ -186,7 +186,7 @@ def test_an_explanation_that_ends_early_is_told_with_what_it_was_to_add(
 ) -> None:
     end_early(own, phase, Cancelled("cancelled"))
     (said,) = left_undone(open_run(own))
-    assert said.endswith(f"what the run held before stands; `driftlens analyze {own}{way_on}")
+    assert said.endswith(f"earlier results are complete; `driftlens analyze {own}{way_on}")
 
 
 def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path) -> None:
@@ -200,9 +200,9 @@ def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path)
         (own / "manifest.json").write_text(json.dumps({**manifest, "finished": finished}))
 
     keep("")
-    with pytest.raises(RunError, match=f"is unfinished; still to be done: {', '.join(missing)}\n") as caught:
+    with pytest.raises(RunError, match=f"is unfinished; missing: {', '.join(missing)}\n") as caught:
         require_analyzed(own, scored=True)
-    assert "--resume` goes on, accuracy included" in caught.value.hint
+    assert "--resume` resumes it, including accuracy" in caught.value.hint
     require_analyzed(own)  # as who adds the scores themselves
     keep(manifest["finished"])  # which has no scores, and stands
     require_analyzed(own, scored=True)
@@ -213,7 +213,7 @@ def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own
     run = open_run(own)
     assert current_state(run) == "done"
     assert left_undone(run) == (
-        "the last work on it ended early (failed: the disk is full); what the run held before stands",
+        "the last job on it ended early (failed: the disk is full); earlier results are complete",
     )
     RunWriter.resume(own).__exit__(None, None, None)
     assert left_undone(open_run(own)) == ()

@@ -26,7 +26,7 @@ from driftlens.engine.pool import LayerMap, ModelPool, on_device
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
-from driftlens.utils.devices import has_float64, memory, to_device
+from driftlens.utils.devices import memory, to_device
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
@@ -172,8 +172,9 @@ class FeatureStream:
             left: the features after the layer.
         """
         features = left[layer.stream]
-        # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
-        dtype = torch.float64 if has_float64(features.device) else torch.float32
+        # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each. Not in float64: on the
+        # CPU that takes forty times as long as in float32.
+        dtype = torch.promote_types(features.dtype, torch.float32)
         self._sums.append((layer, batch, model, features.flatten(1).sum(dim=1, dtype=dtype)))
 
     def check(self) -> None:

@@ -154,8 +154,7 @@ class PathJacobian:
         # Large layers take node by node, to bound memory.
         together = self.nodes if nbytes * self.nodes <= TOGETHER else 1
         totals: tuple[State, State] = {}, {}
-        # Weights are constants of the path, so their tangents are never needed.
-        with forward_mode_attention(), FixedWeights():
+        with forward_mode_attention():
             for first in range(0, self.nodes, together):
                 some = nodes[first : first + together]
                 points = stacked([self._point(t) for t, _ in some])
@@ -178,15 +177,12 @@ class PathJacobian:
     def _products_at(self, point: State, vectors: State, covectors: State) -> tuple[State, State]:
         """Return J v and J' u at one point."""
 
-        def push(point: State) -> tuple[State, State]:
-            pair: Any = vmap(lambda v: jvp(self._call, (point,), (v,)))(vectors)
-            return stack_item(pair[0], 0), pair[1]  # outputs are the same for every vector
-
-        if not covectors:
-            return push(point)[1], {}
-        if not vectors:
-            return {}, vmap(vjp(self._call, point)[1])(covectors)[0]
-        return push(point)[1], vmap(vjp(self._call, point)[1])(covectors)[0]
+        pushed: State = {}
+        if vectors:
+            # Weights are constants of the path. Pulling back needs no such rules: torch computes no gradient of them.
+            with FixedWeights():
+                pushed = vmap(lambda v: jvp(self._call, (point,), (v,))[1])(vectors)
+        return pushed, vmap(vjp(self._call, point)[1])(covectors)[0] if covectors else {}
 
     def _point(self, t: float) -> State:
         """Return the point at t on the segment, floating leaves alone."""
@@ -290,7 +286,7 @@ def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple
 
 
 class FixedWeights(TorchFunctionMode):
-    """Hold weights and biases of `linear` and `layer_norm` fixed in derivatives, inside the context.
+    """Hold weights and biases of `linear` and `layer_norm` fixed in forward-mode derivatives, inside the context.
 
     Under `vmap(jvp(...))`, torch's own rules treat weights as inputs and compute, for every vector, what depends on
     the point alone. Here, pushing many vectors through a block costs about as much as that many forward passes.
@@ -326,18 +322,12 @@ class _FixedLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
         weight = inputs[1]
         ctx.set_materialize_grads(False)  # or every call allocates zeros as large as the weight
-        ctx.save_for_backward(weight)
         ctx.save_for_forward(weight)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         (weight,) = ctx.saved_tensors
         return F.linear(tangent, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return cotangents[0] @ weight, None, None
 
 
 class _FixedLayerNorm(torch.autograd.Function):
@@ -358,7 +348,6 @@ class _FixedLayerNorm(torch.autograd.Function):
     ) -> None:
         x, weight, _, ctx.eps = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
         ctx.save_for_forward(x, weight)
 
     @staticmethod
@@ -366,12 +355,6 @@ class _FixedLayerNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         z, scale = _standardised(x, ctx.eps)
         return _without_moments(tangent, z) * _weighted(scale, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
-        x, weight = ctx.saved_tensors
-        z, scale = _standardised(x, ctx.eps)
-        return _without_moments(_weighted(cotangents[0], weight), z) * scale, None, None, None
 
 
 class _Gelu(torch.autograd.Function):
@@ -386,18 +369,12 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
         x, ctx.approximate = inputs
-        ctx.save_for_backward(x)
         ctx.save_for_forward(x)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         (x,) = ctx.saved_tensors
         return _gelu_slope(x, ctx.approximate) * tangent
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return _gelu_slope(x, ctx.approximate) * cotangents[0], None
 
 
 def _standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
+from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from driftlens.linalg.state import FixedWeights
@@ -59,25 +59,11 @@ def test_products_and_values_are_those_of_torch_itself(generator: torch.Generato
     call = layer(generator)
     x = torch.randn(5, 2, 4, generator=generator, dtype=torch.float64)
     vectors = torch.randn(7, 5, 2, 4, generator=generator, dtype=torch.float64)
-    covector = torch.randn(5, 2, 3, generator=generator, dtype=torch.float64)
-    plain = (call(x), push(call, x, vectors), vjp(call, x)[1](covector)[0])
+    plain = (call(x), push(call, x, vectors))
     with FixedWeights():
-        fixed = (call(x), push(call, x, vectors), vjp(call, x)[1](covector)[0])
+        fixed = (call(x), push(call, x, vectors))
     for found, wanted in zip(fixed, plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_derivatives_of_derivatives_pass_through(generator: torch.Generator) -> None:
-    call = layer(generator)
-    x, v = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
-
-    def gradient(point: Tensor) -> Tensor:
-        value, pull = vjp(lambda p: call(p).square().sum(), point)
-        return pull(torch.ones_like(value))[0]
-
-    wanted = jvp(gradient, (x,), (v,))[1]
-    with FixedWeights():
-        torch.testing.assert_close(jvp(gradient, (x,), (v,))[1], wanted, rtol=1e-12, atol=1e-12)
 
 
 class Products(TorchDispatchMode):
@@ -123,7 +109,7 @@ def test_afterwards_weights_move_again(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3], ids=["small", "usual", "large"])
-def test_each_rule_has_the_dense_jacobian_of_torch_on_both_sides(
+def test_each_rule_has_the_dense_jacobian_of_torch(
     name: str, scale: float, generator: torch.Generator
 ) -> None:
     call, x = CALLS[name], scale * torch.randn(2, 4, generator=generator, dtype=torch.float64)
@@ -131,11 +117,6 @@ def test_each_rule_has_the_dense_jacobian_of_torch_on_both_sides(
     with FixedWeights():
         value = call(x)
         columns = vmap(lambda v: jvp(call, (x,), (v,))[1])(torch.eye(8, dtype=x.dtype).view(8, 2, 4))
-        pull = vjp(call, x)[1]
-        rows = vmap(lambda u: pull(u)[0])(
-            torch.eye(dense[..., 0].numel(), dtype=x.dtype).view(-1, *dense.shape[:-1])
-        )
     assert torch.equal(value, call(x))
     tolerance = 1e-12 * float(dense.abs().max())
     torch.testing.assert_close(columns.movedim(0, -1), dense, rtol=0, atol=tolerance)
-    torch.testing.assert_close(rows.flatten(1), dense.flatten(0, -2), rtol=0, atol=tolerance)

@@ -193,7 +193,7 @@ class CalibratedLayer:
     attachments: Mapping[str, Attachment] = field(default_factory=dict)
 
 
-Solved = tuple[dict[str, Tensor], list[SiteReport]]
+_Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """New parameters by the layer's names, and a report per site."""
 _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
@@ -459,7 +459,7 @@ class CalibrationWalk(ABC):
         drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
         return {task: drift[task] for task in self.tasks if task in drift}
 
-    def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> Solved:
+    def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         """Solve problems of one snapshot in the main process; return new parameters and a report per site.
 
         Parameters are rounded to the dtype in which the calibrated model is saved, so that later layers are fitted to
@@ -469,7 +469,7 @@ class CalibrationWalk(ABC):
         return self.team.once(partial(self._solve_all, layer, problems))
 
     @summing()
-    def _solve_all(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> Solved:
+    def _solve_all(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
         for problem in problems:

@@ -337,7 +337,7 @@ class ModelPool:
                 stack.enter_context(plain_experts(module))
             if attachment is not None:
                 path = final_module(self.chain)
-                hook = output_hook(path, attachment)
+                hook = _output_hook(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
@@ -549,7 +549,7 @@ def final_module(chain: LayerChain) -> str:
     return path
 
 
-def output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+def _output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
     """Return a forward hook of the module at a path that applies the map to its features."""
 
     def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:

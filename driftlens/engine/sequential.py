@@ -169,9 +169,9 @@ class _StepWalk(CalibrationWalk):
     def __init__(self, context: CalibrationContext, calibrator: Stepwise) -> None:
         super().__init__(context, calibrator)
         self.groups: dict[int, list[_Group]] = {}
-        self.seen: dict[str, dict[Key, _GradientSums]] = {}
-        self.weighted: dict[str, dict[Key, _TokenWeights]] = {}
-        self.energies: dict[str, dict[Key, float]] = {}
+        self.seen: dict[str, dict[_Key, _GradientSums]] = {}
+        self.weighted: dict[str, dict[_Key, _TokenWeights]] = {}
+        self.energies: dict[str, dict[_Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
         self.digests: dict[CachedBatch, tuple[str, ...]] = {}
         self.originals: dict[CachedBatch, tuple[str, ...]] = {}
@@ -284,7 +284,7 @@ class _StepWalk(CalibrationWalk):
         )
         self.tell(int(num_steps * (number + 1 - layer / last) / len(self.parts)) - num_steps, task)
 
-    def _gradient_sums(self, task: str) -> dict[Key, _GradientSums]:
+    def _gradient_sums(self, task: str) -> dict[_Key, _GradientSums]:
         """Run a task's expert forward and back; return the data of token weights of every group.
 
         The gradients' second moments are cached with the task's first batch: those of all layers may be larger than the
@@ -293,7 +293,7 @@ class _StepWalk(CalibrationWalk):
         # Gradients are not needed before the first chosen layer.
         layers = self.pool.chain.layers[min(self.groups) - 1 :]
         self._record(task, layers)
-        sums: dict[Key, _GradientSums] = {}
+        sums: dict[_Key, _GradientSums] = {}
         for layer in reversed(layers):
             parameters = self.expert(layer, task)
             entered = EXPERT if layer is layers[0] else _recorded(layer.index - 1)
@@ -629,7 +629,7 @@ class _StepWalk(CalibrationWalk):
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in targets], dim=1), tokens
 
-    def _metric(self, task: str, key: Key, like: Tensor) -> Tensor:
+    def _metric(self, task: str, key: _Key, like: Tensor) -> Tensor:
         """Return a task's output metric."""
         # Read once, then dropped: the moments of all layers may be larger than the model.
         first_batch, name = self.stream.cached[task][0], _moment_name(key)
@@ -722,7 +722,7 @@ def _total(numbers: Sequence[Tensor]) -> float:
     return float(sum(torch.stack([*numbers]).tolist())) if numbers else 0.0
 
 
-Key = tuple[int, int]
+_Key = tuple[int, int]
 """Index of a layer, and number of the group in it."""
 
 
@@ -734,7 +734,7 @@ def _row_counts(
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
-def _moment_name(key: Key) -> str:
+def _moment_name(key: _Key) -> str:
     """Return the cache name of the second moment of a group's gradients, [o, o]."""
     return f"moment-{key[0]}-{key[1]}"
 

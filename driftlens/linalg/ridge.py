@@ -565,7 +565,7 @@ def choose_ridges(
         grid: candidate ridges, ascending.
     """
     for fold in folds:
-        require_finite(fold)
+        _require_finite(fold)
     if len(folds[0].gram) > WIDEST:
         # A sketch: eigendecompositions of wide layers for every fold would dominate the run.
         basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
@@ -642,7 +642,7 @@ def solve_joint(
             empty without metrics.
         is_two_sided: True for the two-sided preconditioner.
     """
-    require_finite(moments)
+    _require_finite(moments)
     parts = [("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)]
     change, factors = torch.zeros_like(moments.local), dict[float, Factor]()
     penalty = torch.zeros_like(change)
@@ -702,7 +702,7 @@ def _towards(
     return solution
 
 
-def require_finite(moments: JointMoments) -> None:
+def _require_finite(moments: JointMoments) -> None:
     """Raise if moments hold NaN or infinite entries."""
     ends = [end for value in vars(moments).values() for end in value.aminmax()]
     if not bool(torch.isfinite(torch.stack(ends)).all()):

@@ -101,7 +101,7 @@ class Decision:
 def decide(
     scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
 ) -> Decision:
-    """Choose a model by scores on the same samples.
+    """Select a model by scores on the same samples.
 
     Of equally simple models only one can be chosen: the last whose mean is within one standard error of the paired
     difference from the lowest (the one-standard-error rule of cross-validation; Breiman et al., 1984). Few samples

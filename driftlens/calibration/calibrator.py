@@ -216,7 +216,7 @@ class Trained(Calibrator):
         raise NotImplementedError
 
     def train(self, features: FinalFeatures, course: Course) -> Attachment:
-        """Train the correction of one task, and report every step to `course`."""
+        """Fit the correction of one task, and report every step to `course`."""
         raise NotImplementedError
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:

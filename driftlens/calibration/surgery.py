@@ -90,7 +90,7 @@ class _LowRankTrained(Trained):
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
     def train(self, features: FinalFeatures, course: Course) -> LowRank:
-        """Train the correction of one task; batches are sampled without replacement, epoch after epoch.
+        """Fit the correction of one task; batches are sampled without replacement, epoch after epoch.
 
         The number of steps is fixed: there is no validation and no choice among steps.
         """

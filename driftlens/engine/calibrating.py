@@ -415,7 +415,7 @@ class CalibrationWalk(ABC):
     @torch.no_grad()
     @exact_products()
     def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Pass all features to the next boundary, the merged model's with the parameters in `done`."""
+        """Move all features to the next boundary, the merged model's with the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         # Stored updates come from a file, in its dtype and on the host.
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
@@ -431,7 +431,7 @@ class CalibrationWalk(ABC):
         return self.pool.parameters(expert_of(task), layer)
 
     def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
-        """Pass the merged features through the calibrated layer, and return the mean drift after it by task.
+        """Run the merged features through the calibrated layer; return the mean drift after it by task.
 
         Args:
             layer: the layer.
@@ -506,7 +506,7 @@ class CalibrationWalk(ABC):
         return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
     def _rounded(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
-        """Round new parameters to the dtype of the saved model."""
+        """Cast new parameters to the dtype of the saved model."""
         source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), Change("")
         saved = (self.context.like or self.pool.source(self.context.base or "merged")).headers
         for name, value in update.parameters.items():

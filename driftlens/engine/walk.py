@@ -136,7 +136,7 @@ class FeatureStream:
         *,
         named: str = "",
     ) -> State:
-        """Pass a model's features through a layer, cache the result and return it.
+        """Run a model's features through a layer, cache the result and return it.
 
         Args:
             layer: the layer.
@@ -237,7 +237,7 @@ class FeatureStore:
                 self.folder.rmdir()
 
     def cache(self, name: str, state: State) -> _CachedState:
-        """Cache a state, in a file called `name` beyond the budget."""
+        """Store a state, in a file called `name` beyond the budget."""
         devices = {key: value.device for key, value in state.items()}
         sizes = Counter[torch.device]()
         for value in state.values():
@@ -258,7 +258,7 @@ class FeatureStore:
         return {name: to_device(value, cached.devices[name]) for name, value in state.items()}
 
     def free(self, cached: _CachedState) -> None:
-        """Drop a cached state."""
+        """Remove a cached state."""
         if isinstance(cached.state, Path):
             cached.state.unlink(missing_ok=True)
             self._files.discard(cached.state)
@@ -304,13 +304,13 @@ class CachedBatch:
     _states: dict[str, _CachedState] = field(default_factory=dict, init=False)
 
     def put(self, model: str, state: State) -> None:
-        """Cache a model's state, replacing the one before."""
+        """Store a model's state, replacing the one before."""
         # The old state is freed first, so that a model never takes the budget twice.
         self.drop(model)
         self._states[model] = self.store.cache(f"{self.name}-{model}", state)
 
     def drop(self, model: str) -> None:
-        """Drop a model's state."""
+        """Remove a model's state."""
         if (before := self._states.pop(model, None)) is not None:
             self.store.free(before)
 

@@ -553,7 +553,7 @@ def choose_ridges(
     most: float = 1.0,
     grid: Sequence[float] = GRID,
 ) -> Ridges:
-    """Choose ridges and share by cross-validation: maps are fitted without a fold, and their misfit on it is minimal.
+    """Select ridges and share by cross-validation: maps are fitted without a fold, and their misfit on it is minimal.
 
     Misfits are against the residual target; with `most` 0 that is the local one. One eigendecomposition per fold
     serves the whole grid. With more than `WIDEST` inputs, maps are compared in the span of a random sketch of the

@@ -516,7 +516,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
     """
     touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
     for index, name in parameters:
-        slot = chain.layers[index - 1].parameters[name]
+        slot = chain.layers[index - 1].parameters[name]  # several rows may share one packed tensor
         touched.setdefault(slot.key, []).append(((index, name), slot))
 
     def whole(key: str) -> Tensor:

@@ -50,7 +50,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     trace = _Trace(whole, head, list(of_blocks))
-    final, behind = trace.run(example)
+    final, after_head = trace.run(example)
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
@@ -72,8 +72,8 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         key=keys[0] if is_tied else weight,
         head=weight,
         bias="" if head.bias is None else f"{paths[id(head)]}.bias",
-        behind=behind,
-        slope=1.0 if behind is None else slope(behind, head.out_features),
+        behind=after_head,
+        slope=1.0 if after_head is None else slope(after_head, head.out_features),
     )
 
 
@@ -132,9 +132,9 @@ class AfterHead:
         return scores
 
 
-def slope(behind: AfterHead, width: int) -> float:
+def slope(after_head: AfterHead, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
-    return float(followed(behind, torch.zeros(1, width, dtype=torch.float64)))
+    return float(followed(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
 
 @dataclass(eq=False)
@@ -164,8 +164,8 @@ class _Trace:
 
         with replaced_forwards([(self.head, score)]), self._watching():
             scores: Tensor = BlockRunner(self.whole, blocks).whole(example).logits
-        behind = AfterHead(self.whole, tuple(self.answers), self.head)
-        return self._final(inputs[-1]), self._checked(behind, outputs[-1][:, -1], scores[:, -1])
+        after_head = AfterHead(self.whole, tuple(self.answers), self.head)
+        return self._final(inputs[-1]), self._checked(after_head, outputs[-1][:, -1], scores[:, -1])
 
     def _final(self, read: Tensor) -> str:
         """Return the path of the one module after the last block whose output this is, or else of the head."""
@@ -183,12 +183,12 @@ class _Trace:
         self.reads_last = False
         return next(path for path, module in self.whole.named_modules() if module is self.head)
 
-    def _checked(self, behind: AfterHead, outputs: Tensor, scores: Tensor) -> AfterHead | None:
-        """Return `behind`, or None if it changes nothing; raise if it does not reproduce scores."""
+    def _checked(self, after_head: AfterHead, outputs: Tensor, scores: Tensor) -> AfterHead | None:
+        """Return `after_head`, or None if it changes nothing; raise if it does not reproduce scores."""
         parts = (slice(None), slice(1, 4))
-        if not all(torch.equal(behind(outputs[:, part]), scores[:, part]) for part in parts):
+        if not all(torch.equal(after_head(outputs[:, part]), scores[:, part]) for part in parts):
             raise not_causal(self.whole, "its scores are not computed from each output of its head alone")
-        return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else behind
+        return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else after_head
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

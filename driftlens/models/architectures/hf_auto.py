@@ -145,13 +145,13 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     classifier = _classifier(skeleton, config.num_labels)
     notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
     inside = (f"{core}.", f"{classifier}.")
-    beside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
+    outside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
     # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
-    if classifier and (beside or config.model_type in MODEL_TYPES["hf-encoder"]):
+    if classifier and (outside or config.model_type in MODEL_TYPES["hf-encoder"]):
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
         else:
-            path = (beside or [classifier])[0].rpartition(".")[0]
+            path = (outside or [classifier])[0].rpartition(".")[0]
             notice = (
                 f"{source}: its classifier reads features through {path}, which belongs to each task too: the final "
                 "features are those before, and no expert's own classifier is used."
@@ -346,7 +346,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
 
 
 def built(model_class: Any, config: Any) -> nn.Module:
-    """Build a model; eager attention would compute its softmax in float32, whatever its dtype."""
+    """Build a model; eager attention would compute its softmax in float32, also for float64."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
@@ -449,8 +449,8 @@ def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
         (getattr(config, key, 0) for key in _EXTRA_LAYERS),
     )
     count = max((n for n in further if isinstance(n, int)), default=0)
-    behind = [rf"\blayers\.{depth + n}\." for n in range(count)]
-    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *behind)
+    extra = [rf"\blayers\.{depth + n}\." for n in range(count)]
+    return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *extra)
 
 
 def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:

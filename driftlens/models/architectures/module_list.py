@@ -88,14 +88,14 @@ def sequential_chain(
     stem = {
         name: slot
         for name, slot in outer.items()
-        if (name in pieces.before or name not in pieces.behind) and name not in of_blocks
+        if (name in pieces.before or name not in pieces.after) and name not in of_blocks
     }
     if final:  # parameters after it belong to no layer
         stem = {name: slot for name, slot in stem.items() if name in pieces.before}
         outer = {
             name: slot
             for name, slot in outer.items()
-            if (name.startswith(f"{final}.") if reads_last else name in pieces.behind)
+            if (name.startswith(f"{final}.") if reads_last else name in pieces.after)
         }
     return LayerChain(
         architecture=NAME,
@@ -224,7 +224,7 @@ class _Pieces(NamedTuple):
     sites: list[tuple[Site, ...]]
     is_residual: list[bool]
     before: frozenset[str]
-    behind: frozenset[str]
+    after: frozenset[str]
     modality: Modality
 
 
@@ -259,14 +259,14 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
                 is_residual.append(side.calls[position].entered == side.calls[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
-        with ReadRecorder() as behind, ExitStack() as hooks:
+        with ReadRecorder() as after, ExitStack() as hooks:
             if parts.final:  # such a head reads nothing before the last block
-                last = parts.blocks[-1].register_forward_hook(lambda *_: behind.seen.clear())
+                last = parts.blocks[-1].register_forward_hook(lambda *_: after.seen.clear())
                 hooks.callback(last.remove)
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
-    return _Pieces(sites, is_residual, names_read(outer, before), names_read(outer, behind), modality)
+    return _Pieces(sites, is_residual, names_read(outer, before), names_read(outer, after), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:

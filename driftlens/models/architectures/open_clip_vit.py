@@ -112,6 +112,7 @@ def _unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
         for position, site in enumerate(_BLOCK_SITES[1:4]):
             rows = (position * width, (position + 1) * width)
             slots[f"{site}.{part}"] = Slot(f"attn.in_proj_{part}", rows=rows)
+    # A shallow copy: the model itself keeps its packed attention.
     unpacked = copy.copy(block)
     unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
     return unpacked, slots

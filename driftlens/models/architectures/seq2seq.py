@@ -125,7 +125,7 @@ class _EncoderDecoder:
         if not path or not beside.keys() <= inputs.keys():
             raise SpecError(f"its {name} is not a module that is called separately")
         listed, blocks = block_list(module, None)
-        tail, answer = _behind_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
+        tail, answer = _after_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return _Stack(name, stream, path, chain, tail, answer)
 
@@ -134,6 +134,7 @@ class _EncoderDecoder:
         read = inputs[self.reads]
         start = torch.full((len(read), 1), self.start_token, device=read.device)
         batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
+        # Every batch gets masks, so that blocks are called alike with and without padding.
         for ids, mask in zip(list(batch.values()), _MASKS, strict=True):
             if mask in inputs:
                 batch[mask] = inputs[mask].long()
@@ -358,17 +359,17 @@ def _accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: value for name, value in inputs.items() if name in parameters}
 
 
-def _behind_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
+def _after_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
     """Return the path of the one module after a stack's last block ("" without one), and the class of the output."""
     finals: list[Tensor] = []
-    behind: list[tuple[str, Tensor]] = []
+    later: list[tuple[str, Tensor]] = []
 
     def leave(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple | list) else output
         if path == parts.paths[-1]:
             finals.append(output)
         elif finals and path and is_view(find_features(path, args, kwargs)[1], finals[0]):
-            behind.extend([] if is_view(output, finals[0]) else [(path, output)])
+            later.extend([] if is_view(output, finals[0]) else [(path, output)])
 
     inside = tuple(f"{path}." for path in parts.paths)
     with contextlib.ExitStack() as hooks:
@@ -379,11 +380,11 @@ def _behind_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) 
     finished = result(output)
     if is_view(finished, finals[0]):
         return "", type(output)
-    if len(behind) != 1 or not is_view(finished, behind[0][1]):
+    if len(later) != 1 or not is_view(finished, later[0][1]):
         raise SpecError(
             f"the output of its {name} is not computed by one module, once, from its last block's features"
         )
-    return behind[0][0], type(output)
+    return later[0][0], type(output)
 
 
 NAME = "seq2seq"
@@ -429,7 +430,7 @@ class _Scores:
             raise _not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
         place = next(path for path, module in self.whole.named_modules() if module is self.head)
         cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
-        behind = AfterHead(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
+        after_head = AfterHead(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
         features, outputs = self._random(self.head.in_features), self._random(self.head.out_features)
         inputs: list[Tensor] = []
 
@@ -437,14 +438,16 @@ class _Scores:
             inputs.append(entered)
             return outputs
 
-        scores = behind.scores(features, score)
+        scores = after_head.scores(features, score)
+        # T5 scales features before a tied head; the ratio of random features shows by how much.
         scale = float((inputs[0] / features).median())
         if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
             raise _not_seq2seq(self.whole, "its head does not read the output of its decoder, times a number")
         bias = "" if self.head.bias is None else f"{place}.bias"
+        # A weight that shifts every score is a bias, such as final_logits_bias of BART.
         for key, value in self._outer_weights(place).items():
             shift = self._random(value.numel())[0]
-            shifted = behind.scores(features, score, {key: shift.reshape(value.shape)})
+            shifted = after_head.scores(features, score, {key: shift.reshape(value.shape)})
             if torch.equal(shifted, scores):
                 continue
             if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
@@ -455,11 +458,11 @@ class _Scores:
         if torch.equal(scores, outputs):
             return lm
         for part in (slice(None), slice(1, 4)):
-            if not torch.equal(behind(outputs[:, 0, part]), scores[:, 0, part]):
+            if not torch.equal(after_head(outputs[:, 0, part]), scores[:, 0, part]):
                 raise _not_seq2seq(
                     self.whole, "its scores are not computed from each output of its head alone"
                 )
-        return replace(lm, behind=behind, slope=slope(behind, self.head.out_features))
+        return replace(lm, behind=after_head, slope=slope(after_head, self.head.out_features))
 
     def _random(self, width: int) -> Tensor:
         return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)

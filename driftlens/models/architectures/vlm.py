@@ -326,6 +326,7 @@ class _VisionLanguageRunner(BlockRunner):
             (block, lambda *_, output=output, **__: output)
             for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         ]
+        # The library merges image features into the text itself; only the outputs of the tower are replaced.
         with replaced_forwards(bypassed), _recorded_arguments(self.decoder) as given:
             state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
         return {**_deepstack(given), **state}
@@ -449,6 +450,7 @@ class _VisionLanguageRunner(BlockRunner):
     def _projector_path(self, names: list[str]) -> str:
         """Return the path of the projector: the module of the last weight that is not the embedding of texts."""
         table = f"{self.text_chain.layers[0].path}."
+        # Numbered modules are blocks or their parts, not the projector.
         single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
         last = [name for name in single if not name.startswith(table)][-1:] or [table]
         inside, tower = last[0].split("."), self.tower.split(".")
@@ -512,6 +514,7 @@ class _VisionLanguageRunner(BlockRunner):
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the places of each sample's tokens in the tower; see `_by_sample` and `_packed`."""
+        # Sample by sample, because libraries pack the images of a batch and do not return their lengths.
         counts = [self._num_tokens(batch, row) for row in range(len(batch["input_ids"]))]
         longest, device = max(counts), batch["input_ids"].device
         ends = torch.tensor(counts).cumsum(0)

@@ -1,1 +1,1 @@
-"""Any module taken apart into stem, blocks and head: hooks, side inputs, sites."""
+"""Tracing of any module as stem, blocks and head: hooks, side inputs, sites."""

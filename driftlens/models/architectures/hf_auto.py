@@ -291,7 +291,7 @@ def language_model(
     stated = read_plain_config(request, loader)
     if not fits(stated):
         raise wrong_family(stated, request.source, expected)
-    # An encoder-decoder is untied after it is built: T5 also keeps a scale of scores under this key.
+    # An encoder-decoder is untied after it is built, in `_tie` of seq2seq.py.
     if request.untied and mapping != SEQ2SEQ:
         stated = stated | {"tie_word_embeddings": False}
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))

@@ -529,7 +529,7 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
     )
 
 
-for _loader in ("hf-seq2seq", "hf-t5"):  # T5 v1.0 and v1.1 (FLAN); the spec of older runs names the second
+for _loader in ("hf-seq2seq", "hf-t5"):  # the second accepts T5 v1.0 and v1.1 (FLAN) alone
     loaders.register(_loader)(partial(_load_seq2seq, loader=_loader))
 
 

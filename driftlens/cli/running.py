@@ -246,14 +246,14 @@ def merge(
 
 
 def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, as_json: bool) -> None:
-    from driftlens.pipelines.compare_merges import compare_merges, wanted_merges
+    from driftlens.pipelines.compare_merges import compare_merges, resolve_merges
     from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
     out = comparison.out or Path("merges") / spec.name
     require_free(out)
-    wanted = wanted_merges(comparison.merges or ())
+    wanted = resolve_merges(comparison.merges or ())
     with job.context() as context:
         compared = compare_merges(spec, wanted, context)
         write_merges(compared, out)
@@ -406,12 +406,12 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
 
 
 def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: bool) -> None:
-    from driftlens.pipelines.sweep import compare_methods, wanted_methods
+    from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.results.calibration_summary import arena_rows, arena_sheet
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 
-    wanted = wanted_methods(request.methods or ())
+    wanted = resolve_methods(request.methods or ())
     with job.context() as context:
         failed = compare_methods(run, wanted, context, samples=request.samples)
     finished = open_run(run)

@@ -344,14 +344,14 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared
-    from driftlens.pipelines.compare_merges import wanted_merges
+    from driftlens.pipelines.compare_merges import resolve_merges
     from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
 
     out = request.out
     if out is not None:
         require_free(out)
-    wanted = wanted_merges(request.merges or [("all", {})])
+    wanted = resolve_merges(request.merges or [("all", {})])
     with around.context() as context:
         ranked = compared(load_spec(spec), wanted, context)
     if out is not None:
@@ -395,12 +395,12 @@ def sweep(
 
     Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
     """
-    from driftlens.pipelines.sweep import compare_methods, wanted_methods
+    from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.pipelines.sweep import sweep as run_sweep
 
     with around.context(_live_study(run, modules, data, around.device)) as context:
         if request.compares:
-            wanted = wanted_methods(request.methods or ())
+            wanted = resolve_methods(request.methods or ())
             failed = compare_methods(_folder(run), wanted, context, samples=request.samples)
             for name, reason in failed.items():
                 log.warning(f"{name}: not made, as {reason}")

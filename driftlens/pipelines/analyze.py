@@ -39,7 +39,7 @@ from driftlens.experiment.sanity_checks import companions, suspicions, task_vect
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.models.heads import is_of_vocabulary
 from driftlens.pipelines.attribution import Explanation, attribution_of
-from driftlens.pipelines.drift import TaskDiagnosis, diagnose, stacked
+from driftlens.pipelines.drift import TaskDiagnosis, diagnose
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.runs import layout
 from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
@@ -386,7 +386,7 @@ class Phases:
             return
         self._log(explanation.notices, explanation.warnings)
         if explanation.layers:
-            self.writer.fill("samples", stacked(explanation.samples))
+            self.writer.fill("samples", _frame(explanation.samples))
             # Last, because these rows mark a variant as explained.
             self.writer.fill("layers", pd.DataFrame(explanation.layers))
 
@@ -416,7 +416,7 @@ class Phases:
         work = partial(attribution_of, study, task, variants, spill, self.reporter)
         explanation = study.of_task(task, work)
         if explanation is not None and explanation.adjoint:
-            self.writer.append("adjoint", stacked(explanation.adjoint), replace=True)
+            self.writer.append("adjoint", _frame(explanation.adjoint), replace=True)
         if explanation is not None and explanation.groups:
             self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
         return explanation
@@ -424,8 +424,13 @@ class Phases:
 
 def _frames(diagnosis: TaskDiagnosis) -> dict[str, pd.DataFrame]:
     """Return the tables of a task's diagnosis by name."""
-    frames = {"layers": pd.DataFrame(diagnosis.layers), "samples": stacked(diagnosis.samples)}
-    return frames | ({"outputs": stacked(diagnosis.outputs)} if diagnosis.outputs else {})
+    frames = {"layers": pd.DataFrame(diagnosis.layers), "samples": _frame(diagnosis.samples)}
+    return frames | ({"outputs": _frame(diagnosis.outputs)} if diagnosis.outputs else {})
+
+
+def _frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the rows of a table from parts of its columns."""
+    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
 def _columns(entries: Iterable[Diagnostic], table: str) -> list[Column]:

@@ -1,6 +1,6 @@
 """Comparison of merge methods: merges of the same experts, ranked by their distance from them on held-out samples.
 
-Entry points: `wanted_merges`, then `compare_merges`.
+Entry points: `resolve_merges`, then `compare_merges`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _Compared(NamedTuple):
     seconds: float | None = None
 
 
-def wanted_merges(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
+def resolve_merges(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return the requested merges; `all` means every method, see `named_methods`."""
     return named_methods(
-        asked,
+        requested,
         merge_methods,
         lambda method: merge_methods[method].function,
         lambda method, settings: " ".join([method, *(f"{key}={value}" for key, value in settings.items())]),
@@ -74,7 +74,7 @@ def compare_merges(
 
     Args:
         spec: the experts and their data.
-        merges: the merges to compare, see `wanted_merges`.
+        merges: the merges to compare, see `resolve_merges`.
         context: device, progress and cancellation.
 
     Returns:
@@ -156,7 +156,7 @@ def _with_present(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequenc
     ]
     if names:
         return merges, names[0]
-    added = wanted_merges([present])
+    added = resolve_merges([present])
     return [*merges, *added], added[0].name
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -197,11 +196,6 @@ class _Recorder:
 
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
-
-
-def stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows of a table from parts of its columns."""
-    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
 def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Scores of every variant on the test samples: accuracy by classes, and metrics of a language model's answers.
+"""TaskScores of every variant on the test samples: accuracy by classes, and metrics of a language model's answers.
 
 A model that generates answers is loaded as a whole, one variant at a time and once per task. Entry point: `scores_of`.
 """
@@ -51,15 +51,15 @@ _Results = dict[tuple[str, str], _Rows]
 
 
 @dataclass
-class Scores:
-    """Scores of the variants on one task: rows of the tables `accuracy` and `scores`, and notices."""
+class TaskScores:
+    """TaskScores of the variants on one task: rows of the tables `accuracy` and `scores`, and notices."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Scores:
+def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskScores:
     """Score variants on a task's test samples by all its metrics.
 
     Args:
@@ -68,7 +68,7 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
         variants: names in the study's pool; `expert` means the task's expert.
         reporter: receives progress.
     """
-    scores, samples = Scores(), study.tasks[task].test
+    scores, samples = TaskScores(), study.tasks[task].test
     if samples is None:
         return scores
     results = accuracies(study, task, variants, reporter) | _answers(
@@ -135,8 +135,8 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     # Chunks in the outer loop, so that samples are read once for all variants.
-    for first in range(0, len(samples), length):
-        chunk = list(samples.batches(first, min(first + length, len(samples))))
+    for offset in range(0, len(samples), length):
+        chunk = list(samples.batches(offset, min(offset + length, len(samples))))
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
@@ -171,7 +171,7 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
         [n, d], one vector per sample.
     """
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
-    parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
+    parts = ((start, min(start + length, len(samples))) for start in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
     return torch.cat([features for chunk in chunks for _, features in chunk])
 
@@ -213,10 +213,10 @@ def _answers(
         one_score = partial(_one_score, study, task, variant, samples, test.reader)
         # A model with one score runs layer by layer; generation needs the whole model in memory.
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
-            for first in range(0, len(samples), at_once):
-                done = place * len(samples) + first
+            for start in range(0, len(samples), at_once):
+                done = place * len(samples) + start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
-                batch = range(first, min(first + at_once, len(samples)))
+                batch = range(start, min(start + at_once, len(samples)))
                 for name in metrics:
                     rows[name] += _MEASURES[name](test, module, batch)
         results |= {(variant, name): of_metric for name, of_metric in rows.items()}
@@ -342,8 +342,8 @@ def _one_score(
     model, head = _model(variant, task), study.head(task, variant)
     assert head is not None
     scores: list[float] = []
-    for first in range(0, len(texts), _AT_ONCE):
-        features = _embeddings(study, model, samples, reader, texts[first : first + _AT_ONCE])
+    for start in range(0, len(texts), _AT_ONCE):
+        features = _embeddings(study, model, samples, reader, texts[start : start + _AT_ONCE])
         scores += head.scores(features)[:, 0].tolist()
     return scores
 

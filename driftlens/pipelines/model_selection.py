@@ -80,7 +80,7 @@ class NamedMethod(NamedTuple):
 
 
 def named_methods(
-    asked: Sequence[tuple[str, Mapping[str, object]]],
+    requested: Sequence[tuple[str, Mapping[str, object]]],
     every: Iterable[str],
     owner_of: Callable[[str], Callable[..., Any]],
     name_of: Callable[[str, Mapping[str, object]], str],
@@ -91,7 +91,7 @@ def named_methods(
     """Return the requested methods without repetition; no file is opened.
 
     Args:
-        asked: methods and settings; `all` without settings means every method.
+        requested: methods and settings; `all` without settings means every method.
         every: the names of all methods.
         owner_of: returns the callable whose parameters are a method's settings.
         name_of: returns a name for a method and its settings.
@@ -100,7 +100,7 @@ def named_methods(
     """
     expanded = [
         (method, settings)
-        for name, settings in asked
+        for name, settings in requested
         for method in (sorted(every) if name == "all" and not settings else (name,))
     ]
     by_name: dict[str, NamedMethod] = {}

@@ -1,6 +1,6 @@
 """Sweeps: many calibrations of one run over methods, settings and samples, measured as rows of one table.
 
-Entry points: `sweep` for settings; `wanted_methods`, then `compare_methods`, for a comparison of methods.
+Entry points: `sweep` for settings; `resolve_methods`, then `compare_methods`, for a comparison of methods.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ def _open(
 
 def _starting_requests(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
     """Return the calibrations that sweeps vary, one per method."""
-    starts = {wanted.method: dict(wanted.settings) for wanted in wanted_methods(request.methods or ())}
-    # A preset belongs to one method; if no method has it, all are asked, and the error names them.
+    starts = {method.method: dict(method.settings) for method in resolve_methods(request.methods or ())}
+    # A preset belongs to one method; if no method has it, all get it, and the error names them.
     has_preset = [name for name in starts if request.preset in calibrators[name].presets] or [*starts]
     if not starts:
         return [CalibrationRequest(name=_PHASE, preset=request.preset, samples=samples)]
@@ -433,17 +433,19 @@ _SHARED_SETTINGS = ("views", "shrink")
 """Settings of a calibration that a compared method may have in addition to its own."""
 
 
-def wanted_methods(asked: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
+def resolve_methods(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return calibrators with settings, under names that are valid for calibrations; see `named_methods`."""
 
     def _name_of(method: str, settings: Mapping[str, object]) -> str:
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
         return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
 
-    wanted = named_methods(asked, calibrators, calibrators.__getitem__, _name_of, shared=_SHARED_SETTINGS)
-    for method in wanted:
+    methods = named_methods(
+        requested, calibrators, calibrators.__getitem__, _name_of, shared=_SHARED_SETTINGS
+    )
+    for method in methods:
         _request_of(method)
-    return wanted
+    return methods
 
 
 def _request_of(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
@@ -456,7 +458,7 @@ def _request_of(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
 
 
 def compare_methods(
-    run: PathLike, wanted: Sequence[NamedMethod], context: Context = Context(), *, samples: int | None = None
+    run: PathLike, methods: Sequence[NamedMethod], context: Context = Context(), *, samples: int | None = None
 ) -> dict[str, str]:
     """Calibrate a run by every method on the same samples; finished calibrations are kept.
 
@@ -465,7 +467,7 @@ def compare_methods(
 
     Args:
         run: the run, which gains one calibration per method.
-        wanted: the methods to compare, see `wanted_methods`.
+        methods: the methods to compare, see `resolve_methods`.
         context: device, progress and cancellation; an interrupted calibration is resumed.
         samples: calibration samples per task; None takes the spec's.
 
@@ -492,7 +494,7 @@ def compare_methods(
 
     team = context.access.team
     try:
-        results = {method.name: attempt(functools.partial(_calibrated, method), team) for method in wanted}
+        results = {method.name: attempt(functools.partial(_calibrated, method), team) for method in methods}
     except Cancelled as error:
         error.hint = "Finished calibrations are kept; the same command resumes."
         raise

@@ -14,7 +14,7 @@ from driftlens.config import load_spec
 from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines.calibrate import open_calibration
 from driftlens.pipelines.model_selection import NamedMethod
-from driftlens.pipelines.sweep import compare_methods, wanted_methods
+from driftlens.pipelines.sweep import compare_methods, resolve_methods
 from driftlens.pipelines.validate import preflight
 from driftlens.results.calibration_summary import arena_rows, arena_sheet
 from driftlens.runs.run import DriftRun, open_run
@@ -111,7 +111,7 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
         if event.phase == "calibrate" and "featcal" in open_run(folder).manifest.calibrations:
             token.cancel()
 
-    wanted = wanted_methods([("featcal", {}), ("residual", {})])
+    wanted = resolve_methods([("featcal", {}), ("residual", {})])
     with pytest.raises(Cancelled) as caught:
         compare_methods(folder, wanted, Context(on_progress=stop, cancel=token))
     assert caught.value.hint == "Finished calibrations are kept; the same command resumes."
@@ -123,8 +123,8 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
-    assert wanted_methods([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
-    wanted = wanted_methods([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
+    assert resolve_methods([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
+    wanted = resolve_methods([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
     failed = compare_methods(met, wanted)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]
     sheet = arena_sheet(open_run(met), ["residual"], failed)

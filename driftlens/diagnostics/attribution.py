@@ -51,10 +51,10 @@ class Target:
 
 
 def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
-    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41).
+    """Return the change of cross-entropy from expert to variant, in nats (Eq. 41), with its direction u.
 
-    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments. What another map
-    of the expert's changes is no drift.
+    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both averaged over their segments. A
+    difference between the two models' score maps does not count as drift.
 
     Args:
         head: the variant's score map for the task.
@@ -71,14 +71,20 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
 
 
 def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
-    """The variant's margin of the expert's decision minus the expert's own, in scores; arguments as for `loss_target`.
+    """Return the change of the margin of the expert's decision from expert to variant, in scores, with its direction u.
 
-    A margin is the score of the class that the expert chooses minus that of the strongest other class, its rival: each
-    model's own. The variant decides otherwise exactly where its margin is negative. With one class there is no margin,
-    and NaN.
+    A margin is the score of the class that the expert chooses minus that of its rival, each model's own strongest
+    other
+    class. The decisions differ exactly where the variant's margin is negative. With a single class it is NaN.
 
-    u pulls back the chosen class minus the rivals met on the way, each counting for the part of the segment of scores
-    on which it is the strongest: scores are linear there, so the change is their product with u exactly.
+    u pulls back the chosen class minus the rivals along the segment. Each rival is weighted by the part of the
+    segment
+    on which it is the strongest. Scores are linear there, so the change is exactly their product with u.
+
+    Args:
+        head: the variant's score map for the task.
+        expert: features of the expert, [n, d].
+        variant: features of the variant, [n, d].
     """
     start, end = head.scores(expert), head.scores(variant)
     if start.shape[1] < 2:
@@ -110,10 +116,9 @@ def _rivals(start: Tensor, end: Tensor) -> Tensor:
 
 
 def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
-    """The score map's path-averaged Jacobian, transposed, times a direction in score space.
+    """Multiply a direction in score space by the transposed, path-averaged Jacobian of the score map.
 
-    The segment is cut into panels of eight nodes: normalising a feature that nearly vanishes on the way is far from
-    polynomial.
+    The segment is cut into panels of eight nodes, because normalizing a feature close to zero is far from polynomial.
     """
     total = torch.zeros_like(expert)
     for t, weight in composite_nodes(direction, panels=SCORE_PANELS):
@@ -123,18 +128,18 @@ def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) 
 
 @dataclass(frozen=True)
 class JacobianSettings:
-    """How path-averaged Jacobians are computed.
+    """Settings of path-averaged Jacobians.
 
     Attributes:
-        nodes: quadrature nodes to begin with.
-        max_nodes: where doubling them stops.
+        nodes: initial number of quadrature nodes.
+        max_nodes: largest number of nodes; the number is doubled until then.
         tolerance: |p - A e| / |p| below which no more nodes are added.
-        samples: how many diagnosis samples are looked at, the first ones.
-        spectral: whether spectral norms are estimated (dear).
-        contributions: whether shares of the final drift are recorded; else Jacobians are only checked.
-        prefix: whether the prefix-swap split is computed too.
-        random: whether random directions are pushed along, to compare the gain along the drift with theirs.
-        seed: of the random directions.
+        samples: number of diagnosis samples, the first ones.
+        spectral: True to estimate spectral norms (expensive).
+        contributions: True to record shares of the final drift; otherwise Jacobians are only checked.
+        prefix: True to compute the prefix-swap split.
+        random: True to compare the gain along the drift with that along random directions.
+        seed: seed of the random directions.
     """
 
     nodes: int = 4
@@ -150,11 +155,10 @@ class JacobianSettings:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What the Jacobian of one layer did on one batch; every tensor is [n] over samples.
+    """Results of one layer's Jacobian on one batch; every tensor is [n] over samples.
 
-    `error` is |p - A e| and `size` |p|; where they were asked for, `random_gain` is |A v| / |v| for one random
-    direction v, `spectral_norm` the largest |A v| / |v|, and `spectral_residual` |A'A v - s^2 v| / s^2 at the end of
-    its power iteration.
+    `error` is |p - A e| and `size` is |p|. If requested, `random_gain` is |A v| / |v| for one random direction v,
+    `spectral_norm` the largest |A v| / |v|, and `spectral_residual` |A'A v - s^2 v| / s^2 after power iteration.
     """
 
     error: Tensor
@@ -379,7 +383,7 @@ class PrefixSwaps:
         self.ends = view.merged_out, view.expert_out
 
     def file(self, prefix: int) -> str:
-        """Return the name under which the batch holds what the expert's first `prefix` layers lead to."""
+        """Return the batch's name for the features after the expert's first `prefix` layers."""
         return f"prefix-{self.variant}-{prefix}"
 
     def finals(self) -> list[State]:
@@ -388,7 +392,7 @@ class PrefixSwaps:
         return [merged, *(self.batch.get(self.file(prefix)) for prefix in range(1, self.seen)), expert]
 
     def shares(self) -> Tensor:
-        """<c_l, e_L> per layer and sample, [L, n]; their sum over layers is |e_L|^2 to rounding."""
+        """Return <c_l, e_L> per layer and sample, [L, n]. The sum over layers is |e_L|^2 up to rounding."""
         finals = self.finals()
         drift = subtract(finals[0], finals[-1])
         return torch.stack([inner(subtract(before, after), drift) for before, after in pairwise(finals)])
@@ -401,12 +405,21 @@ class PrefixSwaps:
     needs="jacobian",
 )
 def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: SideInputs) -> dict[str, State]:
-    """The part m_g of every module group in a layer's local mismatch: m = sum over g of m_g, to rounding.
+    """Split a layer's local mismatch over its module groups: m = sum over g of m_g, up to rounding.
 
-    On the expert's features, groups change from the expert's parameters to the variant's one after the other, in the
-    order of `GROUPS` and in its reverse. What the output changes by as g does telescopes to m in either order; m_g is
-    the mean of both: of what two groups make together, each gets half. Of two groups that is Shapley's value. What is
-    attached to the last layer is a group of its own; `state` are the expert's features before it.
+    On the expert's features, groups change from the expert's parameters to the variant's one by one, in the order of
+    `GROUPS` and in reverse. The changes of the output telescope to m in either order, and m_g is the mean of both.
+    For
+    two groups this is Shapley's value. A correction module on the last layer is a separate group.
+
+    Args:
+        expert: the expert's layer.
+        variant: the variant's layer.
+        state: features of the expert before the layer.
+        side: masks and other side inputs.
+
+    Returns:
+        The part of each group, by name.
     """
     of, has_more = parameter_groups(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in of.values()] + ["attached"] * has_more
@@ -428,7 +441,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
 
 
 def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:
-    """Largest gain per sample by power iteration on A'A from the drift, and the residual of the last step, [n] each."""
+    """Estimate the largest gain per sample by power iteration on A'A, and the residual of the last step, [n] each."""
     vector = _unit(start)
     for _ in range(iterations):
         image = operator.vjp(operator.jvp(vector))

@@ -1,6 +1,6 @@
 """Drift, local mismatch, propagation and growth: numbers per sample, and their summary per layer.
 
-Norms and cosines are of pooled vectors; amplification and growth are of the full state (contract, section 1).
+Norms and cosines use pooled vectors; amplification and growth use the full state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_LAYERS = (
     per_view=drift_columns,
 )
 def sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
-    """The columns of the sample table; a ratio over zero is NaN."""
+    """Return the columns of the sample table. A ratio over zero is NaN."""
     columns = seen.columns
     amplification = _ratio(columns["state_propagation"], columns["state_in"])
     return {name: columns[name] for name in _AS_SEEN} | {"amplification": amplification}
@@ -46,10 +46,10 @@ def sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
 
 @diagnostic("drift", columns=LAYERS.only(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
 def layer_values(seen: Seen) -> dict[str, float]:
-    """The columns of the layer table that follow from drift alone.
+    """Compute the columns of the layer table that follow from drift alone.
 
-    Means, deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples. What has
-    no value is NaN: ratios over zero, and growth where no drift comes in or the layer is not residual.
+    Means, standard deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples.
+    Undefined values are NaN: ratios over zero, and growth without incoming drift or in a layer that is not residual.
     """
     columns, base = seen.columns, seen.base
     drift = columns["drift_l2"]
@@ -90,11 +90,18 @@ def layer_values(seen: Seen) -> dict[str, float]:
 
 
 def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ends of the 95 % interval of sum(parts) / sum(whole), [2, rows], of parts [rows, n] and whole [n], at least 0.
+    """Compute 95 % intervals of sum(parts) / sum(whole) by the percentile bootstrap.
 
-    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same for all rows and at every
-    call; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator is 0
-    have no ratio and are left out; NaN with a single sample.
+    Numerator and denominator are resampled together, `RESAMPLES` times with replacement and with fixed random
+    numbers.
+    Resamples whose denominator is 0 are left out.
+
+    Args:
+        parts: numerators, [rows, n].
+        whole: denominators, [n], at least 0.
+
+    Returns:
+        Lower and upper ends, [2, rows]; NaN for a single sample.
     """
     rows, n = parts.shape
     if n < 2 or not whole.sum() > 0:
@@ -107,7 +114,7 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
 
 @functools.lru_cache(maxsize=1)  # every layer draws the same ones
 def _drawn_again(n: int) -> NDArray[np.int64]:
-    """How often each of n samples is drawn, [RESAMPLES, n]."""
+    """Return the count of each of n samples in every bootstrap resample, [RESAMPLES, n]."""
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
@@ -132,7 +139,7 @@ def _std(values: NDArray[np.float64]) -> float:
 
 @diagnostic("cka", columns=LAYERS.only("cka"))
 def cka(seen: Seen) -> dict[str, float]:
-    """Debiased linear CKA between all samples' features of the variant and of the expert, in float64."""
+    """Compute debiased linear CKA between the variant's and the expert's features, in float64."""
     return {
         "cka": float(linear_cka(*(torch.from_numpy(rows).double() for rows in (seen.variant, seen.expert))))
     }

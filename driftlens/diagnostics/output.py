@@ -42,20 +42,21 @@ def output_columns(
     *,
     expert_head: ScoreMap | None = None,
 ) -> dict[str, Tensor]:
-    """How far a variant's scores are from the expert's, sample by sample.
+    """Compare a variant's scores with the expert's, sample by sample (FeatCal, arXiv:2605.13030).
 
-    Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7): how
-    far the two score maps are apart on the expert's features, zero where models share one, as CLIP's do. A decision is
-    certified when |Delta z|_inf < margin / 2, the margin being the expert's best score minus its second best (Eq. 44):
-    then the variant decides as the expert does. Ties and single classes have no certificate.
-    Source: FeatCal (arXiv:2605.13030).
+    Delta z = score map(variant) - score map(expert) (Eq. 6) is at most B |e_L| plus the score-map mismatch (Eq. 7),
+    which is the distance of the two score maps on the expert's features (0 if they are shared, as in CLIP). A
+    decision is
+    certified if |Delta z|_inf < margin / 2, where the margin is the expert's best score minus its second best (Eq.
+    44):
+    then both models decide alike. Ties and single classes have no certificate.
 
     Args:
         head: the variant's score map for the task.
         expert: final features of the expert, [n, d].
         variant: final features of the variant, [n, d].
         labels: row of the true class, [n], or None.
-        expert_head: the expert's score map, with the same classes; None where it is `head`, too.
+        expert_head: the expert's score map, with the same classes; None if it is `head`.
 
     Returns:
         Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
@@ -103,7 +104,7 @@ def output_columns(
 
 
 def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
-    """Of scores [n, c]: `flipped`, `certified` and `kl`, [n] each, as `output_columns` has them."""
+    """Return `flipped`, `certified` and `kl` for scores [n, c], [n] each, as `output_columns` defines them."""
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
     return {
         "flipped": scores.argmax(dim=1) != expert_scores.argmax(dim=1),
@@ -172,10 +173,15 @@ class ScoreGains:
 
 
 def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> ScoreGains:
-    """Gains of `head.scores` on the segments from the expert's features [n, d] to the variant's, float64 advised.
+    """Estimate the gains of `head.scores` on the segments from the expert's features to the variant's.
 
-    `change` is how scores [n, c] change from one to the other, where that is known already. Where the gain is bounded
-    exactly nothing is sampled (of a linear map all but the last are one number per direction).
+    Nothing is sampled if the gain is bounded exactly. Use float64.
+
+    Args:
+        head: the variant's score map.
+        start: features of the expert, [n, d].
+        end: features of the variant, [n, d].
+        change: change of the scores from `start` to `end`, [n, c]; computed if None.
     """
     drift = end - start
     length = torch.linalg.vector_norm(drift, dim=1)
@@ -198,13 +204,13 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
 
 
 def _derivative(head: ScoreMap, point: Tensor) -> Derivative:
-    """That of a map that doesn't know its own."""
+    """Compute the derivative of a map that does not provide one."""
     pull = vjp(head.scores, point)[1]
     return Derivative(lambda v: jvp(head.scores, (point,), (v,))[1], lambda w: pull(w)[0])
 
 
 def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """|J u| along the drift, and the largest gain found by power iteration from it."""
+    """Return |J u| along the drift u, and the largest gain found by power iteration from u."""
     with forward_mode_attention():
         at = head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
         image = along = at.push(direction)

@@ -1,4 +1,4 @@
-"""How a variant's task vector lies to an expert's: cosine, norm ratio, sign agreement."""
+"""Alignment of a variant's task vector with an expert's: cosine, norm ratio, sign agreement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Alignment:
 
     @classmethod
     def of(cls, variant: Tensor, expert: Tensor) -> Alignment:
-        """The sums of one pair of task vectors of equal shape, accumulated in float64."""
+        """Compute the sums of one pair of task vectors of equal shape, accumulated in float64."""
         left, right = variant.double().flatten(), expert.double().flatten()
         product = left * right
         return cls(
@@ -49,7 +49,7 @@ class Alignment:
         return Alignment(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def values(self) -> dict[str, float | None]:
-        """`cos`, `norm_ratio` (variant over expert) and `sign_agreement`; None where one vector is zero."""
+        """Return `cos`, `norm_ratio` (variant over expert) and `sign_agreement`; None if one vector is zero."""
         both = self.variant_energy > 0 and self.expert_energy > 0
         return {
             "cos": self.dot / (self.variant_energy * self.expert_energy) ** 0.5 if both else None,
@@ -61,7 +61,7 @@ class Alignment:
 
 
 def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
-    """Cosine between two task vectors (each: weights minus the base's) of any equal shape; None if one is zero."""
+    """Compute the cosine between two task vectors (weights minus base weights) of equal shape; None if one is zero."""
     return Alignment.of(variant, expert).values()["cos"]
 
 
@@ -69,10 +69,15 @@ def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
 )
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
-    """Rows of the `params` table for one task and variant: every module, layer and group of them, the whole backbone.
+    """Yield the rows of the `params` table for one task and variant: modules, layers, groups and the backbone.
 
-    A parameter counts once, in the first layer that lists it. A head that is in no layer, as that of a language model,
-    is a group and no part of the backbone.
+    A parameter counts once, in the first layer that lists it. A head outside all layers, as in language models, is a
+    group and not part of the backbone.
+
+    Args:
+        pool: the models.
+        task: the task of the expert.
+        variant: the model that is compared.
     """
     chain = pool.chain
     backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}
@@ -99,7 +104,7 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
 
 
 def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
-    """Keys of matrices that all these models hold alike, and no layer."""
+    """Yield the keys of matrices that all these models have and that belong to no layer."""
     inside = {*pool.chain.parameter_keys(), *pool.chain.tied}
     first, *others = (pool.source(model).headers for model in models)
     for key, header in first.items():

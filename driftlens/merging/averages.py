@@ -23,7 +23,7 @@ PARALLEL = 0.9995
 
 
 def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
-    """The task vectors of one tensor."""
+    """Return the task vectors of one tensor."""
     start = base[name]
     return [expert[name] - start for expert in experts.values()]
 
@@ -34,7 +34,14 @@ def stepped(
     scaling: float,
     of_matrices: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """base + scaling * step: of a matrix what `of_matrices` makes of its task vectors, of all else their mean."""
+    """Return base + scaling * step. The step is the mean task vector, or `of_matrices(task vectors)` for a matrix.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the step.
+        of_matrices: combines the task vectors of one matrix.
+    """
     merged = {}
     for name, start in base.items():
         vectors = _vectors_of(base, experts, name)
@@ -54,7 +61,7 @@ def stepped(
     needs_base=False,
 )
 def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
-    """Mean over tasks of the experts' parameters."""
+    """Average the experts' parameters."""
     return {
         name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
         for name in base
@@ -76,7 +83,13 @@ def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tens
 def task_arithmetic(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
 ) -> dict[str, Tensor]:
-    """base + scaling * sum over tasks of (expert - base)."""
+    """Return base + scaling * sum over tasks of (expert - base).
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the sum.
+    """
     return {
         name: start + scaling * sum((expert[name] - start for expert in experts.values()), start=0 * start)
         for name, start in base.items()
@@ -100,12 +113,18 @@ def model_stock(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    filter_wise: Annotated[bool, "one ratio for each row in place of one for each tensor"] = False,
+    filter_wise: Annotated[bool, "one ratio per row instead of one per tensor"] = False,
 ) -> dict[str, Tensor]:
-    """base + t * the mean task vector, t = n c / (1 + (n - 1) c), c the cosine between task vectors.
+    """Return base + t * the mean task vector, t = n c / (1 + (n - 1) c), with the cosine c between task vectors.
 
-    The paper has one angle among n experts; c is the mean over pairs, as in mergekit. A task vector of zero is at right
-    angles to all others.
+    The paper has one angle between n experts; c is the mean over pairs, as in mergekit. A task vector of zero counts
+    as
+    orthogonal to all others.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        filter_wise: True for one ratio per row instead of one per tensor.
     """
     return {
         name: start + _stock_step(_vectors_of(base, experts, name), filter_wise)
@@ -142,21 +161,27 @@ def slerp(
     experts: Mapping[str, StateDict],
     *,
     t: Annotated[
-        float, Bounds(0, 1), "how far from the first task's expert to the second's, sorted by name"
+        float, Bounds(0, 1), "position between the first expert (0) and the second (1), sorted by task name"
     ] = 0.5,
 ) -> dict[str, Tensor]:
-    """Each tensor on the great circle between those of two experts."""
+    """Interpolate each tensor of two experts on the great circle between them.
+
+    Args:
+        base: its names select the tensors; its values are not read.
+        experts: the tensors of two experts.
+        t: position between the first expert (0) and the second (1), sorted by task name.
+    """
     if len(experts) != 2:
         raise SpecError(
-            f"merge method 'slerp' merges 2 experts, and there are {len(experts)}",
-            hint="Leave two experts in the spec, or take `average`, which merges any number.",
+            f"merge method 'slerp' needs exactly 2 experts, found {len(experts)}",
+            hint="Keep two experts in the spec, or use `average`.",
         )
     first, second = experts.values()
     return {name: between(first[name], second[name], t) for name in base}
 
 
 def between(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """(sin((1-t) a) first + sin(t a) second) / sin(a), a the angle between the two as vectors."""
+    """Return (sin((1-t) a) first + sin(t a) second) / sin(a), with the angle a between the two vectors."""
     a, b = first.double().flatten(), second.double().flatten()
     cosine = a @ b / (a.norm() * b.norm()).clamp(min=torch.finfo(a.dtype).tiny)
     if abs(cosine) > PARALLEL:

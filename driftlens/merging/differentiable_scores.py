@@ -40,18 +40,23 @@ def fisher(
         Literal["exact", "batch_sqrt"],
         "the exact diagonal, or what published code takes for it: squared gradients of whole batches",
     ] = "exact",
-    batch_size: Annotated[
-        int, Bounds(1), "samples whose gradients batch_sqrt adds up before it squares them"
-    ] = 32,
-    normalize: Annotated[
-        bool, "whether every expert's Fisher information counts by its direction alone"
-    ] = True,
+    batch_size: Annotated[int, Bounds(1), "samples per gradient of batch_sqrt"] = 32,
+    normalize: Annotated[bool, "normalize every expert's Fisher information"] = True,
     eps: Annotated[float, Bounds(0, low_open=True), "added to every entry of the Fisher information"] = 1e-6,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The mean of the experts' parameters, each entry weighted by its expert's diagonal Fisher information.
+    """Average the experts' parameters, each entry weighted by its expert's diagonal Fisher information.
 
     The information is that of the scores on the task's calibration samples, under the expert's own distribution over
-    classes; labels aren't read. Entries that no expert's scores depend on take the mean.
+    classes; labels are not read. Entries that no expert's scores depend on take the mean.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        study: the opened experiment, with calibration samples.
+        estimator: "exact" diagonal, or "batch_sqrt", the squared gradients of whole batches as in published code.
+        batch_size: samples per gradient of "batch_sqrt".
+        normalize: True to normalize every expert's Fisher information.
+        eps: added to every entry of the Fisher information.
     """
     above: dict[str, Tensor] = {}
     below: dict[str, Tensor] = {}
@@ -87,7 +92,13 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
 
 
 def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
-    """E over samples and classes of (d log p / d weight)^2; with a batch size what published code takes for it."""
+    """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size.
+
+    Args:
+        asked: the samples and the scores of one task.
+        weights: the expert's parameters.
+        batch_size: samples per gradient, or None for the exact diagonal.
+    """
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
     leaves, count = list(weights.values()), len(asked)
 
@@ -105,7 +116,7 @@ def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) 
     for row in range(count):
         logs = asked.log_probabilities([row], weights)[0]
         chances = to_float64(logs.detach()).exp()
-        # It is the variance of slopes over classes: one as good as impossible beside the second best adds nothing.
+        # This is the variance of slopes over classes: a class of negligible probability adds nothing.
         rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
         for value, chance in zip(logs, chances, strict=True):
             if chance > torch.finfo(torch.float32).eps * rest:
@@ -132,16 +143,27 @@ def adamerging(
         Literal["layer", "task"],
         "whether every parameter tensor has a coefficient per task, or the whole model",
     ] = "layer",
-    initial: Annotated[float, Bounds(-100, 100), "the coefficients that it starts with"] = 0.3,
-    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent, each on one batch of every task"] = 1000,
+    initial: Annotated[float, Bounds(-100, 100), "initial coefficients"] = 0.3,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "number of steps, each on one batch of every task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
     batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,
     seed: Annotated[int, Bounds(0), "of the order of samples"] = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """base + task vectors, times coefficients for which the merged model's answers are least in doubt.
+    """Return base + task vectors times coefficients that minimize the entropy of the merged model's scores.
 
-    The sum over tasks of the mean entropy of the scores is minimised on calibration samples, without labels; the
-    authors' code takes the test samples. Tensors that scores don't depend on keep the initial coefficients.
+    The sum over tasks of the mean entropy is minimized on calibration samples, without labels; the authors' code uses
+    the test samples. Tensors that scores do not depend on keep the initial coefficients.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        study: the opened experiment, with calibration samples.
+        granularity: "layer" for one coefficient per parameter tensor and task, "task" for one per task.
+        initial: initial value of the coefficients.
+        steps: number of steps, each on one batch of every task.
+        learning_rate: of Adam.
+        batch_size: calibration samples per task and step.
+        seed: of the order of samples.
     """
     asked = {task: study.asked(task) for task in experts}
     first = next(iter(asked.values()))
@@ -194,7 +216,7 @@ def _added(
     coefficients: Tensor,
     parts: Sequence[tuple[str, Rows]],
 ) -> dict[str, Tensor]:
-    """The merged weights, as leaves whose gradients are wanted."""
+    """Return the merged weights as leaves that collect gradients."""
     weights = {key: value.clone() for key, value in start.items()}
     for place, (key, rows) in enumerate(parts):
         for row, mine in zip(coefficients, vectors.values(), strict=True):
@@ -203,7 +225,7 @@ def _added(
 
 
 def _shuffled(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
-    """Batches without end: all samples in one random order after the other."""
+    """Yield batches without end, each pass over all samples in a new random order."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(task.encode()))
     size = min(size, count)
     while True:

@@ -38,14 +38,20 @@ def regmean(
     moments: Mapping[str, Tensor],
     *,
     off_diagonal: Annotated[
-        float, Bounds(0, 1), "factor on what is beside the diagonal of the experts' Gram matrices"
+        float, Bounds(0, 1), "factor on off-diagonal entries of the experts' Gram matrices"
     ] = 0.95,
 ) -> dict[str, Tensor]:
-    """The weight whose outputs come closest to every expert's own, on the inputs that this expert feeds the module.
+    """Compute the weight whose outputs are closest to every expert's own, on the inputs that the expert gives the
+    module.
 
-    (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. Where no expert's inputs ever reach, the weight is
-    the mean, as is everything else. In RegMean++ every expert's layer reads what the layers merged before it make of
-    the task's samples.
+    This is (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. In directions without inputs, and in all
+    other parameters, it is the mean. In RegMean++ an expert's inputs are those after the layers merged before.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        moments: E[x x'] of the module's inputs by task, [in, in].
+        off_diagonal: factor on the off-diagonal entries of the Gram matrices.
     """
     merged = average({name: value for name, value in base.items() if name != MATRIX}, experts)
     weights = {task: experts[task][MATRIX].double() for task in moments}
@@ -67,7 +73,7 @@ def regmean(
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Of tensors of one shape; they needn't be there at the same time, as for a stack."""
+    """Add tensors of one shape one by one, which needs less memory than a stack."""
     rest = iter(parts)
     total = next(rest).clone()
     for part in rest:
@@ -87,23 +93,29 @@ def wudi(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    steps: Annotated[int, Bounds(0, MOST_STEPS), "of the descent"] = 300,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "number of steps"] = 300,
     learning_rate: Annotated[
-        float, Bounds(0), "of the descent; published: 1e-5 for CLIP; 0: by the size of the task vectors"
+        float, Bounds(0), "learning rate; published: 1e-5 for CLIP; 0: scaled with the task vectors"
     ] = 0.0,
 ) -> dict[str, Tensor]:
-    """base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, from the sum of the task vectors t_i.
+    """Return base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, by descent from the sum of the t_i.
 
-    The published descent ends long before the least is reached, by design: no entry moves by more than about
-    steps * learning_rate. An absolute rate suits task vectors of one size only; at 0 it is a twentieth of the root mean
-    square of a matrix's task vectors, so that twice as long ones give a step twice as long. What is no matrix of a
-    linear module takes the mean task vector.
+    The published descent stops long before the minimum, by design: no entry moves by more than about
+    steps * learning_rate. An absolute rate suits task vectors of one size only; with 0 the rate is a twentieth of the
+    root mean square of a matrix's task vectors. Other parameters than matrices of linear modules take the mean task
+    vector.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        steps: number of steps of the descent.
+        learning_rate: of the descent; published: 1e-5 for CLIP; 0 scales it with the task vectors.
     """
     return stepped(base, experts, 1.0, partial(_descended, steps=steps, rate=learning_rate))
 
 
 def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """S [k, k] and R [o, k], of which 2 (t S - R) is the slope at t; experts that didn't move have no say."""
+    """Return S [k, k] and R [o, k] of the gradient 2 (t S - R) at t; experts that did not move are left out."""
     width = vectors[0].shape[1]
     curvature, wanted = vectors[0].new_zeros(width, width), torch.zeros_like(vectors[0])
     for vector in vectors:
@@ -118,7 +130,7 @@ def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1e-8) -> Tensor:
     if not rate and (moved := [vector for vector in vectors if vector.any()]):
         size = torch.stack(moved).square().mean().sqrt()
-        # The larger eps keeps what is rounding alone, where no expert has a say, from being taken for a slope.
+        # The larger eps keeps rounding errors of unconstrained entries from being taken for a slope.
         return size * _descended([vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6)
     curvature, wanted = _curvature(vectors)
     step = _sum(vectors).requires_grad_()
@@ -140,10 +152,16 @@ def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1
 def iso_c(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
-    """base + scaling * the sum of task vectors, all of whose singular values are made their mean.
+    """Return base + scaling * the sum of task vectors with all singular values replaced by their mean.
 
-    Directions that the sum doesn't have stay out of it, and out of the mean. What is no matrix of a linear module takes
-    the mean task vector.
+    Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
+    modules
+    take the mean task vector.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the step.
     """
     return stepped(base, experts, scaling, _isotropic)
 
@@ -164,11 +182,17 @@ def _isotropic(vectors: list[Tensor]) -> Tensor:
 def tsv_m(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
-    """base + scaling * U S V', of every expert's leading singular vectors, brought apart by polar factors.
+    """Return base + scaling * U S V' from every expert's leading singular vectors, decorrelated by polar factors.
 
-    Each of N experts gives an Nth of a matrix's rank, and one vector where that is none. Vectors that several experts
-    share count once in the polar factors, so N equal experts give the leading Nth of their common step. What is no
-    matrix of a linear module takes the mean task vector.
+    Each of N experts contributes 1/N of a matrix's rank, at least one vector. Vectors that several experts share
+    count
+    once in the polar factors, so N equal experts give the leading 1/N of their common step. Other parameters than
+    matrices of linear modules take the mean task vector.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the step.
     """
     return stepped(base, experts, scaling, _apart)
 

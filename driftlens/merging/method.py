@@ -1,4 +1,4 @@
-"""What a merge method is, and the registry that finds them."""
+"""Merge methods: their description, and the registry that finds them. Entry points: `MergeMethod`, `merge_called`."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ MergeFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """A merge function and what is known of it.
+    """A merge function and its description.
 
     Attributes:
-        name: under which the spec calls it.
-        title: what reports print.
-        source: paper.
-        laws: what holds for all inputs; the contract tests check each law of each method.
+        name: its name in the spec.
+        title: its name in reports.
+        source: the paper.
+        laws: properties that hold for all inputs; the contract tests check each law of each method.
         function: the computation; its keyword-only parameters are the method's settings.
-        reads: what the function is called with, see `READS`.
-        needs_base: whether the result depends on the base; otherwise any model may stand in its place.
-        others: the `entry` method for what is no linear module, where those come one by one; it gets those of the
-            settings that it has too. The method's own name hands it all else too, a tensor at a time under its key, and
-            moments that are empty.
-        scores: whether every task's score map is needed, where `reads` is `samples`.
-        held: experts -> how many whole models in float32 the function keeps in memory.
-        runs: (settings, samples of a task, their classes) -> how many forward and backward passes of one sample the
-            function makes for each task, where `reads` is `samples`; a SpecError where nobody would wait for them.
+        reads: arguments of the function, see `READS`.
+        needs_base: True if the result depends on the base; otherwise the base may be any model.
+        others: the `entry` method for all but linear modules, for methods that read sites; it gets the settings that
+            it shares. If it is the method itself, it gets one tensor at a time under its key, with empty moments.
+        scores: True if every task's score map is needed, where `reads` is `samples`.
+        held: experts -> number of whole float32 models that the function keeps in memory.
+        runs: (settings, samples of a task, their classes) -> forward and backward passes of one sample per task,
+            where
+            `reads` is `samples`; raises a SpecError if the number is unreasonable.
     """
 
     name: str
@@ -84,21 +84,21 @@ class MergeMethod:
 
     @property
     def reads_sites(self) -> bool:
-        """Whether linear modules come one by one, and all else goes to the method called `others`."""
+        """True if linear modules are merged one by one, and all other parameters by the method `others`."""
         return self.reads == "site" or self.reads_moments
 
     @property
     def reads_moments(self) -> bool:
-        """Whether linear modules come with moments of their inputs."""
+        """True if the function gets the moments of a linear module's inputs."""
         return self.reads in ("moments", "prefix")
 
     @property
     def runs_models(self) -> bool:
-        """Whether calibration samples are needed."""
+        """True if calibration samples are needed."""
         return self.reads_moments or self.reads == "samples"
 
     def with_settings(self, parameters: Mapping[str, object]) -> Merge:
-        """The method with all its settings, those given over the defaults."""
+        """Return the method with the given settings merged over the defaults."""
         return Merge(self, resolve(self.function, parameters, f"merge method {self.name!r}"))
 
 
@@ -109,7 +109,12 @@ class Merge(NamedTuple):
     settings: Mapping[str, Any]
 
     def require(self, *, has_base: bool, without: Sequence[str]) -> None:
-        """Refuse models that lack what the method reads; `without` are tasks that have no calibration samples."""
+        """Raise an error if the models lack an input of the method.
+
+        Args:
+            has_base: True if there is a base model.
+            without: tasks without calibration samples.
+        """
         method = self.method
         if not has_base and (
             method.needs_base or (method.reads_sites and merge_methods[method.others].needs_base)
@@ -126,13 +131,13 @@ class Merge(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is written down of it."""
+        """The name and the settings, as a run's record stores them."""
         known = {name: getattr(self.method, name) for name in ("title", "source", "reads")}
         return {"method": self.method.name, **known, "parameters": dict(sorted(self.settings.items()))}
 
     @property
     def rest(self) -> Merge:
-        """The merge of what is no linear module, where those come one by one."""
+        """The merge of all parameters other than linear modules, for methods that read sites."""
         if self.method.others == self.method.name:
             return self
         others = merge_methods[self.method.others]
@@ -141,7 +146,11 @@ class Merge(NamedTuple):
 
 
 def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:
-    """The merge by a registered method; a SpecError where there is none, or as for `with_settings`."""
+    """Return the merge by a registered method.
+
+    Raises:
+        SpecError: the method is unknown, or a setting is not allowed.
+    """
     return merge_methods[name].with_settings(parameters)
 
 
@@ -149,10 +158,7 @@ class _MergeMethods(Registry[MergeMethod]):
     def method(
         self, name: str, *, title: str, source: str, laws: set[str], **known: Any
     ) -> Callable[[MergeFunction], MergeFunction]:
-        """Decorator that files a merge function with what is known of it, and returns it unchanged.
-
-        Arguments are the attributes of `MergeMethod`.
-        """
+        """Return a decorator that registers a merge function; arguments are the attributes of `MergeMethod`."""
 
         def file(function: MergeFunction) -> MergeFunction:
             entry = MergeMethod(name, title, source, frozenset(laws), function, **known)

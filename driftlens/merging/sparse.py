@@ -16,7 +16,7 @@ from driftlens.utils.registry import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]
-DropRate = Annotated[float, Bounds(0, 0.999), "chance of an entry to be dropped at random"]
+DropRate = Annotated[float, Bounds(0, 0.999), "probability that an entry is dropped at random"]
 Seed = Annotated[int, Bounds(0), "of the random masks"]
 Drop = Callable[[Tensor, str, str], Tensor]
 """(task vector, task, name) -> task vector."""
@@ -32,14 +32,14 @@ LOW_BITS = 15
 
 
 def _keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
-    """Independent draws, true with probability `keep`; they depend on nothing but what is given."""
+    """Sample a mask that is True with probability `keep`, determined by the arguments alone."""
     key = hashlib.sha256(repr((seed, task, name)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
 
 
 def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
-    """A task vector with entries dropped at random, and the rest divided by the share that stays."""
+    """Drop random entries of a task vector, and divide the others by the share that is kept."""
     if not drop_rate:
         return vector
     keep = _keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
@@ -47,7 +47,7 @@ def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_
 
 
 def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
-    """What entries make that have the sign of their sum; an exact tie elects no sign, and makes 0."""
+    """Combine the entries that have the sign of their sum; an exact tie elects no sign and gives 0."""
     stacked = torch.stack(list(vectors))
     sign = stacked.sum(dim=0).sign()
     same = torch.where(stacked.sign() == sign, stacked, 0)
@@ -85,10 +85,10 @@ def _elected(
 def _limits(
     base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
 ) -> dict[str, float]:
-    """By task the least magnitude of float32 that stays in a trim over all tensors, exactly, in two passes.
+    """Find each task's smallest magnitude that a trim over all tensors keeps, exactly, in two passes.
 
-    The first counts magnitudes by their high bits, the second the low bits of those whose high bits are the limit's.
-    Tensors that moved and have a copy under another name, as tied ones do in some files, count once.
+    The first pass counts magnitudes by their high bits, the second the low bits of those that share the threshold's
+    high bits. Tensors that are stored twice, such as tied ones in some files, count once.
     """
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
     low = {task: torch.zeros(2**LOW_BITS, dtype=torch.int64) for task in experts}
@@ -125,14 +125,14 @@ def _limits(
 
 
 def _bin(counts: Tensor, place: int) -> tuple[int, int]:
-    """In which bin the place-th smallest lies, and which place it has there."""
+    """Return the bin of the place-th smallest value, and its place in this bin."""
     upto = counts.cumsum(dim=0)
     found = int(torch.searchsorted(upto, place))
     return found, place - (int(upto[found - 1]) if found else 0)
 
 
 def _bits(vector: Tensor) -> Tensor:
-    """The magnitudes as whole numbers in the same order."""
+    """Return magnitudes as integers of the same order."""
     return vector.float().abs().flatten().view(torch.int32)
 
 
@@ -150,18 +150,28 @@ def ties(
     density: Annotated[
         float, Bounds(0, 1, low_open=True), "share of a task vector's entries that is kept"
     ] = 0.2,
-    merge_func: Annotated[MergeFunc, "what is made of entries whose signs agree"] = "mean",
-    trim_scope: Annotated[
-        TrimScope, "whether the share is of the model's entries or of every tensor's"
-    ] = "global",
+    merge_func: Annotated[MergeFunc, "combination of entries whose signs agree"] = "mean",
+    trim_scope: Annotated[TrimScope, "trim over the whole model or over each tensor"] = "global",
     drop_rate: DropRate = 0.0,
     seed: Seed = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """base + scaling * what the largest entries of the task vectors make, those of the elected sign.
+    """Return base + scaling * the merged largest entries of the task vectors that have the elected sign.
 
-    As in the paper an exact tie of signs makes 0, where its code takes the majority sign of the whole model. Published
-    since: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum scaling=0.5`, which drops
-    entries as `dare` does before it trims. A tensor that a file holds twice counts once in a global trim.
+    As in the paper an exact tie of signs gives 0; the authors' code takes the majority sign of the whole model.
+    Published
+    variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum scaling=0.5`, which
+    drops
+    entries as `dare` does before it trims. A tensor that a file stores twice counts once in a global trim.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the merged entries.
+        density: share of a task vector's entries that is kept.
+        merge_func: combines entries of the elected sign.
+        trim_scope: "global" trims over the whole model, "per_tensor" over each tensor.
+        drop_rate: share of entries that is dropped at random first.
+        seed: of the random drop.
     """
     drop = partial(_dropped_at_random, seed=seed, drop_rate=drop_rate)
     return _elected(base, experts, scaling, density, merge_func, trim_scope, drop)
@@ -182,9 +192,17 @@ def dare(
     drop_rate: DropRate = 0.5,
     seed: Seed = 0,
 ) -> dict[str, Tensor]:
-    """base + scaling * the sum of task vectors, of which a random share stays, divided by that share.
+    """Return base + scaling * the sum of task vectors with random entries dropped, divided by the share that is kept.
 
-    An entry's mask depends on seed, task, tensor and place alone. Language models are published with drop_rate 0.9.
+    An entry's mask depends on seed, task, tensor and position alone. Language models are published with drop_rate
+    0.9.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the sum.
+        drop_rate: share of entries that is dropped.
+        seed: of the random drop.
     """
     merged = {}
     for name, start in base.items():

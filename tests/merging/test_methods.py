@@ -200,7 +200,7 @@ def test_settings_out_of_range_are_refused(name: str, settings: dict[str, object
 
 
 def test_what_can_not_be_merged_is_refused() -> None:
-    with pytest.raises(SpecError, match="merges 2 experts, and there are 3"):
+    with pytest.raises(SpecError, match="needs exactly 2 experts, found 3"):
         apply(merge_methods["slerp"], BASE, EXPERTS)
     broken = {**MODELS, "b": {**MODELS["b"], "norm.weight": MODELS["b"]["norm.weight"] * torch.nan}}
     with pytest.raises(NumericsError, match=r"^b: tensor 'norm\.weight'"):

@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """The installed one; in a clone that was not installed the one to come."""
+    """Return the installed version, or the next one in a clone that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

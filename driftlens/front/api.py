@@ -1,7 +1,8 @@
-"""The Python front door: the command line's verbs as functions, some for live modules too, and runs to add to.
+"""Python interface: the commands as functions, some also for modules in memory. Entry points: `analyze`, `calibrate`.
 
-Keywords are the fields of requests in `driftlens.config.requests`, and of `driftlens.front.keywords.Around`: progress,
-device, cancel ... Whatever goes wrong is a `DriftLensError`, see the tree in `driftlens.utils.errors`.
+Keyword arguments are the fields of the requests in `driftlens.config.requests` and of
+`driftlens.front.keywords.Around` (progress, device, cancel ...). Errors are `DriftLensError`s, see
+`driftlens.utils.errors`.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class Run(DriftRun):
 
     @property
     def plot(self) -> Plots:
-        """Every chart by its name, as reports and the dashboard show it: `run.plot.layer_drift(tasks=["cars"])`.
+        """Every chart by name, as in reports and the dashboard: `run.plot.layer_drift(tasks=["cars"])`.
 
-        Names complete with the tab key. What is drawn shows itself in notebooks; its `figure` is plotly's, `data` every
-        plotted number.
+        Names complete with the tab key, and notebooks show the chart. `figure` is the plotly figure, `data` every
+        plotted
+        number.
         """
         from driftlens_reports.charts.chart import Plots
 
@@ -77,22 +79,23 @@ class Run(DriftRun):
         data: Mapping[str, Any] | None = None,
         on_measured: Callable[[DriftRun], None] | None = None,
     ) -> Run:
-        """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
+        """Calibrate the merged model, measure the result, and return the run with `calibrated:NAME`.
 
             run = run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
             merged.load_state_dict(run.calibrated_state("featcal"))
 
-        Keywords are those of `driftlens.calibrate`; no progress is shown by default.
+        Keyword arguments are those of `driftlens.calibrate`; no progress is shown by default.
 
         Args:
-            calibrator: its settings; of a registered class.
-            request: name and all else.
-            around: progress, device, ...
-            modules: for a run of live modules that was opened anew, what `analyze` was given; for one that `analyze`
-                just returned, what stands in for it. Other settings, weights, samples, labels or heads are refused.
-            data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
-                where they are those that the run was analyzed on, as they are if left out.
-            on_measured: called with the run when drift and accuracy are there.
+            calibrator: a calibrator of a registered class, with settings.
+            request: by keywords, name and other fields of `CalibrationRequest`.
+            around: by keywords, progress, device and other fields of `Around`.
+            modules: modules of a run of live modules, as passed to `analyze`. Required if the run was reopened. Other
+                settings, weights, samples, labels or heads are refused.
+            data: calibration samples per task for a run of live modules; labels are ignored. By default the samples
+                of
+                the analysis are used, and the calibration reports that.
+            on_measured: called with the run once drift and accuracy are measured.
         """
         from driftlens.pipelines.calibration_plan import method_called
 
@@ -105,22 +108,23 @@ class Run(DriftRun):
             return calibrated(self, asked, context, on_measured=on_measured)
 
     def summary(self) -> Table:
-        """Every task in a row, as a table: scores and drift of all models; `frame()` has its numbers, unrounded."""
+        """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
         from driftlens.results.sheets import summary_sheet
 
         return summary_sheet(self)
 
     def repairs(self) -> Table:
-        """Return a table of all calibrations: what each gains, with paired intervals, and what it costs."""
+        """Return a table of all calibrations: gains with paired intervals, and costs."""
         from driftlens.results.calibration_summary import arena_sheet
 
         return arena_sheet(self)
 
     def findings(self) -> pd.DataFrame:
-        """Every number that the verdict, tables and pages are made from, one a row, with its 95 % interval.
+        """Return every number of the verdict, tables and pages, one per row, with its 95 % interval.
 
-        Columns: measure, task (empty: their mean), variant, against (the variant that it is a change from, else empty),
-        value, low, high, n, paired (whether the interval of a change rests on the same samples), kind and worse.
+        Columns: measure, task (empty for the mean), variant, against (the reference of a change, else empty), value,
+        low,
+        high, n, paired (True if the interval of a change uses the same samples), kind and worse.
         """
         from driftlens.results.measures import findings
 
@@ -128,9 +132,9 @@ class Run(DriftRun):
 
     @keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:
-        """A page in which samples move from model to model, which shows itself in notebooks; `save` writes it.
+        """Create the interactive page of samples across models. Notebooks show it; `save` writes it.
 
-        Keywords are the fields of `ViewRequest`: tasks, method, samples, and `out` to write it at once.
+        Keyword arguments are the fields of `ViewRequest`: tasks, method, samples, and `out` to write it at once.
         """
         from driftlens_reports.explorer import Explorer
 
@@ -140,7 +144,7 @@ class Run(DriftRun):
         return made
 
     def _repr_html_(self) -> str:
-        """Headline and summary as wide as a notebook's cell, in which a wide table scrolls."""
+        """Return headline and summary as HTML for notebooks; wide tables scroll."""
         from driftlens.results.verdict import headline
         from driftlens_reports.content import Headline
         from driftlens_reports.formats.page import shown_alone
@@ -149,17 +153,18 @@ class Run(DriftRun):
         return f'{first}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
 
     def before_after(self, name: str) -> pd.DataFrame:
-        """Final drift and accuracy before and after a calibration, with intervals: one row per task and model.
+        """Return final drift and accuracy before and after a calibration, with intervals: one row per task and model.
 
-        The models are the merged one, the anchor alone where there is such a control, the calibrated one and, for its
-        accuracy, the expert. `attrs["notices"]` has what a reader should know of the calibration.
+        The models are the merged one, the anchor-only control if there is one, the calibrated one and, for accuracy,
+        the
+        expert. `attrs["notices"]` has the notices of the calibration.
         """
         from driftlens.results.calibration_summary import before_after
 
         return before_after(self, name)
 
     def calibrated_state(self, name: str) -> dict[str, Tensor]:
-        """The weights of the calibration `name`, for `load_state_dict`; without what a trained calibrator attaches."""
+        """Load the weights of the calibration `name` for `load_state_dict`, without correction modules."""
         from driftlens.checkpoints.loading import open_checkpoint
         from driftlens.runs.layout import calibration_weights
 
@@ -169,7 +174,7 @@ class Run(DriftRun):
 
     @keywords()
     def measure(self, around: Around, *, add: Sequence[str] | str = ()) -> Run:
-        """Measure what the run lacks: scores, the attribution of drift to layers, the diagnostics that `add` names."""
+        """Measure missing scores, missing attribution of drift to layers, and the diagnostics named in `add`."""
         from driftlens.pipelines.analyze import add_to_run
 
         with around.context() as context:
@@ -178,7 +183,7 @@ class Run(DriftRun):
 
 
 def open_run(path: PathLike) -> Run:
-    """The run in the directory `path`; nothing but its manifest is read until it is asked for."""
+    """Open the run in the directory `path`. Only its manifest is read at once."""
     return Run.at(path)
 
 
@@ -187,7 +192,7 @@ def _folder(run: PathLike | DriftRun) -> Path:
 
 
 def _with_modules(made: Run, before: PathLike | DriftRun) -> Run:
-    """The run, which remembers the modules that an earlier view of it was made from."""
+    """Copy the live modules of an earlier view of the run to this one."""
     made._live = before._live if isinstance(before, Run) else None
     return made
 
@@ -198,7 +203,7 @@ def _live_study(
     data: Mapping[str, Any] | None,
     device: str | None,
 ) -> Callable[[int | None], Any] | None:
-    """How the study of a run of live modules is made again; None for a run of a spec."""
+    """Return a function that opens the live modules of a run again; None for a run of a spec."""
     folder = _folder(run)
     known = run._live if isinstance(run, Run) else None
     if known is None and modules is None and data is None:
@@ -226,14 +231,25 @@ def analyze(
     settings: LiveSettings,
     around: Around,
 ) -> Run:
-    """Measure feature drift and write a run directory, from a spec or from live modules.
+    """Measure feature drift of a spec or of live modules, and write a run directory.
 
         run = dl.analyze("run.yaml", out="runs/ta8")
         run = dl.analyze(base=b, merged=m, experts={"cars": e}, data={"cars": loader}, out="runs/live")
 
-    The run of live modules remembers them, so that `Run.calibrate` can go on with them.
+    A run of live modules keeps them for `Run.calibrate`.
 
-    Keywords are the fields of `AnalysisRequest` and of `Modules` and of `LiveSettings` and of `Around`.
+    Args:
+        spec: a spec, or the path of one; None for live modules.
+        request: by keywords, fields of `AnalysisRequest`: out, seed, resume, ...
+        modules: by keywords, fields of `Modules`: merged, base, experts, data, ...
+        settings: by keywords, fields of `LiveSettings`: metrics and sample counts of live modules.
+        around: by keywords, fields of `Around`: progress, device, cancel, ...
+
+    Returns:
+        The run.
+
+    Raises:
+        SpecError: a setting is unknown or not allowed, or belongs to the other kind of run.
     """
     if (spec is None) == (len(modules.missing) == len(REQUIRED)) or (spec is None and modules.missing):
         raise SpecError("pass either a spec, or merged=, experts= and data=")
@@ -252,7 +268,7 @@ def analyze(
 
 
 def _refuse_others(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
-    """Refuse what belongs to specs where modules are given, and the other way round."""
+    """Refuse settings of specs for live modules, and settings of live modules for specs."""
     both = {"out", "resume", "force", "seed"}
     said = (settings if is_spec else request).model_fields_set - both
     if said:
@@ -274,7 +290,16 @@ def calibrate(
 
         run = dl.calibrate("runs/ta8", name="featcal", preset="paper-clip", lam=0.1)
 
-    Keywords are the fields of `CalibrationRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
+    Args:
+        run: the run, or its directory.
+        request: by keywords, fields of `CalibrationRequest`: name, method, preset, ...
+        around: by keywords, fields of `Around`: progress, device, cancel, ...
+        modules: for a run of live modules, see `Run.calibrate`.
+        data: for a run of live modules, see `Run.calibrate`.
+        on_measured: called with the run once drift and accuracy are measured.
+
+    Returns:
+        The run with the calibration.
     """
     with around.context(_live_study(run, modules, data, around.device)) as context:
         return calibrated(run, request, context, on_measured=on_measured)
@@ -304,9 +329,14 @@ def project(
     *,
     store_it: bool = True,
 ) -> Projection:
-    """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
+    """Compute one joint 2-D layout of the features of the expert and the variants. Stored coordinates are reused.
 
-    Keywords are the fields of `ProjectionRequest` and of `Around`.
+    Args:
+        run: the run, or its directory.
+        task: a task of the run.
+        request: by keywords, fields of `ProjectionRequest`: method, layer, ...
+        around: by keywords, fields of `Around`.
+        store_it: True to store new coordinates in the run.
     """
     from driftlens.results.projection import project as lay_out
 
@@ -321,9 +351,15 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
-    Without a method the spec's own merge is made. What one should know of the merge, such as what its number type has
-    lost, is logged as a warning.
-    Keywords are the fields of `MergeRequest` and of `Around`; returns where it was saved.
+    Without a method the spec's own merge is made. Notices, such as changes lost to rounding, are logged as warnings.
+
+    Args:
+        spec: a spec, or the path of one.
+        request: by keywords, fields of `MergeRequest`: method, out, parameters, ...
+        around: by keywords, fields of `Around`.
+
+    Returns:
+        The path of the saved model.
     """
     from driftlens.experiment.merging import save_one
 
@@ -335,12 +371,17 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
 @keywords(request=ComparisonRequest)
 def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -> Table:
-    """Merges of a spec's experts ranked without labels by how near they are to them, as `merge --compare` does.
+    """Rank merges of a spec's experts by their distance from the experts, without labels, as `merge --compare` does.
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
-    Keywords are the fields of `ComparisonRequest` and of `Around`. The ranking, with intervals, is a table;
-    `frame()` has its numbers, `notes()` what to know of them.
+    Args:
+        spec: a spec, or the path of one.
+        request: by keywords, fields of `ComparisonRequest`: merges, out, ...
+        around: by keywords, fields of `Around`.
+
+    Returns:
+        The ranking with intervals as a table; `frame()` has its numbers, `notes()` its notices.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared
@@ -361,14 +402,19 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
 
 @keywords(request=PreflightRequest)
 def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Preflight:
-    """Check a spec, its checkpoints and its data before anything large is read, as `driftlens validate` does.
+    """Check a spec, its checkpoints and its data without loading weights, as `driftlens validate` does.
 
         checks = dl.validate("run.yaml")
         print(checks.text())
         assert not checks.problems
 
-    Keywords are the fields of `PreflightRequest` and of `Around`; returns findings, and memory and disk
-    of each job.
+    Args:
+        spec: a spec, or the path of one.
+        request: by keywords, fields of `PreflightRequest`.
+        around: by keywords, fields of `Around`.
+
+    Returns:
+        Problems, and the memory and disk that each job needs.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
@@ -390,10 +436,16 @@ def sweep(
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
         dl.sweep("runs/ta8", methods=["featcal", "residual", ("surgery", {"rank": 4})]).repairs()
 
-    With `methods` and nothing to vary, each becomes a calibration of the run; `repairs()` compares them. One that can't
-    be made is logged as a warning.
+    With `methods` and no settings to vary, each method becomes a calibration of the run, and `repairs()` compares
+    them.
+    Methods that fail are logged as warnings.
 
-    Keywords are the fields of `SweepRequest` and of `Around`, and `modules` and `data` as of `Run.calibrate`.
+    Args:
+        run: the run, or its directory.
+        request: by keywords, fields of `SweepRequest`: param, methods, samples, ...
+        around: by keywords, fields of `Around`.
+        modules: for a run of live modules, see `Run.calibrate`.
+        data: for a run of live modules, see `Run.calibrate`.
     """
     from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.pipelines.sweep import sweep as run_sweep

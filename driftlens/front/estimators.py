@@ -1,4 +1,4 @@
-"""Calibrators as estimators, in the manner of scikit-learn: settings in the constructor, `fit` on live modules."""
+"""Calibrators as estimators in the style of scikit-learn: settings in the constructor, `fit` on live modules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from driftlens.utils.progress import Reporter
 
 
 class Fitting(Calibrator):
-    """Adds `fit` to a calibrator.
+    """A calibrator with `fit`.
 
     Attributes:
         model_: after `fit`, a calibrated copy of the merged module, in eval mode.
         history_: a frame with one row per calibrated module, columns as in the calibration table of a run.
         modules_: the paths of these modules, in forward order.
-        notices_: what the user should know: how samples were drawn, what was left out.
+        notices_: notices on the sampling of data and on skipped modules.
     """
 
     @keywords(request=FitRequest, around=Quietly)
@@ -115,7 +115,7 @@ class FeatCal(featcal.FeatCal, Fitting):
 
 
 class ResidualCal(residual.ResidualCal, Fitting):
-    """Calibration that also repairs what earlier modules left, as far as held-out samples bear it.
+    """Calibration that also repairs errors inherited from earlier modules, as far as held-out samples support it.
 
     Settings as in the base class, and used like `FeatCal`.
     """

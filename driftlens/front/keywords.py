@@ -1,4 +1,4 @@
-"""Keywords made of the fields of a request, as flags of the command line are: a function takes each request whole.
+"""Keyword arguments from the fields of requests. Entry point: the decorator `keywords`.
 
 @keywords(request=SweepRequest)
 def sweep(run: PathLike | DriftRun, request: SweepRequest, around: Around) -> Run: ...
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Around:
-    """What every function that computes takes beside what it is asked.
+    """Arguments of every function that computes: progress, cancellation, device and permissions.
 
     Attributes:
-        progress: how progress is shown on stderr: auto, rich, jsonl or none.
-        on_progress: called with every `ProgressEvent`, besides.
-        cancel: a token whose `cancel()` stops the work at the next batch; what is finished is kept.
-        device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or `cuda:1` of several; over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code that the spec names may run.
+        progress: display of progress on stderr: auto, rich, jsonl or none.
+        on_progress: called with every `ProgressEvent`.
+        cancel: a token whose `cancel()` stops the work at the next batch; finished phases are kept.
+        device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or `cuda:1`; overrides the spec.
+        offline: True to use only files that were downloaded before.
+        trust: True to run Python code that the spec names.
     """
 
     progress: Mode = "auto"
@@ -50,7 +50,7 @@ class Around:
 
     @contextmanager
     def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
-        """What a job is given; progress is shown for the length of the block."""
+        """Yield the context of a job. Progress is shown inside the block."""
         torch = sys.modules.get("torch")  # not there, or not imported: nobody is in its inference mode
         with sink_for(self.progress) as shown, torch.inference_mode(False) if torch else nullcontext():
             yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
@@ -58,16 +58,16 @@ class Around:
 
 @dataclass(frozen=True)
 class Quietly(Around):
-    """The same, where no progress is shown unless somebody asks."""
+    """The same arguments, without a progress display by default."""
 
     progress: Mode = "none"
 
 
 def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator: the function takes keywords in place of these requests, by parameter, and of `around: Around`.
+    """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields.
 
-    The first field of the first request may stand behind the function's own arguments without its name. A keyword that
-    there isn't is refused by a SpecError, which names the nearest.
+    The first field of the first request may also be passed by position. Unknown keywords raise a SpecError that names
+    the most similar one.
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
@@ -103,7 +103,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
 
 
 def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
-    """The keywords of a request, or of `Around`, as parameters of a signature; none of them has to be given here."""
+    """Return the keyword arguments of a request, or of `Around`, as parameters of a signature. All are optional."""
     if not issubclass(kind, Request):
         said = inspect.signature(kind).parameters.items()
         return {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in said}

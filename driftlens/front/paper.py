@@ -1,9 +1,9 @@
-"""Figures and tables for a paper, drawn from saved runs.
+"""Figures and tables for a paper, plotted from saved runs.
 
     dl.paper.figure("intro", run).save("fig1.pdf")
     dl.paper.table("accuracy", runs).save("tab1.tex")
 
-`driftlens export RUN` writes all of them. Nothing here needs torch.
+`driftlens export RUN` writes all of them. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ __all__ = ["figure", "names", "table"]
 
 @keywords(request=ExhibitRequest)
 def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """The figure called `name`, one of `names`, with `save`, `caption` and `data`.
+    """Create the figure called `name`, with `save`, `caption` and `data`.
 
-    Keywords are the fields of `driftlens.config.requests.ExhibitRequest`, for example `style` or `task`.
+    Args:
+        name: one of `names()`.
+        runs: one or several runs.
+        request: by keywords, fields of `driftlens.config.requests.ExhibitRequest`, for example `style` or `task`.
     """
     return _drawn(name, runs, request)
 
 
 @keywords(request=ExhibitRequest)
 def table(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """The table called `name`, with `to_latex`, `save`, `caption` and `data`; keywords as for `figure`."""
+    """Create the table called `name`, with `to_latex`, `save`, `caption` and `data`.
+
+    Args:
+        name: one of `names()`.
+        runs: one or several runs.
+        request: by keywords, fields of `driftlens.config.requests.ExhibitRequest`.
+    """
     return _drawn(name, runs, request)
 
 
 def names() -> dict[str, str]:
-    """The id and title of every figure and table."""
+    """Return the title of every figure and table by name."""
     from driftlens_reports.paper.exhibit import exhibits
 
     return {name: entry.title for name, entry in exhibits.items()}

@@ -1,1 +1,1 @@
-"""DriftLens in the places where people merge, evaluate and track; each file needs the library that it is for."""
+"""Integrations with other tools; each module needs the library that it is named after."""

@@ -1,4 +1,4 @@
-"""FeatCal, residual calibration and every other repair as a method of FusionBench, on its pool of models.
+"""FeatCal, residual calibration and the other calibrators as a FusionBench method. Entry point: `DriftLensMethod`.
 
     method:
       _target_: driftlens.integrations.fusion_bench.DriftLensMethod
@@ -7,8 +7,8 @@
       samples: 64
       out: runs/fusion-bench
 
-The pool has `_pretrained_`, the experts, and a training set for each, of images or tensors; labels are not read. The
-run that is left under `out` is opened by `driftlens show` and `driftlens ui`.
+The pool needs `_pretrained_`, the experts, and a training set of images or tensors per expert; labels are not read.
+`driftlens show` and `driftlens ui` open the run in `out`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ DIAGNOSIS = 64
 
 
 class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
-    """Merges a pool by another of FusionBench's methods, repairs the merge, and returns it with a run beside.
+    """Merges a pool with another FusionBench method, repairs the merge, and writes a run.
 
     Args:
-        method: a calibrator, by `driftlens doctor --methods`.
-        merge: the method that merges, as an object or a mapping with `_target_`; Task Arithmetic at 0.3 if left out. A
+        method: name of a calibrator, see `driftlens doctor --methods`.
+        merge: the merging method, as an object or a mapping with `_target_`; Task Arithmetic at 0.3 by default. A
             pool with a model `_merged_` is not merged again.
         preset: published settings of the calibrator.
-        settings: of the calibrator, over the preset.
+        settings: settings of the calibrator, merged over the preset.
         samples: calibration samples per task, from the pool's training sets.
-        out: the run directory, which must not be there.
-        pool_features: how a sample's final features become one vector (cls, mean, last), where the model doesn't say.
+        out: the run directory, which must not exist.
+        pool_features: pooling of final features (cls, mean, last), if the model does not define it.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         return merged
 
     def _rows(self, pool: Any, name: str) -> Tensor:
-        """What the model reads of the first samples of a task's training set, [n, ...]."""
+        """Return the model inputs of the first samples of a task's training set, [n, ...]."""
         data = pool.load_train_dataset(name)
         wanted = self.samples + DIAGNOSIS
         if len(data) <= self.samples:
@@ -121,7 +121,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
 
 
 def _tensor(sample: Any, processor: Any) -> Any:
-    """Return what a model reads of one sample: a tensor, or an image through the pool's processor."""
+    """Return the model input of one sample: a tensor, or an image through the pool's processor."""
     if isinstance(sample, Mapping):
         sample = next((sample[key] for key in ("pixel_values", "image", "img") if key in sample), sample)
     if isinstance(sample, tuple | list):

@@ -31,7 +31,7 @@ class Scalar(NamedTuple):
 
 
 def scalars(run: DriftRun) -> Iterator[Scalar]:
-    """Curves over layers (`layers/COLUMN/TASK/VARIANT`), then levels (`MEASURE/TASK/VARIANT`; means have no task)."""
+    """Yield curves over layers (`layers/COLUMN/TASK/VARIANT`), then levels (`MEASURE/TASK/VARIANT`)."""
     rows = run.layers()
     for column in (name for name in CURVES if name in rows):
         for task, variant, layer, value in rows[["task", "variant", "layer", column]].itertuples(index=False):
@@ -45,7 +45,7 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
 
 
 def to_tensorboard(run: str | Path, folder: str | Path) -> int:
-    """Write all scalars as events that `tensorboard --logdir FOLDER` shows; return how many."""
+    """Write all scalars as TensorBoard events into `folder` and return their number."""
     tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(folder))
     points = [*scalars(open_run(run))]
@@ -56,9 +56,14 @@ def to_tensorboard(run: str | Path, folder: str | Path) -> int:
 
 
 def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
-    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same calls; return how many.
+    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same interface, and return their number.
 
-    A step holds every curve's value at that layer; levels go with the last step.
+    A step holds every curve's value at that layer; levels belong to the last step.
+
+    Args:
+        run: the run directory.
+        project: the project of the tracker.
+        library: "wandb" or "trackio".
     """
     opened = open_run(run)
     tracker: Any = importlib.import_module(library)

@@ -236,6 +236,11 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     The dtype is converted on the device, so that the copy is as narrow as the stored tensor, or on the host if the
     device
     does not support the dtype.
+
+    Args:
+        tensor: the tensor to move.
+        device: its new device.
+        dtype: its new dtype; None keeps it.
     """
     if device.type != "cpu" and tensor.device.type == "cpu":
         if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):

@@ -1,8 +1,7 @@
 """Declarations of diagnostics: table, columns, and the option that enables each.
 
-One file of `driftlens.diagnostics` adds one diagnostic. Spec, validation, walk and run directory ask the registry.
-This
-module does not need torch.
+One file of `driftlens.diagnostics` adds one diagnostic. Spec, validation, walk and run directory read the registry.
+This module does not need torch.
 
     @diagnostic("norm_gap", columns=(Column("norm_gap", "float", "feature", "Difference of the mean norms."),))
     def norm_gap(seen: Seen) -> dict[str, float]:

@@ -115,7 +115,7 @@ class Team:
         return values
 
     def barrier(self) -> None:
-        """Block until all processes have arrived."""
+        """Wait until all processes have arrived."""
         self.gather(None)
 
     def each(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:

@@ -15,8 +15,9 @@
     │   └── RunLockedError                     5   another process is writing to the run
     └── Cancelled (InterruptedError)         130   the user asked to stop
 
-Each has `message` (what was found and what was expected), `hint` (what to do) and `context` (names and numbers for
-programs). The command line, reports and the dashboard show the same text.
+Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command
+line,
+reports and the dashboard show the same text.
 
 Errors that libraries raise about their input pass through. `from_library` converts one into an error of this tree for
 display, and `concerning` adds the file or setting that it is about.
@@ -209,7 +210,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a row: "lam, rho and alpha"."""
+    """Join names: "lam, rho and alpha"."""
     return " and ".join(filter(None, ", ".join(names).rsplit(", ", 1)))
 
 

@@ -1,8 +1,9 @@
 """Atomic writes: every file that DriftLens writes is complete or absent. Entry points: `atomic_path`, `atomic_folder`.
 
 A file is written in a scratch folder `.partial-*` next to its place and moved there once complete and flushed. The
-scratch folder is removed if writing stops, also by Ctrl-C. The next process that writes there removes what a killed
-process left.
+scratch folder is removed if writing stops, also by Ctrl-C. Scratch folders of killed processes are removed by the
+next
+process that writes there.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
 
 
 def require_free(path: PathLike) -> None:
-    """Refuse a path at which something is, other than an empty folder where that is not to be a file."""
+    """Raise a RunError unless the path is free: nothing, or an empty folder if a folder is to be written."""
     target = pathlib.Path(path)
     if target.is_dir() and target.suffix == ".safetensors":
         raise RunError(f"{target} is a folder", hint="Give the path of a file, or one without the ending.")
@@ -258,8 +259,8 @@ def put_in_order() -> None:
 class Guard:
     """A file lock that one process holds at a time, at most until the process ends.
 
-    On file systems without locks the file is open but not locked. The mere presence of a file would not do as a lock:
-    it
+    On file systems without locks the file is open but not locked. The presence of a file alone would not work as a
+    lock: it
     would outlive a killed process and be copied with its folder.
     """
 
@@ -276,7 +277,7 @@ class Guard:
         return self._lock.is_locked or self._open is not None
 
     def acquire(self) -> None:
-        """Take it within the timeout; a TimeoutError where another process holds it."""
+        """Acquire the lock within the timeout; raise a TimeoutError if another process holds it."""
         try:
             self._lock.acquire()
         except OSError as error:
@@ -285,7 +286,7 @@ class Guard:
             self._open = self._file.open("ab")
 
     def release(self) -> None:
-        """Let go of it; does nothing where it is not held."""
+        """Release the lock; do nothing if it is not held."""
         self._lock.release()
         if self._open is not None:
             self._open.close()

@@ -63,9 +63,9 @@ class MeanChange:
 class Paired:
     """Paired answers before and after a change, counted over samples.
 
-    The ends are Tango's 95 % score interval for paired proportions, extended to 0 wherever McNemar's two-sided mid-p
-    does
-    not reject it; the two differ at a few counts, for example 4 against 0.
+    The ends are Tango's 95 % score interval for paired proportions, extended to 0 if McNemar's two-sided mid-p does
+    not
+    reject it. The two differ at a few counts, for example 4 against 0.
     """
 
     difference: float

@@ -10,12 +10,12 @@ The settings of an entry are the parameters of its function or class, read off t
 
     def ties(base, experts, *, density: Annotated[float, Bounds(0, 1, low_open=True), "share kept"] = 0.2): ...
 
-    settings_of(ties)                               # a pydantic model; its JSON schema is what forms and texts show
+    settings_of(ties)                               # a pydantic model; forms and help texts use its JSON schema
     resolve(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
 
-Nobody keeps a second list of names, types, defaults or bounds. Kinds of value: `float`, `int`, `bool`, `str`,
-`Literal`, a `Sequence` of these, and `None` beside any. In `Annotated`, `Bounds` say which numbers are allowed, a
-text what the setting does, and a `Label` what a form calls it.
+No second list of names, types, defaults or bounds is kept. Supported types are `float`, `int`, `bool`, `str`,
+`Literal`, a `Sequence` of these, and each of them or `None`. In `Annotated`, `Bounds` limit a number, a string
+describes the setting, and a `Label` names it in forms.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
 
 
 def _type_of(schema: Schema) -> Any:
-    """Return the Python type of a setting's schema; raise KeyError if there is none."""
+    """Return the Python type of a setting's schema; raise a KeyError for unsupported schemas."""
     if "anyOf" in schema:
         other, nothing, *more = schema["anyOf"]
         if nothing != {"type": "null"} or more:

@@ -38,7 +38,7 @@ def calibrated(name: str) -> str:
 
 
 def calibration_of(variant: str) -> str | None:
-    """Return the calibration of a variant; None if there is none. A control belongs to its calibrated variant."""
+    """Return the calibration of a calibrated variant, or None. A control does not count as calibrated."""
     part, _, name = variant.partition(":")
     return name if part == "calibrated" else None
 

@@ -98,7 +98,7 @@ SPOILT: dict[str, tuple[str, str]] = {
     "a taken name": (ENTRY.format(package="{package}", name="alpha", value=7), "toy 'alpha' is registered"),
     "another name": (
         ENTRY.format(package="{package}", name="omega", value=7),
-        "registers no toy called 'beta'",
+        "does not register the toy 'beta'",
     ),
     "leaves": ("import sys\nsys.exit(3)", "SystemExit: 3"),
 }
@@ -114,7 +114,7 @@ def test_what_is_installed_and_does_not_register_itself_is_named_by_every_lookup
     for lookup in LOOKUPS.values():
         with refusing(
             SpecError,
-            match=rf"toys are not all .*{module} of some-toys 1\.2 .*{words}",
+            match=rf"toys are incomplete.*{module} of some-toys 1\.2 .*{words}",
             hint="pip uninstall some-toys",
         ):
             lookup(found)
@@ -126,7 +126,7 @@ def test_a_cell_that_runs_again_replaces_what_it_defined_and_nothing_else(packag
 
     found: Registry[Any] = registry_of(package)
     # Before anything was looked up, a taken name is the cell's own fault, and no file's.
-    with pytest.raises(ValueError, match="toy 'alpha' is registered twice; the new one needs another name"):
+    with pytest.raises(ValueError, match="toy 'alpha' is registered twice; rename the new one"):
         found.register("alpha")(cell("Mine"))
     found.register("mine")(cell("Mine"))
     again = found.register("mine")(cell("Mine"))

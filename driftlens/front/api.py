@@ -66,7 +66,7 @@ class Run(DriftRun):
         return Plots(self)
 
     _live: Mapping[str, Any] | None = None
-    """What `analyze` was given, if that was live modules; a run that is opened anew doesn't know."""
+    """The arguments of `analyze` for live modules; None for a reopened run."""
 
     @keywords(request=CalibrationRequest, around=Quietly)
     def calibrate(
@@ -168,7 +168,7 @@ class Run(DriftRun):
         from driftlens.checkpoints.loading import open_checkpoint
         from driftlens.runs.layout import calibration_weights
 
-        self.calibration_info(name)  # says which there are when this is none
+        self.calibration_info(name)  # raises an error that lists the calibrations
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 
@@ -210,11 +210,11 @@ def _live_study(
         return None
     if not is_live(read_manifest(folder)):
         raise SpecError(
-            f"{folder} was made from a spec, which names its models and data",
-            hint="Leave modules= and data= out; `samples` says how many to calibrate on.",
+            f"modules= or data= was given, but {folder} was made from a spec",
+            hint="Remove both; `samples` sets the number of calibration samples.",
         )
     if known is None and modules is None:
-        return None  # refused with what to do, as a run of modules that nobody hands in
+        return None  # refused later with a hint: this run needs its modules
     from driftlens.pipelines.in_memory import live_again
 
     given = {**(known or {}), **(modules or {})}
@@ -256,7 +256,7 @@ def analyze(
     _refuse_others(request, settings, is_spec=spec is not None)
     with around.context() as context:
         if spec is not None:
-            # Reading a spec needs libraries that a machine which only computes may lack.
+            # Reading a spec needs libraries that live modules do without.
             from driftlens.pipelines.analyze import analyze as analyze_spec
 
             return Run.at(analyze_spec(spec, request, context).path)
@@ -455,7 +455,7 @@ def sweep(
             wanted = resolve_methods(request.methods or ())
             failed = compare_methods(_folder(run), wanted, context, samples=request.samples)
             for name, reason in failed.items():
-                log.warning(f"{name}: not made, as {reason}")
+                log.warning(f"{name}: failed, because {reason}")
         else:
             run_sweep(_folder(run), request, context)
     return _with_modules(Run.at(_folder(run)), run)

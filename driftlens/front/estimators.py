@@ -98,9 +98,9 @@ class Fitting(Calibrator):
         share, text = coverage(chain, source, chosen, self.update)
         self.notices_ = live.notices
         if request.sites is None and (tied := ", ".join(tied_sites(chain))):
-            self.notices_ += (f"left as they are, because their weights serve other places too: {tied}",)
+            self.notices_ += (f"not calibrated, because their weights are shared with other modules: {tied}",)
         if share < 1:
-            self.notices_ += (f"only a part is calibrated: {text}",)
+            self.notices_ += (f"only partly calibrated: {text}",)
         return self
 
 

@@ -51,7 +51,7 @@ class Around:
     @contextmanager
     def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
         """Yield the context of a job. Progress is shown inside the block."""
-        torch = sys.modules.get("torch")  # not there, or not imported: nobody is in its inference mode
+        torch = sys.modules.get("torch")  # if torch is not imported, its inference mode is off
         with sink_for(self.progress) as shown, torch.inference_mode(False) if torch else nullcontext():
             yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
 

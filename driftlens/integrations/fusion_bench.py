@@ -26,7 +26,7 @@ import driftlens as dl
 from driftlens.utils.errors import DataError
 
 DIAGNOSIS = 64
-"""Samples per task on which drift is measured before and after, of those behind the calibration samples."""
+"""Samples per task on which drift is measured, taken after the calibration samples."""
 
 
 class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
@@ -112,8 +112,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         wanted = self.samples + DIAGNOSIS
         if len(data) <= self.samples:
             raise DataError(
-                f"the training set of {name} holds {len(data)} samples; {self.samples} are calibrated on, "
-                "and some more are measured on",
+                f"the training set of {name} has {len(data)} samples; expected more than `samples` ({self.samples})",
                 hint="Lower `samples`.",
             )
         processor = pool.load_processor() if hasattr(pool, "load_processor") else None

@@ -85,7 +85,7 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
         return samples
     if classes > MOST_CLASSES:
         raise SpecError(
-            f"the exact Fisher information of {classes:,} classes would take {samples * classes:,} backward passes",
+            f"the exact Fisher information of {classes:,} classes needs {samples * classes:,} backward passes",
             hint="Set estimator=batch_sqrt, or name the classes in the data's entry: `classes: true`.",
         )
     return samples * classes
@@ -193,8 +193,8 @@ def adamerging(
                         coefficients.grad[row, place % wide] += along
         if not bool(torch.isfinite(coefficients.grad).all()):
             raise NumericsError(
-                "AdaMerging's objective has no finite slope",
-                hint="Start with smaller coefficients, or learn with a smaller rate.",
+                "the gradient of AdaMerging's objective is not finite",
+                hint="Lower `initial` or `learning_rate`.",
             )
         adam.step()
     weights = _added(start, vectors, coefficients, parts)

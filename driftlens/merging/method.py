@@ -121,11 +121,11 @@ class Merge(NamedTuple):
         ):
             raise SpecError(
                 f"merge method {method.name!r} needs a base",
-                hint="Add `base: {weights: FILE}` to the spec; without a base there is `method: average`.",
+                hint="Add `base: {weights: FILE}` to the spec, or use `method: average`.",
             )
         if method.runs_models and without:
             raise SpecError(
-                f"merge method {method.name!r} reads calibration samples, and there are none of {', '.join(without)}",
+                f"merge method {method.name!r} needs calibration samples; {', '.join(without)} has none",
                 hint=f"Add data.{without[0]}: {{kind: imagefolder, ...}} to the spec; labels are not needed.",
             )
 

@@ -35,7 +35,7 @@ from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.metrics import ACCURACY, metric_called, says_of, title_of
+from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called, title_of
 from driftlens.utils.variants import calibrated, title
 
 _MOST_MOVES = 5
@@ -164,7 +164,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
 def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
     """Return the title of scores of these metrics, whether all are shares, and explanations."""
     measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
-    says = [] if measures == [ACCURACY] else says_of(measures)
+    says = [] if measures == [ACCURACY] else descriptions_of(measures)
     return title_of(measures), all(metric.kind == "share" for metric in measures), says
 
 

@@ -42,7 +42,7 @@ class Access:
         """
         if not self.trust:
             raise SpecError(
-                f"the {what} {target} is Python code, which runs only when it is trusted",
+                f"the {what} {target} is Python code, which needs permission to run",
                 hint="If you trust it, repeat the command with --trust-code.",
             )
         module, _, name = target.partition(":")

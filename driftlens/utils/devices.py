@@ -20,7 +20,7 @@ from driftlens.utils.errors import RunError, SpecError
 
 HOST = torch.device("cpu")
 LESS_MEMORY = (
-    "Lower data.defaults.batch_size, or take `--device cpu`. Finished phases are kept: --resume goes on."
+    "Lower data.defaults.batch_size, or use `--device cpu`. Finished phases are kept; continue with --resume."
 )
 
 
@@ -41,13 +41,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Return the device of a name after a trial computation; `auto` is the accelerator if there is one."""
     try:
         resolved = (accelerator() or HOST) if device == "auto" else torch.device(device)
-        # A name may be known and its device not there: the second GPU of one, another build's.
+        # torch accepts names of devices that are missing, such as a second GPU or another build's kind.
         torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         there = ", ".join(f"`{name}`" for name in names())
         raise SpecError(
-            f"there is no device {str(device)!r} here: {reason}", hint=f"Use `auto` or {there}."
+            f"device {str(device)!r} is not available: {reason}", hint=f"Use `auto` or {there}."
         ) from None
     return resolved
 
@@ -155,20 +155,16 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
 def host_work(device: torch.device) -> list[str]:
     """Describe, in sentences, the computations that run on the host because the device cannot do them."""
     name, lacks = device_name(device), lacking(device)
-    said = (
-        [] if has_float64(device) else [f"{name} knows no float64: such sums and solves are made on the host"]
-    )
-    return said + (
-        [f"{name} knows no {', '.join(lacks)}: moments and solves are the host's"] if lacks else []
-    )
+    said = [] if has_float64(device) else [f"{name} has no float64: such sums and solves run on the host"]
+    return said + ([f"{name} has no {', '.join(lacks)}: moments and solves run on the host"] if lacks else [])
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse float64 on a device that doesn't know it."""
+    """Raise a SpecError if the device does not support the dtype."""
     if device_of(dtype, device) != device:
         raise SpecError(
-            f"{device_name(device)} knows no float64, in which everything is to be computed",
-            hint="Set compute.dtype: float32 (sums and solves are made in float64 on the host), or take `cpu`.",
+            f"compute.dtype is float64, which {device_name(device)} does not support",
+            hint="Set compute.dtype: float32 (sums and solves run in float64 on the host), or use `cpu`.",
         )
 
 
@@ -245,7 +241,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     if device.type != "cpu" and tensor.device.type == "cpu":
         if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
             tensor = tensor.to(dtype)
-        # What is pinned already is its owner's, who may write to it again as soon as this returns.
+        # The owner of a pinned tensor may overwrite it as soon as this returns, so such a tensor is copied at once.
         if has_streams(device) and not tensor.is_pinned():
             tensor = tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device, dtype)
@@ -286,8 +282,8 @@ def answering(device: torch.device, what: str) -> Iterator[None]:
         if isinstance(error, RunError) or _answers(device):
             raise
         raise RunError(
-            f"{device} no longer answers, to {what} failed: {_first_line(error)}",
-            hint="See that it is there (`driftlens doctor`). Finished phases are kept: --resume goes on.",
+            f"{device} no longer responds: to {what} failed ({_first_line(error)})",
+            hint="Check it with `driftlens doctor`. Finished phases are kept; continue with --resume.",
         ) from error
 
 
@@ -327,7 +323,7 @@ def using_threads(wanted: int | None) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    # More than one number may be listed there, for nested regions.
+    # OpenMP allows a list of numbers, one per level of nested regions; the first one counts here.
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     most = int(limit) if limit.isdecimal() and int(limit) else wanted
     with computing_with(min(wanted, most)):
@@ -364,7 +360,7 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _exact_switches() -> Iterator[None]:
-    """Set the switches of torch 2.9, where an operation's switch overrides its backend's, and that the general one."""
+    """Set the switches of torch 2.9, where operations override backends, and backends the general switch."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
@@ -374,11 +370,11 @@ def _exact_switches() -> Iterator[None]:
     try:
         backends.fp32_precision = "ieee"
         for switch in finer:
-            # One that doesn't follow what stands above it was set on its own, to what it says.
+            # A switch that does not follow the general one was set explicitly, so its value is restored later.
             if switch.fp32_precision != "ieee":
                 held.append((switch, switch.fp32_precision))
                 switch.fp32_precision = "ieee"
-        # Asked only now: torch refuses to answer while old and new settings contradict each other.
+        # Read only now: torch raises an error while old and new settings contradict each other.
         old = torch.get_float32_matmul_precision()
         if old != "highest":
             torch.set_float32_matmul_precision("highest")

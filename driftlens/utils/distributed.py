@@ -29,11 +29,11 @@ log = logging.getLogger("driftlens")
 T = TypeVar("T")
 
 _JOIN = timedelta(minutes=5)
-"""For all processes to start: a scheduler may start its machines minutes apart."""
+"""Timeout for all processes to start: a scheduler may start machines minutes apart."""
 _READ = 1.0
-"""Seconds for the others to read from the main process's store why it ends."""
+"""Seconds for the other processes to read the error from the main process's store."""
 _WAIT = timedelta(days=1)
-"""For one result of another process, which may have to measure a whole task first."""
+"""Timeout for one result of another process, which may measure a whole task first."""
 
 
 class Team:
@@ -71,7 +71,7 @@ class Team:
         """Log how many processes have no task."""
         if self.size > len(items):
             log.warning(
-                "%d of %d processes have no task: there are %d tasks",
+                "%d of %d processes are idle: there are only %d tasks",
                 self.size - len(items),
                 self.size,
                 len(items),
@@ -144,12 +144,12 @@ class Team:
         ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
         try:
             is_first = self._store.compare_set("failed", "", ours) == ours.encode()
-        except RuntimeError:  # the store was in the main process, which is gone
+        except RuntimeError:  # the store belonged to the main process, which has ended
             return self.rank <= 1
         if self.is_main and is_first:
             import torch
 
-            # With their connections closed, the others look it up in the store of this process.
+            # Closing their connections makes the others read the error from this process's store.
             with suppress(RuntimeError, ValueError):
                 torch.distributed.destroy_process_group()
             time.sleep(_READ)
@@ -166,7 +166,7 @@ class Team:
             yield
         except RuntimeError as broken:
             error: DriftLensError = RunError(
-                f"another of the {self.size} processes was killed, or had no memory left",
+                f"another of the {self.size} processes was killed or ran out of memory",
                 hint="Repeat the command with --resume.",
             )
             with suppress(RuntimeError):  # the store may be gone, too
@@ -260,7 +260,7 @@ def joined() -> Iterator[Team]:
         store, rank, size = next(dist.rendezvous("env://", timeout=_JOIN))
         device = use_device(number)
         group = dist.PrefixStore("group", store)
-        # Whole results of tasks are exchanged, over the host: a device's own backend would save no time.
+        # Only whole results of tasks are exchanged, so a faster backend would save no time.
         dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=_WAIT)
     except (RuntimeError, ValueError, KeyError) as error:
         raise SpecError(

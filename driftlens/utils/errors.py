@@ -111,9 +111,9 @@ class Cancelled(DriftLensError, InterruptedError, exit_code=130):
 
 
 _IN = "in "
-"""Before what a note of `concerning` names."""
+"""Prefix of notes that `concerning` adds."""
 _MOST_LINES = 8
-"""Of a library's message."""
+"""Number of lines kept of a library's message."""
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def from_library(error: BaseException) -> DriftLensError | None:
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     text = "\n".join([f"{place}{type(error).__name__}: {' '.join(lines[:1])}", *lines[1:_MOST_LINES]])
     subject = "it" if noted else "the files and settings concerned"
-    hint = f"Raised by {library or 'a library'}: check {subject}. If nothing is wrong there, report what --debug shows."
+    hint = f"Raised by {library or 'a library'}: check {subject}. If nothing is wrong, report the output of --debug."
     return RunError(text, hint=hint)
 
 
@@ -196,7 +196,7 @@ def did_you_mean(name: object, known: Collection[object]) -> str:
 _STEERING = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
-"""What steers a terminal, changes the order of what is read, isn't seen at all, or can't be written."""
+"""Characters that control a terminal, reorder text, are invisible, or cannot be encoded."""
 
 
 def harmless(text: str, *, is_json: bool = False) -> str:

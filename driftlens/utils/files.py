@@ -30,22 +30,22 @@ from driftlens.utils.errors import RunError, SpecError
 PathLike = str | os.PathLike[str]
 
 PARTIAL = ".partial-*"
-"""What scratch folders are called, behind `.partial-` the machine and the process that made them."""
+"""Pattern of scratch folders; the name continues with machine and process."""
 
 _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
 LONGEST_FILE_NAME = 240
-"""Of 255 bytes that file systems allow a file's name, what is left by the endings put behind an escaped name."""
+"""Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""What a disk that knows no locks answers to who asks for one."""
+"""Error numbers of file systems without locks."""
 _ASIDE = ".replaced"
 _HERE = f"{zlib.crc32(platform.node().encode()):08x}"
 _swept: set[tuple[int, pathlib.Path]] = set()
-"""Folders that this process has rid of what killed ones left."""
+"""Folders whose stale scratch folders this process has removed."""
 _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
-"""What a process that is stopped at any moment has yet to put in order: an interrupt may fall into the end of a block.
+"""Undo functions of unfinished steps, because an interrupt may arrive while a block is ending.
 
-By process (a fork has its parent's entries, but must not touch them) and key: what undoes the step."""
+Keys hold the process id: a fork inherits its parent's entries, but must not run them."""
 
 
 def escape(name: str) -> str:
@@ -104,9 +104,9 @@ def require_free(path: PathLike) -> None:
     """Raise a RunError unless the path is free: nothing, or an empty folder if a folder is to be written."""
     target = pathlib.Path(path)
     if target.is_dir() and target.suffix == ".safetensors":
-        raise RunError(f"{target} is a folder", hint="Give the path of a file, or one without the ending.")
+        raise RunError(f"{target} is a folder", hint="Give the path of a file, or omit the suffix.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
+        raise RunError(f"{target} exists already", hint="Choose another path, or remove it.")
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
@@ -142,14 +142,14 @@ def from_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply to be read") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def plain_file(path: PathLike) -> pathlib.Path:
     """Return the path of an untrusted file; refuse devices and pipes, which may not end."""
     file = pathlib.Path(path)
     if file.exists() and not (file.is_file() or file.is_dir()):
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and no file", str(file))
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, not a file", str(file))
     return file
 
 
@@ -165,8 +165,8 @@ def expanded(path: PathLike) -> pathlib.Path:
         return pathlib.Path(path).expanduser()
     except RuntimeError:
         raise SpecError(
-            f"{path}: there is no such home folder",
-            hint="Write the whole path; ./ goes before a name that begins with ~.",
+            f"{path}: the home folder does not exist",
+            hint="Give the full path. Write ./ before a name that starts with ~.",
         ) from None
 
 
@@ -186,7 +186,9 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
     ]
     try:
-        for parent in reversed(missing):  # one by one: what is removed in the meantime must not come back
+        for parent in reversed(
+            missing
+        ):  # one by one: a parent that was removed meanwhile must not be recreated
             parent.mkdir(exist_ok=True)
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
@@ -304,13 +306,13 @@ def entries(folder: pathlib.Path) -> list[pathlib.Path]:
     """List a folder; return nothing if it cannot be read."""
     try:
         return [*folder.iterdir()]
-    except OSError:  # removed a moment ago, or not ours to look into
+    except OSError:  # removed meanwhile, or not readable
         return []
 
 
 def _discard(folder: pathlib.Path) -> None:
     try:
-        folder.rmdir()  # what was written in it has moved to its place
+        folder.rmdir()  # empty once its content has moved to the target
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
     forget_undo(folder)
@@ -319,15 +321,15 @@ def _discard(folder: pathlib.Path) -> None:
 def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
     reason = error.strerror or str(error)
     if error.errno not in _DISK_FULL:
-        return RunError(f"can't write {target}: {reason}", hint="Choose a folder you may write to.")
+        return RunError(f"can't write {target}: {reason}", hint="Choose a folder with write permission.")
     free = free_bytes(target.parent)
-    wanted = "" if need is None else f" of the {_amount(need)} needed"
-    hint = f"{_amount(free)}{wanted} are free there. Free some space, or choose another disk."
+    needed = "" if need is None else f" of the {_amount(need)} needed"
+    hint = f"{_amount(free)}{needed} are free there. Free some space, or choose another disk."
     return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
 
 
 def _amount(count: int) -> str:
-    # In megabytes a job's record would need 0.0.
+    # Small files would read as 0.0 MB.
     return f"{count:,} bytes" if count < 1e5 else f"{count / 1e6:,.1f} MB"
 
 

@@ -14,28 +14,28 @@ from typing import Literal
 from driftlens.utils.diagnostic import ANY, Range
 
 ATTACHED = "harness:"
-"""Before the name of a metric that another tool has measured and `driftlens attach` has brought."""
+"""Prefix of metrics that another tool has measured and `driftlens attach` has added."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """One way to score a variant on a task.
 
-    A `share` of samples answered rightly has Wilson's interval and changes by pairs, any other number intervals by
-    drawing samples again. It `needs` class scores (`head`), answers to choose from, wanted ones (`target`), numbers, or
-    passages to look among, or one score for each text of a `pair`.
+    A `share` of correctly answered samples has Wilson's interval and paired changes; a `number` has bootstrap
+    intervals. `needs` names the required input: class scores (`head`), answer choices, target texts, numbers, passages
+    to rank, or one score for each text of a `pair`.
     """
 
     name: str
     title: str
-    says: str = ""
+    description: str = ""
     range: Range = (0.0, 1.0)
     worse: Literal["higher", "lower"] = "lower"
     kind: Literal["share", "number"] = "share"
     needs: Literal["head", "choices", "target", "number", "passages", "pair", ""] = ""
     hub: str = ""
     is_directed: bool = True
-    """Whether `worse` is known; of what other tools name it may not be."""
+    """True if `worse` is known; for metrics of other tools it may not be."""
 
     @property
     def is_averaged(self) -> bool:
@@ -49,8 +49,8 @@ class Metric:
         low, high = self.range
         ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
         better = f"{'lower' if self.worse == 'higher' else 'higher'} is better"
-        ends.append(better if self.is_directed else "which way is better its name doesn't tell")
-        return f"{self.says or 'Measured by another tool.'} {', '.join(ends).capitalize()}."
+        ends.append(better if self.is_directed else "direction unknown")
+        return f"{self.description or 'Measured by another tool.'} {', '.join(ends).capitalize()}."
 
     @property
     def is_attached(self) -> bool:
@@ -62,30 +62,30 @@ _ALL = (
     Metric(
         "accuracy",
         "accuracy",
-        "Share of test samples whose best class score is their own class's.",
+        "Share of test samples whose highest class score is that of the true class.",
         needs="head",
         hub="accuracy",
     ),
     Metric(
         "exact_match",
         "exact match",
-        "Share of test samples whose greedily generated answer equals the target but for case and spaces.",
+        "Share of test samples whose greedily generated answer equals the target, ignoring case and spaces.",
         needs="target",
         hub="exact_match",
     ),
     Metric(
         "choice",
         "choice accuracy",
-        "Share of test samples whose target has the largest log-likelihood of all choices: the sum over its tokens, "
-        "not divided by their number; of encoder-decoders the end token counts.",
+        "Share of test samples whose target has the largest log-likelihood of all choices, summed over tokens "
+        "(for encoder-decoders including the end token).",
         needs="choices",
         hub="accuracy",
     ),
     Metric(
         "spearman",
         "Spearman correlation",
-        "Rank correlation of numbers with those wanted: of pairs of texts how alike their embeddings are, of a "
-        "head with one score that, else what is generated, where no number counts as 0.",
+        "Rank correlation of predicted and target numbers. The prediction is the embedding similarity of a pair "
+        "of texts, the score of a head, or the generated number (0 if there is none).",
         range=(-1.0, 1.0),
         kind="number",
         needs="number",
@@ -94,14 +94,14 @@ _ALL = (
     Metric(
         "preference",
         "preference accuracy",
-        "Share of pairs of which the text that is preferred, the input, scores above the other one, the target.",
+        "Share of pairs whose preferred text (input) scores above the other one (target).",
         needs="pair",
         hub="accuracy",
     ),
     Metric(
         "perplexity",
         "perplexity",
-        "Exponential of the mean negative log-likelihood of a token of the targets, given those before it.",
+        "Exponential of the mean negative log-likelihood of the target tokens.",
         range=(1.0, None),
         worse="higher",
         kind="number",
@@ -111,8 +111,7 @@ _ALL = (
     Metric(
         "ndcg@10",
         "nDCG@10",
-        "Mean over queries of the gain of what answers them among the first 10 passages, discounted by the logarithm "
-        "of their ranks, as a share of the best possible.",
+        "Normalized discounted cumulative gain of the first 10 passages, averaged over queries.",
         kind="number",
         needs="passages",
         hub="ndcg_at_10",
@@ -120,14 +119,14 @@ _ALL = (
     Metric(
         "accuracy@1",
         "accuracy@1",
-        "Share of queries whose most similar passage answers them.",
+        "Share of queries whose most similar passage is relevant.",
         needs="passages",
         hub="accuracy_at_1",
     ),
     Metric(
         "precision@5",
         "precision@5",
-        "Mean over queries of the share of their 5 most similar passages that answer them.",
+        "Share of relevant passages among the 5 most similar ones, averaged over queries.",
         kind="number",
         needs="passages",
         hub="precision_at_5",
@@ -135,7 +134,7 @@ _ALL = (
     Metric(
         "mrr@10",
         "MRR@10",
-        "Mean over queries of 1 by the rank of the first passage that answers them, 0 where it is beyond 10.",
+        "Reciprocal rank of the first relevant passage (0 beyond rank 10), averaged over queries.",
         kind="number",
         needs="passages",
         hub="mrr_at_10",
@@ -156,7 +155,7 @@ _BY_NAME: tuple[tuple[str, _Way], ...] = (
     (r"^(acc|exact_match|em|f1|mc[12])(_|$)|accuracy|_acc$|\bpass(@|_at_)", ("share", "lower")),
     (r"^(bleu|blue|chrf|meteor|mcc|pearson|rouge|spearman)", ("number", "lower")),
 )
-"""What the names of other tools' metrics tell, in lower case; the first that is found counts."""
+"""Patterns of other tools' metric names, in lower case; the first match counts."""
 
 
 def metric_called(name: str) -> Metric:
@@ -170,7 +169,7 @@ def metric_called(name: str) -> Metric:
         return Metric(name, name, hub=name)
     title = name.removeprefix(ATTACHED)
     hub, _, part = title.partition(",")
-    # A part of a task's samples has the metric of the whole, but harmless prompts should be answered.
+    # Parts of a task have the task's metric, except that benign prompts should be answered.
     told = f"{hub},benign" if part == "benign" else hub
     way = next((way for pattern, way in _BY_NAME if re.search(pattern, told.lower())), None)
     kind, worse = way or ("number", "lower")
@@ -184,12 +183,12 @@ def title_of(metrics: Iterable[Metric]) -> str:
     return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"
 
 
-def says_of(metrics: Iterable[Metric]) -> list[str]:
+def descriptions_of(metrics: Iterable[Metric]) -> list[str]:
     """Describe metrics with range and direction; metrics with one description share a line."""
     names: dict[str, dict[str, None]] = {}
     for metric in metrics:
         name = metric.hub if metric.is_attached else metric.title
-        names.setdefault(metric.described, {})[f"{name[:1].upper()}{name[1:]}" if metric.says else name] = (
-            None
-        )
+        names.setdefault(metric.described, {})[
+            f"{name[:1].upper()}{name[1:]}" if metric.description else name
+        ] = None
     return [f"{', '.join(named)}: {text}" for text, named in names.items()]

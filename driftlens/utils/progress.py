@@ -18,7 +18,7 @@ T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
 
 _LINE_SECONDS = 10.0
-"""Between two lines of a log: often enough to see that something moves, seldom enough to read the rest."""
+"""Seconds between two lines of a log."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class CancelToken:
 
     def __init__(self) -> None:
         self.is_set = False
-        """Whether somebody asked to stop."""
+        """True if a stop was requested."""
         self.is_heard = False
-        """Whether the work has begun to stop, and is putting things in order."""
+        """True if the work has noticed the request and is cleaning up."""
 
     def cancel(self) -> None:
         """Request to stop at the next batch."""
@@ -80,7 +80,7 @@ class CancelToken:
             self.is_heard = True
             raise Cancelled(
                 "cancelled",
-                hint="Run the command again; where it has --resume, that goes on with what was finished.",
+                hint="Run the command again, with --resume (if it has this option) to keep finished phases.",
             )
 
 
@@ -129,7 +129,7 @@ class Reporter:
         """
         if self._cancel is not None:
             self._cancel.check()
-        # A phase may say "nothing done yet" many times, once per batch; only going back means that it begins anew.
+        # A phase may report 0 units many times, once per batch; only a decrease means that it starts again.
         if phase != self._phase or done < self._done:
             self._phase, self._started = phase, time.monotonic()
         self._done = done
@@ -189,13 +189,13 @@ def sink_for(
     elif mode == "auto":
         lines = _PlainLines(target, clock)
         yield lines
-        lines.close()  # not after an exception: the phase at hand was not finished then
+        lines.close()  # not after an exception, because the phase is unfinished then
     elif mode == "jsonl":
         yield _json_lines(target)
     elif mode == "none":
         yield lambda event: None
     else:
-        raise SpecError(f"no progress mode is called {mode!r}; there are auto, rich, jsonl, none")
+        raise SpecError(f"unknown progress mode {mode!r}; expected auto, rich, jsonl or none")
 
 
 class _PlainLines:
@@ -219,7 +219,7 @@ class _PlainLines:
         self._done = event.done
         if is_complete:
             self.close()
-        # Of a phase that has just begun there is nothing to tell, however long ago the last line was.
+        # A phase that has just begun gets no line, however old the last line is.
         elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
             label = f", {harmless(event.label)}" if event.label else ""
@@ -282,7 +282,7 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
     from rich.table import Column
 
     console = Console(file=stream)
-    # Phase, count and times come first; what is left of a line is the bar's and the label's.
+    # Phase, count and times have priority; bar and label share the rest of the line.
     room = max(0, console.width - 64)
     columns = [
         TextColumn("{task.description}", markup=False),
@@ -296,11 +296,11 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
         ),
     ]
     bars: dict[str, TaskID] = {}
-    # Standard output carries the result; only what goes to standard error has to make way for the bars.
+    # Results go to standard output, which must not be redirected through the bars.
     with Progress(*columns, console=console, redirect_stdout=False) as progress:
 
         def draw(event: ProgressEvent) -> None:
-            # A terminal that was closed can't be written to a moment before the signal that says so is heard.
+            # Writing to a closed terminal fails shortly before the hang-up signal arrives.
             with suppress(OSError):
                 if event.phase not in bars:
                     bars[event.phase] = progress.add_task(event.phase, times="", label="")

@@ -67,7 +67,7 @@ def _installed(folders: tuple[str, ...]) -> list[EntryPoint]:
     entries = (entry for each in distributions(path=list(folders)) for entry in each.entry_points)
     ours = {
         entry: None for entry in entries if entry.group.startswith("driftlens.")
-    }  # once, wherever else it lies
+    }  # once, even if it is installed twice
     return sorted(ours, key=lambda entry: (entry.group, entry.name))
 
 
@@ -111,9 +111,9 @@ class Registry(Mapping[str, T], Generic[T]):
 
         def file(entry: T) -> T:
             if is_by_hand := _place(entry)[0] == "__main__":
-                self._discover()  # else a name that is taken would be found out at the file that has it
+                self._discover()  # otherwise a duplicate would be reported for the file that had the name first
             if name in self._entries and not (is_by_hand and _place(entry) == _place(self._entries[name])):
-                raise ValueError(f"{self.kind} {name!r} is registered twice; the new one needs another name")
+                raise ValueError(f"{self.kind} {name!r} is registered twice; rename the new one")
             self._entries[name] = entry
             return entry
 
@@ -157,14 +157,14 @@ class Registry(Mapping[str, T], Generic[T]):
         if self._broken is not None:
             name, hint, error = self._broken
             raise SpecError(
-                f"the {self.kind}s are not all there: {name} can't be imported ({type(error).__name__}: {error})",
+                f"the {self.kind}s are incomplete: {name} can't be imported ({type(error).__name__}: {error})",
                 hint=hint,
             ) from error
         if self._discovered:
             return
-        # At once, for files that look something up while they are imported.
+        # Set before the imports, because modules may look up entries while they are imported.
         self._discovered = True
-        name, hint = self.package, "Mend that file, or take it out of its folder."
+        name, hint = self.package, "Fix that file, or remove it."
         try:
             for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
                 name = f"{self.package}.{module.name}"
@@ -173,21 +173,21 @@ class Registry(Mapping[str, T], Generic[T]):
                 distribution, version = origin(entry)
                 name = f"{entry.value} of {distribution} {version}"
                 hint = (
-                    f"Install another version of {distribution}, or take it out: pip uninstall {distribution}"
+                    f"Install another version of {distribution}, or remove it: pip uninstall {distribution}"
                 )
                 entry.load()
                 if entry.name not in self._entries:
-                    raise LookupError(f"it registers no {self.kind} called {entry.name!r}")
+                    raise LookupError(f"it does not register the {self.kind} {entry.name!r}")
         except (Exception, SystemExit) as error:
             self._broken = name, hint, error
             self._discover()
-        except BaseException:  # the user stopped it; the next lookup begins afresh
+        except BaseException:  # interrupted by the user; the next lookup starts again
             self._discovered = False
             raise
 
 
 Schema = Mapping[str, Any]
-"""What JSON Schema says of one setting: type and bounds, `title`, `description`, `default` unless it is required."""
+"""JSON Schema of one setting: type and bounds, `title`, `description`, `default` unless it is required."""
 
 _TYPES: Mapping[str, tuple[type, str]] = {
     "number": (float, "a finite number"),
@@ -242,7 +242,7 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
     parameters = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
-    # Evaluated alone: the other annotations may name what is imported for type checkers only.
+    # Only settings are evaluated: other annotations may use names imported for type checkers only.
     given = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
     holder = types.SimpleNamespace(__annotations__=given)
     hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
@@ -258,8 +258,8 @@ def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
         _type_of(schema)
     except (KeyError, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         raise TypeError(
-            f"the parameter {parameter.name!r} can't be a setting: {annotation!r} is none of float, int, bool, str, "
-            "Literal, a Sequence of these, or one of them beside None"
+            f"the parameter {parameter.name!r} can't be a setting: {annotation!r} is not float, int, bool, str, "
+            "Literal, a Sequence of these, or one of them | None"
         ) from None
     schema |= {"title": parameter.name, "unit": ""}
     for said in getattr(annotation, "__metadata__", ()):
@@ -302,7 +302,7 @@ def _type_of(schema: Schema) -> Any:
         return _type_of(other) | None
     if schema.get("type") == "array":
         entries: Any = tuple[_type_of(schema["items"]), ...]  # type: ignore[misc]
-        # An empty list is refused, unless that is what is meant if nobody says anything.
+        # An empty list is refused, unless it is the default.
         least = None if schema.get("default") in ((), []) else 1
         return Annotated[entries, Field(min_length=least), BeforeValidator(_as_tuple)]
     if choices := choices_of(schema):
@@ -325,13 +325,13 @@ def _chosen(choices: tuple[Any, ...], value: object) -> object:
     if isinstance(value, bool) and {"on", "off"} <= {*choices}:
         return "on" if value else "off"  # as YAML reads these words
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError("by type too: True and 1.0 are equal to 1")
+        raise ValueError("the type must match, too: True and 1.0 equal 1")
     return value
 
 
 def _on_a_machine(value: int) -> int:
     if abs(value) >= 2**63:
-        raise ValueError("no machine has such a whole number")
+        raise ValueError("the integer does not fit into 64 bits")
     return value
 
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 SAID = 0.01
-"""Share of a change, lost to a number type, from which on it is said."""
+"""Smallest share of a change lost to rounding that is reported."""
 COARSE = 0.5
-"""Share of a change, lost or at one step of a number type, from which on rounding is as large as the change."""
+"""Share of changed entries at one rounding step from which on rounding is as large as the change."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def saved_words(change: Change, what: str, whose: str = "the base's") -> list[st
     """
     if not (text := lost_words(change, what, whose)):
         return []
-    return [f"{text}, in which it is saved; with `--out-dtype float32` it keeps them"]
+    return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"]
 
 
 def coarse_words(change: Change, what: str) -> str:
@@ -89,6 +89,6 @@ def coarse_words(change: Change, what: str) -> str:
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries
     return (
         f"about {100 * steps:.1f} % of the entries that {what} changes are one step of {change.dtype} from the "
-        f"base's, and {100 * kept:.1f} % of the same tensors' entries are the base's: what was smaller is lost "
-        "already, and how much that is, no file tells"
+        f"base's, and {100 * kept:.1f} % of these tensors' entries equal the base's: smaller changes were already "
+        "lost, and the files don't show how many"
     )

@@ -19,7 +19,7 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import SpecError, counted, did_you_mean
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, metric_called, says_of
+from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called
 from driftlens.utils.variants import control_of, part_of, title
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
@@ -223,7 +223,7 @@ def accuracy_table(run: DriftRun) -> Table:
     others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
     intervals = "95 % intervals" if others else "Wilson intervals"
     notes = [f"{intervals}. Each expert is scored on its own task."]
-    notes += says_of(others.values())
+    notes += descriptions_of(others.values())
     heading = f"{'Scores' if others else 'Accuracy'} on test samples"
     return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 

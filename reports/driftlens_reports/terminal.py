@@ -33,7 +33,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
 from driftlens.utils.errors import counted, listed, some_of
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.metrics import ACCURACY, METRICS, metric_called, says_of, title_of
+from driftlens.utils.metrics import ACCURACY, METRICS, descriptions_of, metric_called, title_of
 from driftlens.utils.variants import calibrated, title
 from driftlens_reports import facts
 
@@ -199,7 +199,7 @@ def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> lis
             over = f"Mean of {len(tasks)} {metrics[name].title}: {some_of(tasks)}"
             notes += [f"{over}; not {some_of(left)}, in whose place their subtasks are."] * bool(left)
     header = ["task", *([] if is_accuracy else ["metric"]), *map(title, variants), "samples"]
-    says = [] if is_accuracy else says_of(metrics.values())
+    says = [] if is_accuracy else descriptions_of(metrics.values())
     return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *notes, *says] if lines else []
 
 

@@ -153,7 +153,7 @@ def test_a_command(
     assert weights or tables(expected)
     if command == "analyze":
         notices = dl.open_run(found).manifest.notices
-        assert len([text for text in notices if "knows no cholesky, eigh" in text]) == ("lacks" in switches)
+        assert len([text for text in notices if "has no cholesky, eigh" in text]) == ("lacks" in switches)
     for file in weights:
         ours, theirs = (load_file(folder / file) for folder in (found, expected))
         assert ours.keys() == theirs.keys()
@@ -167,7 +167,7 @@ JOBS: dict[str, Sequence[object]] = {
     "methods": ("sweep", "--methods", "featcal,residual:folds=2"),
 }
 TROUBLE: list[tuple[dict[str, Any], str]] = [
-    ({"is_gone": True}, "sim no longer answers"),
+    ({"is_gone": True}, "sim no longer responds"),
     ({"limit": 0}, "sim has too little memory to"),
 ]
 

@@ -33,10 +33,10 @@ def test_pinned_memory_that_is_used_again_before_a_wait_is_sent_as_it_became(sim
 def test_it_is_found_and_may_vanish(sim: torch.device) -> None:
     assert devices.resolve_device("auto").type == NAME and devices.names() == ["cpu", "sim:0", "sim:1"]
     assert devices.device_name(sim) == "pretended accelerator"
-    told = pytest.raises(RunError, match="sim no longer answers, to explain here failed")
+    told = pytest.raises(RunError, match="sim no longer responds: to explain here failed")
     with told as caught, devices.answering(sim, "explain here"):
         turn(is_gone=True)
         torch.ones(3, device=sim)
     assert "\n" not in caught.value.message
-    with pytest.raises(SpecError, match="there is no device 'sim' here: sim error: the device was lost"):
+    with pytest.raises(SpecError, match="device 'sim' is not available: sim error: the device was lost"):
         devices.resolve_device(NAME)

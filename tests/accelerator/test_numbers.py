@@ -77,7 +77,7 @@ def test_an_analysis_with_all_there_is(
     turn(**switches)
     run = dl.analyze(world.one_task(metrics=METRICS), out=tmp_path / "run", device="sim", progress="none")
     assert run.manifest.device == "pretended accelerator"
-    assert any("knows no float64" in said for said in run.manifest.notices) == ("no_double" in switches)
+    assert any("has no float64" in said for said in run.manifest.notices) == ("no_double" in switches)
     found = tables(run.path)
     assert found.keys() == on_cpu.keys() and len(found) > 6
     # Whatever diagnostic there is was switched on, and found some number.

@@ -363,7 +363,7 @@ def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
         "toys 1.2: pie in driftlens.chart, unknown",
         "toys 1.2: chart bars",
     ]
-    assert "broken: the charts are not all there: toys of toys 1.2" in found and "no toys" in found
+    assert "broken: the charts are incomplete: toys of toys 1.2" in found and "no toys" in found
 
 
 def test_an_interrupt_waits_until_the_library_at_hand_is_imported(

@@ -137,7 +137,7 @@ def test_exact_information_of_a_vocabulary_is_refused_before_anything_is_compute
     words = LinearHead(tuple(map(str, range(3000))), torch.zeros(3000, 16))
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=words)}
     study, events = dataclasses.replace(study, tasks=tasks), list[ProgressEvent]()
-    with pytest.raises(SpecError, match="3,000 classes would take 18,000 backward passes") as caught:
+    with pytest.raises(SpecError, match="3,000 classes needs 18,000 backward passes") as caught:
         merged_source(models, merge_called("fisher"), study, reporter=Reporter(events.append))
     assert "estimator=batch_sqrt" in caught.value.hint and not events
     merged_source(models, merge_called("fisher", {"estimator": "batch_sqrt"}), study)

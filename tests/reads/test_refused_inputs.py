@@ -82,7 +82,7 @@ def test_a_home_folder_of_nobodys_is_refused_before_anything_is_done(
     monkeypatch.chdir(tmp_path)
     stands = {"SPEC": "spec.yaml", "RUN": str(light.path)}
     result = run_cli(*(stands.get(word, word) for word in line.split()), "--out", out)
-    assert result.code == 2 and result.message == f"{out}: there is no such home folder", result.err
+    assert result.code == 2 and result.message == f"{out}: the home folder does not exist", result.err
     assert [entry.name for entry in tmp_path.iterdir()] == ["spec.yaml"]
 
 

@@ -191,7 +191,7 @@ def test_what_is_no_finite_number_is_left_out_and_named(
     assert [row["value"] for row in rows_of(run).values()] == [0.5]
 
 
-HIGHER, LOWER, EITHER = "higher is better", "lower is better", "which way is better its name doesn't tell"
+HIGHER, LOWER, EITHER = "higher is better", "lower is better", "direction unknown"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from driftlens.results.formatting import estimate, number, percent
 from driftlens.results.measures import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, metric_called, says_of, title_of
+from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called, title_of
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
@@ -150,7 +150,7 @@ def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
             f"Whiskers: {interval}s; that of the mean over tasks is over samples, of these very tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
             *_unmeasured(run),
-            *says_of(metric for metric in metrics.values() if metric != ACCURACY),
+            *descriptions_of(metric for metric in metrics.values() if metric != ACCURACY),
         ),
     )
 

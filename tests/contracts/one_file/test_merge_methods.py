@@ -233,7 +233,7 @@ def test_samples_that_it_reads_and_that_are_not_there_are_refused_before_anythin
     out = spec_file.parent / "merged.safetensors"
     done = run_cli("merge", write_spec(spec_file, spec), "--method", f"toy_{toy}", "--out", out)
     if toy in ("moments", "samples"):
-        message = "reads calibration samples, and there are none of shapes"
+        message = "needs calibration samples; shapes has none"
         assert message in found(check(spec), "problem", "merge").text
         assert done.code == 2 and message in done.err and not out.exists()
     else:

@@ -5,7 +5,6 @@ Entry points: `suspicions` for weights, `companions` for everything that comes w
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -361,12 +360,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             yield from _long(changes, name, called)
         if (folder := folders[name]) is not None:
             yield from _adapter(models, folders["base"], folder, called)
-            changed = (
-                vocabularies.changed_files(home, folder),
-                vocabularies.changed_special_tokens(home, folder).values(),
-                vocabularies.changed_ends(home, folder),
-            )
-            if differing := [*itertools.chain.from_iterable(changed)]:
+            if differing := vocabularies.tokenizer_changes(home, folder):
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
                     "The base's reads and ends everything; where ids mean other words, features are those of other "

@@ -111,9 +111,8 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-    plain: dict[str, Any] = (
-        {"backend": "pil"} if int(transformers.__version__.split(".")[0]) >= 5 else {"use_fast": False}
-    )
+    is_new = int(transformers.__version__.split(".")[0]) >= 5
+    plain: dict[str, Any] = {"backend": "pil"} if is_new else {"use_fast": False}
     notice = ""
     if image_processor_config(source, offline=offline) is not None:
         processor = transformers.AutoImageProcessor.from_pretrained(
@@ -211,15 +210,13 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
             f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
             hint=_PROCESSOR,
         )
-    reader = PictureReader(**texts.texts.parts, processor=processor)
+    with_images = replace(texts.texts, takes_images=True, processor=processor)
+    reader = PictureReader(**vars(with_images))
     processor.tokenizer.padding_side = "right"
     settings = {**texts.settings, "images": processor.image_processor.to_dict()}
     usual, name = PROCESSOR_MAPPING_NAMES.get(config.model_type), type(processor).__name__
-    notice = (
-        ""
-        if usual in (None, name)
-        else f"the processor is a {name}, and {config.model_type} models have a {usual}"
-    )
+    notice = f"the processor is a {name}, and {config.model_type} models use a {usual}"
+    notice = "" if usual in (None, name) else notice
     return Preprocess(f"transformers {name}", reader, settings, notice, reader)
 
 

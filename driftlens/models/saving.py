@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -102,39 +102,31 @@ def save_state_dict(
         collected = dict(cast("Mapping[str, Tensor]", tensors))
         headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in collected.items()}
         pairs = collected.items()
-    spans = _spans(headers)
-    head = _head(headers, spans, {"format": "pt", **(metadata or {})})
+    head, starts = _header(headers, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
     with atomic_path(path, need=total) as target, target.open("wb") as file:
         file.write(head)
         for key, tensor in pairs:
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
-            file.seek(len(head) + spans[key][0])
+            file.seek(len(head) + starts[key])
             file.write(raw_bytes(tensor))
             del tensor  # before the next one is made
 
 
-def _spans(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, int]]:
-    """Return the span of each tensor's bytes, widest dtypes first, so that each tensor is aligned to its width."""
-    spans: dict[str, tuple[int, int]] = {}
-    end = 0
-    for key in sorted(headers, key=lambda key: -headers[key].dtype.itemsize):
-        spans[key] = end, end + headers[key].nbytes
-        end += headers[key].nbytes
-    return spans
-
-
-def _head(
-    headers: Mapping[str, TensorHeader], spans: Mapping[str, tuple[int, int]], metadata: Mapping[str, str]
-) -> bytes:
-    """Return the length and the JSON header, padded with spaces to align the tensors."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+def _header(headers: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the length and the JSON header of a safetensors file, and the place of each tensor after it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
+    starts, end = dict[str, int](), 0
+    # Widest dtypes first, so that each tensor is aligned to its width.
+    for key in sorted(headers, key=lambda key: -headers[key].dtype.itemsize):
+        starts[key], end = end, end + headers[key].nbytes
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for key, header in headers.items():
-        entries[key] = {"dtype": names[header.dtype], "shape": header.shape, "data_offsets": spans[key]}
+        offsets = starts[key], starts[key] + header.nbytes
+        entries[key] = {"dtype": names[header.dtype], "shape": header.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, starts
 
 
 def save_model(
@@ -198,7 +190,7 @@ def save_model(
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
         if card is not None:
-            _write_card(folder, card, form, names, [*beside, *heads])
+            save_card(architecture, base, folder, card, heads)
 
 
 def save_card(
@@ -212,17 +204,8 @@ def save_card(
     form = architecture.folder
     assert form is not None
     names, beside = _library_names(architecture, base, form), _companions(architecture, base, form)
-    _write_card(folder, card, form, names, [*beside, *heads])
-
-
-def _write_card(
-    folder: pathlib.Path,
-    card: Callable[[str], str],
-    form: FolderFormat,
-    names: Collection[str],
-    files: Sequence[str],
-) -> None:
-    write_text_atomic(folder / "README.md", card(form.usage(names, [*form.configs, *files])))
+    usage = form.usage(names, [*form.configs, *beside, *heads])
+    write_text_atomic(folder / "README.md", card(usage))
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:

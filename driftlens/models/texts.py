@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +65,8 @@ class TextReader:
         lead: the prompt before every text.
         pools_lead: True if the tokens of the prompt count in the pooled vector.
         lowers: True if texts are read in lower case.
+        takes_images: True if the chat template takes messages in parts, as the model reads images too.
+        processor: the processor of images and texts; None without one.
     """
 
     tokenizer: Any
@@ -78,6 +80,8 @@ class TextReader:
     lead: str = ""
     pools_lead: bool = True
     lowers: bool = False
+    takes_images: bool = False
+    processor: Any = None
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
@@ -194,14 +198,21 @@ class TextReader:
         )
         return texts
 
-    def message(self, sample: Text) -> Any:
-        """Return the message of a sample, as `chats` takes it."""
-        return sample.input
+    def message(self, sample: Text | Pictured) -> Any:
+        """Return the message of a sample, as `chats` takes it; images precede the text."""
+        if not self.takes_images:
+            return sample.input
+        images = getattr(sample, "images", ())
+        return [*[{"type": "image"} for _ in images], {"type": "text", "text": sample.input}]
 
     @property
     def template(self) -> Any:
-        """The chat template, or None."""
-        return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
+        """The processor's chat template, or else the tokenizer's, or None."""
+        templates = None if self.processor is None else self.processor.chat_template
+        template = templates.get("default") if isinstance(templates, Mapping) else templates
+        if template or not self.tokenizer.chat_template:
+            return template or None
+        return self.tokenizer.get_chat_template()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -212,11 +223,6 @@ class TextReader:
     def rule(self) -> str:
         """A description of how long questions are cut."""
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The attributes, as arguments of a reader of another class."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @cached_property
     def digest(self) -> str:
@@ -249,9 +255,8 @@ class TextReader:
         """Return the tokenizer's output for questions, each cut to its room."""
         texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
         columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
-        if (
-            self.form == "decoder"
-        ):  # an answer must not follow an end token, and a template may begin the text
+        if self.form == "decoder":
+            # An answer must not follow an end token, and a template may begin the text.
             columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
         for position, limit in enumerate(room):
             if len(columns["input_ids"][position]) <= limit:
@@ -287,31 +292,14 @@ ROWS = ".rows"
 
 
 @dataclass(frozen=True)
-class WordReader(TextReader):
-    """Texts for a model that reads images too: its chat template takes messages in parts."""
-
-    processor: Any = None
-
-    def message(self, sample: Any) -> Any:
-        """See `TextReader`; images precede the text of a message."""
-        images = getattr(sample, "images", ())
-        return [*[{"type": "image"} for _ in images], {"type": "text", "text": sample.input}]
-
-    @property
-    def template(self) -> Any:
-        """The processor's chat template, or else the tokenizer's."""
-        stated = None if self.processor is None else self.processor.chat_template
-        return (stated.get("default") if isinstance(stated, Mapping) else stated) or super().template
-
-
-@dataclass(frozen=True)
-class PictureReader(WordReader):
+class PictureReader(TextReader):
     """A map from samples of images and texts to a batch of token ids and image inputs."""
 
     @property
-    def of_words(self) -> WordReader:
+    def of_words(self) -> TextReader:
         """The reader for tasks without images."""
-        return WordReader(**self.parts)
+        # `replace` leaves the cached digest out.
+        return TextReader(**vars(replace(self)))
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return entries by token [n, t], padded on the right, and those of images; see `together`."""
@@ -391,15 +379,11 @@ def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for name in samples[0]:
         values = [torch.as_tensor(sample[name]) for sample in samples]
         shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
-        batch[name] = torch.stack([_filled(value, shape) for value in values])
+        batch[name] = values[0].new_zeros(len(values), *shape)
+        for row, value in zip(batch[name], values, strict=True):
+            row[tuple(map(slice, value.shape))] = value
         batch[f"{name}{ROWS}"] = torch.tensor([len(value) for value in values])
     return batch
-
-
-def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
-    whole = value.new_zeros(*shape)
-    whole[tuple(slice(size) for size in value.shape)] = value
-    return whole
 
 
 def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,16 +21,41 @@ _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 """Special tokens that affect the ids of a text; those that end or pad it do not."""
 
 
-def changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
+def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
+    """Return descriptions of the tokenizer files, special tokens and end tokens that differ between two folders."""
+    stated = [
+        json_object(folder, "generation_config.json").get("eos_token_id")
+        or json_object(folder, "config.json").get("eos_token_id")
+        for folder in (base, other)
+    ]
+    changes = [*_changed_files(base, other), *_changed_special_tokens(base, other).values()]
+    base_ends, other_ends = (ends if isinstance(ends, list) else [ends] for ends in stated)
+    if None not in stated and base_ends != other_ends:
+        changes.append(f"eos_token_id {other_ends} for {base_ends}")
+    return changes
+
+
+def _changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return the tokenizer files in both folders that lead to other ids."""
     shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [file for file in shared if not _same_content(base, other, file)]
+    return [file for file in shared if _content(base, file) != _content(other, file)]
 
 
-def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
+def _content(folder: pathlib.Path, file: str) -> Any:
+    """Return what determines token ids in a tokenizer file."""
+    if file == "tokenizer.json":
+        parts = json_object(folder, file)
+        return [plain_part(parts.get(part)) for part in MEANING]
+    if file.endswith(".json"):
+        return json_object(folder, file)
+    content = (folder / file).read_bytes()
+    return content.splitlines() if file.endswith(".txt") else content
+
+
+def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
     """Return descriptions of the special tokens that both folders name and that differ."""
     base_tokens, other_tokens = (
-        _special_tokens(json_object(place, "tokenizer_config.json")) for place in (base, other)
+        _special_tokens(json_object(folder, "tokenizer_config.json")) for folder in (base, other)
     )
     return {
         key: f"{key} {other_tokens[key]!r} for {base_tokens[key]!r}"
@@ -39,24 +64,9 @@ def changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str,
     }
 
 
-def changed_ends(base: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Return a description of the tokens that end an answer, if both folders name them and they differ."""
-    stated = [
-        json_object(place, "generation_config.json").get("eos_token_id")
-        or json_object(place, "config.json").get("eos_token_id")
-        for place in (base, other)
-    ]
-    base_ends, other_ends = (ends if isinstance(ends, list) else [ends] for ends in stated)
-    return (
-        [f"eos_token_id {other_ends} for {base_ends}"]
-        if None not in stated and base_ends != other_ends
-        else []
-    )
-
-
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     """Raise if the tokenizer of a model gives texts other ids; tokens added in one of both alone are allowed."""
-    files = changed_files(base, other)
+    files = _changed_files(base, other)
     if "tokenizer.json" in files:
         base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
         parts = [
@@ -78,7 +88,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
         changes = []  # other files are older and not read
     else:
-        special = changed_special_tokens(base, other)
+        special = _changed_special_tokens(base, other)
         changes = files + [special[key] for key in _BEGIN if key in special]
     if changes:
         raise IncompatibleModelsError(
@@ -94,22 +104,6 @@ def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _same_content(base: pathlib.Path, other: pathlib.Path, file: str) -> bool:
-    first, second = base / file, other / file
-    if first.read_bytes() == second.read_bytes():
-        return True
-    if first.suffix == ".txt":
-        return (
-            first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
-        )
-    if first.suffix != ".json":
-        return False
-    base_content, other_content = json_object(base, file), json_object(other, file)
-    if file != "tokenizer.json":
-        return base_content == other_content
-    return all(plain_part(base_content.get(part)) == plain_part(other_content.get(part)) for part in MEANING)
 
 
 def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:

@@ -46,7 +46,7 @@ from driftlens.models.preprocessing import (
     hf_text_preprocess,
     processed_example,
 )
-from driftlens.models.texts import WordReader, as_the_library
+from driftlens.models.texts import as_the_library
 from driftlens.models.tracing import block_inputs as carried
 from driftlens.models.tracing.block_call import Inputs, padding_mask, raw_inputs
 from driftlens.models.tracing.block_runner import BlockRunner, forward_pass, own_weights, run
@@ -146,7 +146,7 @@ def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
         return hf_picture_preprocess(request.source, config, request.access.offline)
     texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
     assert texts.texts is not None
-    reader = WordReader(**texts.texts.parts)
+    reader = replace(texts.texts, takes_images=True)
     notice = " ".join(filter(None, (texts.notice, _TEXT_ONLY_NOTICE)))
     return replace(texts, transform=reader, texts=reader, notice=notice)
 

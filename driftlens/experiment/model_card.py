@@ -79,8 +79,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         compared_variants,
         selection_sentences,
     )
-    from driftlens.results.sheets import task_sheet
-    from driftlens.results.verdict import headline, sentence, shareable, verdict
+    from driftlens.results.verdict import headline, sentence, shareable, task_sheet, verdict
 
     compared_variants(run, name)  # says which calibrations there are when this is none
     manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated(name)

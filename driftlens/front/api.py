@@ -109,7 +109,7 @@ class Run(DriftRun):
 
     def summary(self) -> Table:
         """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
-        from driftlens.results.sheets import summary_sheet
+        from driftlens.results.verdict import summary_sheet
 
         return summary_sheet(self)
 

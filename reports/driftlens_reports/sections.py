@@ -11,9 +11,8 @@ from driftlens.results.calibration_summary import arena_sheet, calibration_sheet
 from driftlens.results.checks import CheckReport, Status, self_checks
 from driftlens.results.formatting import Kind, Table, brief, estimate, percent, setting_text
 from driftlens.results.measures import COSINE, RELATIVE, change_in_words, common, level, mean, mean_change
-from driftlens.results.sheets import final_sheet, routing_sheet, task_sheet
 from driftlens.results.sweep_results import ABLATION, ablation_sheets
-from driftlens.results.verdict import headline, shareable, verdict
+from driftlens.results.verdict import final_sheet, headline, routing_sheet, shareable, task_sheet, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain

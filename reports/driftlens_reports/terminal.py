@@ -18,7 +18,6 @@ from driftlens.results.compare import Comparison, comparison_table, mean_score_c
 from driftlens.results.formatting import NOT_MEASURED, Kind, Table, estimate, is_measured, number, printable
 from driftlens.results.listing import RunSummary
 from driftlens.results.measures import DRIFT, SCORE, level, main_metrics
-from driftlens.results.sheets import final_sheet, others_sheet, routing_sheet, task_sheet
 from driftlens.results.sweep_results import (
     ABLATION,
     CONTROL,
@@ -27,7 +26,17 @@ from driftlens.results.sweep_results import (
     over_seeds,
     settings_of,
 )
-from driftlens.results.verdict import agreement, headline, sentence, stamps, verdict
+from driftlens.results.verdict import (
+    agreement,
+    final_sheet,
+    headline,
+    others_sheet,
+    routing_sheet,
+    sentence,
+    stamps,
+    task_sheet,
+    verdict,
+)
 from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult

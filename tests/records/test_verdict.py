@@ -13,8 +13,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.results.sheets import others_sheet, task_sheet
-from driftlens.results.verdict import Gap, Verdict, change_of_gap, headline, sentence, shareable, verdict
+from driftlens.results.verdict import (
+    Gap,
+    Verdict,
+    change_of_gap,
+    headline,
+    others_sheet,
+    sentence,
+    shareable,
+    task_sheet,
+    verdict,
+)
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import Interval

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import driftlens as dl
 from driftlens.results.compare import compare
-from driftlens.results.sheets import summary_sheet
+from driftlens.results.verdict import summary_sheet
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
 from driftlens.runs.tables import conform

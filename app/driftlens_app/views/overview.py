@@ -12,8 +12,7 @@ from streamlit.column_config import AreaChartColumn, NumberColumn
 
 from driftlens.results.checks import CheckReport, self_checks
 from driftlens.results.formatting import NOT_MEASURED, Table, is_measured, size
-from driftlens.results.sheets import task_sheet
-from driftlens.results.verdict import Verdict, verdict
+from driftlens.results.verdict import Verdict, task_sheet, verdict
 from driftlens.results.verdict import stamps as stamps_of
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import counted

@@ -14,8 +14,7 @@ from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.results.formatting import estimate, size, unbroken, written
 from driftlens.results.measures import change_in_words
-from driftlens.results.sheets import task_sheet
-from driftlens.results.verdict import Verdict, verdict
+from driftlens.results.verdict import Verdict, task_sheet, verdict
 from driftlens.runs.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.runs.run import DriftRun, is_live, unanalyzed
 from driftlens.runs.status import require_unlocked

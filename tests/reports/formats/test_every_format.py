@@ -20,8 +20,7 @@ import plotly.graph_objects as go
 import pytest
 
 from driftlens.results.formatting import INTERVAL, signs, written
-from driftlens.results.sheets import task_sheet
-from driftlens.results.verdict import verdict
+from driftlens.results.verdict import task_sheet, verdict
 from driftlens.runs import layout, schema, tables
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify

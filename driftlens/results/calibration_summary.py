@@ -187,7 +187,7 @@ def _scores(rows: pd.DataFrame, name: str) -> Table:
 
 
 def _counted(run: DriftRun) -> str:
-    """Return the number of diagnosis samples behind the final drift of a task, as text."""
+    """Return the number of diagnosis samples per task, as text."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     counts = rows["n"].dropna()
     if counts.empty:
@@ -227,9 +227,19 @@ def _changes(name: str, changes: Sequence[Finding]) -> Table:
 
 def _answers(name: str, changes: Sequence[Finding]) -> Table:
     rows: list[tuple[Any, ...]] = [
-        (row.task, row.answered, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        (
+            row.task,
+            row.answered,
+            counts.n,
+            counts.gained,
+            counts.lost,
+            counts.difference,
+            counts.ci_low,
+            counts.ci_high,
+            counts.p_value,
+        )
         for row in changes
-        if (at := row.answers) is not None
+        if (counts := row.answers) is not None
     ]
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
@@ -266,7 +276,7 @@ def _moves(run: DriftRun, name: str) -> Table:
 
 
 _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
-"""Entries of the records of choices among methods."""
+"""Entries of complete records of a choice among methods."""
 
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
@@ -277,9 +287,9 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
         return shrunk
     if info.selection.keys() >= _COMPARED:
         return [*_comparison_sentences(info.selection), *shrunk]
-    # An older run, or a chooser of the caller's own, which may keep any record.
+    # Older runs and choosers of plug-ins may have other records.
     return [
-        f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how.",
+        f"Settings were chosen on the calibration samples; see calibrations/{name}/config.yaml.",
         *shrunk,
     ]
 
@@ -302,18 +312,23 @@ def _shares(run: DriftRun, name: str) -> Table:
     """Return held-out scores and drift by interpolation factor, if one was chosen."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    what = judged_by(curve[0]) if curve else ""
+    criterion = judged_by(curve[0]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
-        f"{title(calibrated(name))}: held-out {what} and drift by share of the way from the base",
+        f"{title(calibrated(name))}: held-out {criterion} and drift by share of the way from the base",
         {
-            **{"share": "number", what: "number", f"{what} low": "number", f"{what} high": "number"},
+            **{
+                "share": "number",
+                criterion: "number",
+                f"{criterion} low": "number",
+                f"{criterion} high": "number",
+            },
             **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
         },
         [[entry["share"], *(entry[column] for column in columns), entry["n"]] for entry in curve],
-        "Means over tasks with 95 % intervals (Student's t), of samples that this repair was fitted without; drift is "
-        "that of the final feature, against the expert's norm. What was chosen is fitted to all samples.",
+        "Means over tasks with 95 % intervals (Student's t), on samples that this repair was not fitted to; drift is "
+        "that of the final feature, relative to the expert's norm. The chosen model is fitted to all samples.",
     )
 
 
@@ -321,16 +336,16 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     """Return sentences on the chosen model and its advantage, on using the base instead, and on every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
-    what = judged_by(record)
+    criterion = judged_by(record)
     interval = f"95 % interval, {record['correction']}"
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"
         if best:
-            text += f": the best of the others, {best['title']}, {_lower(best, what, interval)}"
+            text += f": the best of the others, {best['title']}, {_lower(best, criterion, interval)}"
     elif choice["name"] == "base":
-        text = f"the base was chosen, which {_lower(choice, what, interval)}, and nothing was clearly better"
+        text = f"the base was chosen, which {_lower(choice, criterion, interval)}, and nothing was clearly better"
     else:
-        text = f"{choice['title']} was chosen, which {_lower(choice, what, interval)}"
+        text = f"{choice['title']} was chosen, which {_lower(choice, criterion, interval)}"
     sentences = [
         f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
         f"{record['seconds']:.0f} s."
@@ -341,11 +356,11 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     n = choice["n"]
     return [
         *sentences,
-        f"Held-out {what} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
+        f"Held-out {criterion} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
     ]
 
 
-def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
+def _lower(entry: Mapping[str, Any], criterion: str, interval: str) -> str:
     """Describe the advantage of a candidate over the merged model."""
     if entry.get("advantage") is None:
         return "could not be solved for"
@@ -354,9 +369,9 @@ def _lower(entry: Mapping[str, Any], what: str, interval: str) -> str:
     if gap < 0:
         way, gap = "higher", -gap
         low, high = (None, None) if low is None else (-high, -low)
-    unit = " nat" if what == "KL" else ""
+    unit = " nat" if criterion == "KL" else ""
     ends = "" if low is None else f" ({interval}: {brief(low)} to {brief(high)})"
-    return f"has a held-out {what} {way} than the merged model's by {brief(gap)}{unit}{ends}"
+    return f"has a held-out {criterion} {way} than the merged model's by {brief(gap)}{unit}{ends}"
 
 
 def _scored(entry: Mapping[str, Any]) -> str:
@@ -383,10 +398,10 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     of
     the mean). Missing values are NaN or None. `names` are of calibrations; None takes all.
     """
-    wanted = [*run.manifest.calibrations] if names is None else [*names]
-    for name in wanted:
+    chosen = [*run.manifest.calibrations] if names is None else [*names]
+    for name in chosen:
         run.calibration_info(name)
-    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in wanted]
+    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in chosen]
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
     scored = [row for row in rows if math.isfinite(row["score"])]
     leader = next((row["model"] for row in scored), "")
@@ -432,12 +447,11 @@ def arena_sheet(
     notes = [
         f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
         pairing(paired),
-        "The first repair stands first on these very samples, which flatters it a little against the others. One draw "
-        "of calibration samples. Seconds are of calibrating alone; memory is the process's peak by then, and energy "
-        "that of all programs.",
+        "The first repair was selected on these samples, a small advantage over the others. One draw of calibration "
+        "samples. Seconds: calibrating alone; memory: peak of the process so far; energy: all programs.",
     ]
     notes += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
-    title, note = f"Repairs of {run.name} beside each other", " ".join(filter(None, notes))
+    title, note = f"Repairs of {run.name} compared", " ".join(filter(None, notes))
     return Table.from_rows("arena", title, columns, rows, note)
 
 

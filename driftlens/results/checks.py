@@ -46,7 +46,7 @@ _NUMBERS = {
     name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
     for name in CHECKED_TABLES
 }
-"""Columns that can be held against a bound; true counts as 1."""
+"""Columns that can be compared with a bound; true counts as 1."""
 
 _RELATIONS: Mapping[str, _Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
@@ -116,12 +116,12 @@ class Check(Part):
         table = _table_of(self.metric, self.table)
         columns = _text_columns(table)
         keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
-        for what, names, allowed in (("where", self.where, columns), ("per", self.per, keys)):
+        for option, names, allowed in (("where", self.where, columns), ("per", self.per, keys)):
             for column in names:
                 if column not in allowed:
                     hint = did_you_mean(column, allowed)
                     raise problem(
-                        f"{what}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
+                        f"{option}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
                     )
         for column in ("variant", "name"):
             if self.change is not None and (column in self.where or column in self.per):
@@ -190,15 +190,15 @@ def _table_of(metric: str, table: str | None) -> str:
         raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, columns))
     homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
     if len(homes) > 1:
-        raise problem(
-            f"metric: {metric!r} stands in the tables {', '.join(homes)}", f"Add `table: {homes[0]}`."
-        )
+        raise problem(f"metric: {metric!r} is a column of {', '.join(homes)}", f"Add `table: {homes[0]}`.")
     return homes[0]
 
 
 def _text_columns(table: str) -> list[str]:
     """Return the columns that rows can be selected by."""
-    columns = [of.name for of in TABLES[table].columns if of.dtype == "str" or of.name == "layer"]
+    columns = [
+        column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
+    ]
     return [*columns, "variant"] if table == "calibration" else columns
 
 
@@ -207,9 +207,9 @@ Array = NDArray[np.float64]
 _Numeric = TypeVar("_Numeric", float, Array)
 
 _GAPS_BY = {"layers": "layer", "calibration": "kind"}
-"""A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
+"""Groups of rows in which a column may be undefined, such as amplification at the stem."""
 _DIGITS = 4
-"""Of a judged number: one more than elsewhere, as it stands beside its limit."""
+"""Significant digits of a value that is printed next to its limit, one more than elsewhere."""
 _WRITTEN = {"<=": "≤", ">=": "≥"}
 
 
@@ -294,9 +294,12 @@ class CheckReport:
             **{"where": ("text", "where"), "reason": ("text", "reason")},
         }
         rows = [
-            vars(at)
-            | {"title": at.title, "wanted": f"{_WRITTEN.get(at.relation, at.relation)} {at.threshold:g}"}
-            for at in self.results
+            vars(result)
+            | {
+                "title": result.title,
+                "wanted": f"{_WRITTEN.get(result.relation, result.relation)} {result.threshold:g}",
+            }
+            for result in self.results
         ]
         return Table.from_rows(name, heading, columns, rows)
 
@@ -433,10 +436,10 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     if isinstance(rows, str):
         return rows
     try:
-        wanted = _wanted(run, check)
+        selected = _filters(run, check)
     except LayerNotFoundError as error:
         return error.message
-    for column, value in wanted.items():
+    for column, value in selected.items():
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
             return _no_row(run, check, column, value)
@@ -451,8 +454,8 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
             rows = _with_intervals(rows, run, check, check.ends)
     elif check.home == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
-    shown = [column for column in key if column not in wanted and column not in check.per]
-    tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
+    shown = [column for column in key if column not in selected and column not in check.per]
+    tasks = [task for task in run.tasks if selected.get("task", task) == task] if "task" in key else []
     return rows, shown, tasks
 
 
@@ -471,14 +474,14 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
 
 
-def _wanted(run: DriftRun, check: Check) -> dict[str, str | int]:
+def _filters(run: DriftRun, check: Check) -> dict[str, str | int]:
     """Return the values that select rows, by column, with the index of the layer."""
-    wanted = dict(check.where)
-    if check.home == "params" and not {"scope", "path"} & set(wanted):
-        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
-    if "layer" in wanted:
-        wanted["layer"] = run.layer_index(wanted["layer"])
-    return wanted
+    values = dict(check.where)
+    if check.home == "params" and not {"scope", "path"} & set(values):
+        values["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
+    if "layer" in values:
+        values["layer"] = run.layer_index(values["layer"])
+    return values
 
 
 def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
@@ -523,8 +526,8 @@ def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[st
     missing = rows[rows["value"].isna()]
     if missing.empty:
         return ""
-    first = _row_name(missing.iloc[0], shown)
-    return f"{len(missing)} of {len(rows)} rows were not measured" + (f", first {first}" if first else "")
+    row = _row_name(missing.iloc[0], shown)
+    return f"{len(missing)} of {len(rows)} rows were not measured" + (f", first {row}" if row else "")
 
 
 def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
@@ -532,7 +535,7 @@ def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
-# Shares by prefix swaps are not among them: they telescope to the very drift that they are divided by.
+# Shares by prefix swaps are left out: they telescope to the drift that divides them, so they can't fail.
 _CLAIMS = {
     "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
@@ -542,14 +545,14 @@ _CLAIMS = {
     "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
     "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
 }
-"""What is exact in theory, by name: table and column of its error, and up to which error it counts as holding."""
+"""Claims that are exact in theory, by name: text, table, column of the error, and its largest accepted value."""
 
 
 _PLACE = {
     **{"task": "task ", "variant": "", "name": "calibration ", "layer": "", "site": ""},
     "sample_id": "sample ",
 }
-"""Columns that say where an error is, and what is put before them."""
+"""Columns that locate an error, and their prefixes."""
 
 
 def measured_by(claim: str) -> str:
@@ -589,7 +592,7 @@ def _self_check(
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no XML document may hold, escaped or not."""
+"""Characters that XML forbids, escaped or not."""
 
 
 def junit_xml(report: CheckReport) -> str:

@@ -97,7 +97,7 @@ def compare(
     if differences and not allow_mismatch:
         raise DataError(
             f"the runs differ in {'; '.join(differences)}",
-            hint="Such numbers are no before and after. In Python, compare(allow_mismatch=True) compares the rest.",
+            hint="Their numbers are not comparable. In Python, compare(allow_mismatch=True) compares the rest.",
             mismatches=differences,
         )
     pairs = _pairs(first, second, before, after, within=b is None)
@@ -119,7 +119,7 @@ def compare(
 def comparison_table(rows: pd.DataFrame) -> Table:
     """Return the rows of one pair of `Comparison.tasks` as a table; scores are in percent if all are shares."""
     metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
-    what = title_of(metrics) if len(metrics) == 1 else "score"
+    score_title = title_of(metrics) if len(metrics) == 1 else "score"
     is_share = all(metric.kind == "share" for metric in metrics)
     score: Kind = "share" if is_share else "number"
     change: Kind = "points" if is_share else "signed"
@@ -135,8 +135,8 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         **_both_sides("cosine", "number", "cos"),
         "change of cosine": ("signed", "cos_change"),
         **_both_sides("flips", "share", "flips"),
-        **_both_sides(what, score, "score"),
-        **with_ends(f"change of {what}", change, ("score_change", "score_ci_low", "score_ci_high")),
+        **_both_sides(score_title, score, "score"),
+        **with_ends(f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")),
         "test samples": ("count", "n_test_after"),
     }
     scored = rows[rows["score_ci_low"].notna()]
@@ -169,7 +169,7 @@ def _pairs(
         return tuple((variant, variant) for variant in shared)
     pair = (before or after or "", after or before or "")
     for run, variant in zip((first, second), pair, strict=True):
-        run.layers(variant=variant)  # says which variants there are when this is none
+        run.layers(variant=variant)  # raises with the list of variants if it has no such
     return (pair,)
 
 
@@ -238,7 +238,7 @@ def _score_columns(change: Finding, start: float, end: float) -> dict[str, Any]:
     answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
     return {
         **{f"score_{name}": value for name, value in row.items()},
-        # Under this name nobody may find anything else.
+        # Other metrics must not appear as accuracy.
         **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
         **{"score_paired": change.paired, "paired_change": answers.difference},
         **{f"paired_{end}": getattr(answers, end) for end in ("ci_low", "ci_high")},
@@ -251,8 +251,8 @@ def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]
     unknown = [task for task in tasks if same_samples(a, b, task) is None]
     if unknown:
         yield (
-            f"whether both runs measured the same samples of {', '.join(unknown)} can't be verified, as one was "
-            "written before runs said what their sample ids are ids of: intervals take the samples for different ones"
+            f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume that the runs have "
+            "different samples"
         )
 
 
@@ -279,12 +279,12 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
 
 
 def _differing(
-    what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
+    field_name: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yield the tasks on which both runs have different values."""
     unequal = [task for task in tasks if task in unlike or (task in a and task in b and a[task] != b[task])]
     if unequal:
-        yield f"{what} of {', '.join(unequal)}"
+        yield f"{field_name} of {', '.join(unequal)}"
 
 
 def _experts(run: DriftRun) -> Mapping[str, str]:

@@ -18,13 +18,13 @@ from driftlens.runs.tables import plain
 from driftlens.utils.intervals import Interval
 
 Kind = Literal["text", "count", "number", "share", "points", "error", "p", "signed", "relative"]
-"""How values are written: as they are, whole, with three digits, in percent, a change in points, with an exponent; p;
-a change with its sign, and one of a length in percent."""
+"""Formats of values: text, integers, three digits, percent, changes in percentage points, exponents, p values, signed
+changes, and relative changes in percent."""
 
 NOT_MEASURED = "not measured"
 
 NO_VALUE = "–"
-"""Stands in a table where nothing was measured; a line below the table says so."""
+"""Placeholder in a table for a missing value; a note below the table explains it."""
 
 
 def is_measured(value: Any) -> bool:
@@ -218,7 +218,7 @@ _TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     ((" low", " high"), (" to ", "")),
     ((" before", " after"), _CHANGE),
 )
-"""How headings end whose columns are one cell, and what stands behind each of its numbers."""
+"""Endings of headings whose columns form one cell, and the text after each of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,9 @@ class Table(Part):
     `X before` and `X after` a change.
     """
 
-    name: str = Field(description="Name of its own, for file names, anchors and labels.")
+    name: str = Field(description="Unique name, for file names, anchors and labels.")
     title: str
-    note: str = Field(default="", description="What a reader must know about the rows.")
+    note: str = Field(default="", description="Note on the rows.")
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...] = Field(description="One value per column; null: not measured.")
 
@@ -323,7 +323,7 @@ class Table(Part):
 
     def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
-        values = [row[at] for at in shown.at]
+        values = [row[place] for place in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
             return [(texts[0], "")]

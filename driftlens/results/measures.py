@@ -164,7 +164,7 @@ COSINE = Measure("cosine to the expert", "number", "lower", name="cosine")
 _COLUMNS = ["task", "variant", "drift_l2_mean", "drift_l2_std", "drift_rel", "cos_mean", "cos_std", "n"]
 FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
 SCORE = Measure("score", "share", "lower", "test", "score")
-"""Asks for what each task is judged by, whatever its metric."""
+"""The main metric of each task."""
 
 
 def _feature_levels(run: DriftRun) -> Iterator[Finding]:
@@ -181,7 +181,9 @@ def _feature_levels(run: DriftRun) -> Iterator[Finding]:
             RELATIVE: relative,
             COSINE: intervals.mean_interval(cosine, cosine_std, n),
         }
-        yield from (finding(about, at, str(task), str(variant)) for about, at in by_measure.items())
+        yield from (
+            finding(about, interval, str(task), str(variant)) for about, interval in by_measure.items()
+        )
 
 
 def _feature_changes(
@@ -419,7 +421,7 @@ _SOURCES = (
 )
 _BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
 _AVERAGED = (DRIFT, RELATIVE, COSINE)
-"""What has a mean over any tasks; scores have one with their like only: nats and shares have no common mean."""
+"""Measures with a mean over any tasks; scores have one only if their metrics are of one kind."""
 
 
 @remembered
@@ -427,18 +429,18 @@ def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Fin
     return {(row.about.role, row.task, row.variant): row for row in source.levels(run)}
 
 
-def level(run: DriftRun, of: Measure, task: str, variant: str) -> Finding:
+def level(run: DriftRun, measure: Measure, task: str, variant: str) -> Finding:
     """Return the value of a variant on a task; NaN if it was not measured.
 
     Args:
         run: the run.
-        of: the measure.
+        measure: the measure.
         task: the task.
         variant: the variant.
     """
-    row = _levels(run, _BY_ROLE[of.role]).get((of.role, task, variant))
-    metric = main_metrics(run).get(task, ACCURACY) if of is SCORE else None
-    return row or finding(_measure_of(metric) if metric else of, Interval(math.nan), task, variant)
+    row = _levels(run, _BY_ROLE[measure.role]).get((measure.role, task, variant))
+    metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
+    return row or finding(_measure_of(metric) if metric else measure, Interval(math.nan), task, variant)
 
 
 @remembered
@@ -447,18 +449,18 @@ def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -
 
 
 def changes_between(
-    before: DriftRun, after: DriftRun, of: Measure, task: str, pair: tuple[str, str]
+    before: DriftRun, after: DriftRun, measure: Measure, task: str, pair: tuple[str, str]
 ) -> Mapping[str, Finding]:
     """Return changes between variants of two runs, by `Measure.role`.
 
     Args:
         before: the run before.
         after: the run after.
-        of: the measure; measures of the same source come along.
+        measure: the measure; measures of the same source come along.
         task: the task.
         pair: variant before and after.
     """
-    source = _BY_ROLE[of.role]
+    source = _BY_ROLE[measure.role]
     if source.changes is None:
         return {}
     drift, relative = (level(before, about, task, pair[0]).value for about in (DRIFT, RELATIVE))
@@ -466,47 +468,47 @@ def changes_between(
     return {row.about.role: row for row in source.changes(before, after, task, pair, scale)}
 
 
-def change(run: DriftRun, of: Measure, task: str, pair: tuple[str, str]) -> Finding:
+def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> Finding:
     """Return the change of a measure on a task; without interval if the samples of a variant are not stored.
 
     Args:
         run: the run.
-        of: the measure.
+        measure: the measure.
         task: the task.
         pair: variant before and after.
     """
-    if row := _changes(run, _BY_ROLE[of.role], task, pair).get(of.role):
+    if row := _changes(run, _BY_ROLE[measure.role], task, pair).get(measure.role):
         return row
-    start, end = (level(run, of, task, variant) for variant in pair)
+    start, end = (level(run, measure, task, variant) for variant in pair)
     return finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
 
 
-def mean(run: DriftRun, of: Measure, tasks: Sequence[str], variant: str) -> Finding:
+def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> Finding:
     """Return the mean of a variant over tasks.
 
     Args:
         run: the run.
-        of: the measure.
+        measure: the measure.
         tasks: the tasks.
         variant: the variant.
     """
-    over = mean_over_tasks([level(run, of, task, variant) for task in tasks])
-    return replace(finding(of, over, "", variant), tasks=tuple(tasks))
+    over = mean_over_tasks([level(run, measure, task, variant) for task in tasks])
+    return replace(finding(measure, over, "", variant), tasks=tuple(tasks))
 
 
-def mean_change(run: DriftRun, of: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
+def mean_change(run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
     """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
 
     Args:
         run: the run.
-        of: the measure.
+        measure: the measure.
         tasks: the tasks.
         pair: variant before and after.
     """
-    by_task = [change(run, of, task, pair) for task in tasks]
-    start, end = (mean(run, of, tasks, variant).value for variant in pair)
+    by_task = [change(run, measure, task, pair) for task in tasks]
+    start, end = (mean(run, measure, tasks, variant).value for variant in pair)
     over = replace(mean_over_tasks(by_task), value=end - start)
-    row = finding(of, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
+    row = finding(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
 
 
@@ -667,7 +669,7 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
         "expert wrong": "The expert itself is wrong, so that nearness to it is no gain.",
     }
 )
-"""Every outcome with what it says, those to look at first; "wrong" only without a repair."""
+"""Every outcome with its explanation, the most important first; "wrong" only without a repair."""
 
 
 @remembered

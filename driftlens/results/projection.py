@@ -40,18 +40,18 @@ METHODS: tuple[Method, ...] = get_args(Method)
 _CHUNK = 4096
 """Samples in memory at once, in double precision."""
 MOST_POINTS = 10_000
-"""Neighbours are compared all with all: beyond this, that takes more memory than a viewer has."""
+"""Limit for comparing all pairs of neighbours in the memory of a viewer."""
 _FEWEST_POINTS = 15
-"""Distinct rows below which neighbourhoods say nothing, so that PCA is drawn instead of UMAP or t-SNE."""
+"""With fewer distinct rows, PCA replaces UMAP and t-SNE."""
 NEIGHBOURS = 15
-"""Nearest samples that are compared, where there are enough: fewer than half of the others."""
+"""Number of nearest samples that are compared, at most half of the others."""
 _TITLES: Mapping[Method, str] = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
     "pca": {},
     "umap": {"pca_dims": 50, "n_neighbors": 15, "min_dist": 0.1, "metric": "euclidean", "init": "pca"},
     "tsne": {"pca_dims": 50, "perplexity": 30.0, "metric": "euclidean", "init": "pca"},
 }
-"""What the libraries are called with; rows are brought to norm 1 first, so that euclidean distance follows cosine."""
+"""Parameters of the libraries; rows have norm 1, so that Euclidean distance follows cosine."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
                 f"expert's {list(shape)}, for {len(ids)} samples",
                 hint=DAMAGED,
             )
-    known = labels_of(run, settings.task).to_dict()
-    labels = [known.get(sample) for sample in ids]
+    label_of = labels_of(run, settings.task).to_dict()
+    labels = [label_of.get(sample) for sample in ids]
     measured = {
         role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
     }
@@ -172,7 +172,7 @@ def _measure(
     """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
     cosines, drifts = [], []
     for start in range(0, len(array), _CHUNK):
-        own, wanted = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
+        own, target = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
             raise NumericsError(
@@ -180,10 +180,10 @@ def _measure(
                 f"sample {ids[start + int(finite.argmin())]!r}",
                 hint="Look for NaN in the weights: `driftlens validate` on the spec reads them.",
             )
-        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(wanted, axis=1)
-        products = (own * wanted).sum(axis=1)
+        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(target, axis=1)
+        products = (own * target).sum(axis=1)
         cosines.append(products[norms > 0] / norms[norms > 0])
-        drifts.append(np.linalg.norm(own - wanted, axis=1))
+        drifts.append(np.linalg.norm(own - target, axis=1))
     cosine = np.concatenate(cosines)
     return (float(cosine.mean()) if len(cosine) else float("nan")), float(np.concatenate(drifts).mean())
 
@@ -200,7 +200,7 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
     for role, rows in directions.items():
         num_zero = int((~rows.any(axis=1)).sum())
         if num_zero:
-            yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
+            yield f"{num_zero} features of {role} are zero and have no direction; they are drawn at zero"
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
@@ -211,7 +211,7 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
         method: pca, umap or tsne.
         seed: random seed.
     """
-    # Libraries put equal rows at different places (or fail on them), so each distinct row is laid out once.
+    # Libraries place equal rows apart or fail on them, so each distinct row is laid out once.
     distinct, places = np.unique(rows, axis=0, return_inverse=True)
     reason = "" if method == "pca" else _why_not(method, len(distinct))
     if method == "pca" or reason:
@@ -251,7 +251,7 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
     from sklearn.decomposition import PCA
 
     centred = fitted - fitted.mean(axis=0)
-    if not np.abs(centred).max() > 1e-12:  # rows have norm 1: what is left is rounding
+    if not np.abs(centred).max() > 1e-12:  # rows have norm 1, so the rest is rounding
         return np.zeros((len(rows), 0)), None
     count = min(most, *fitted.shape)
     model = PCA(count, random_state=seed).fit(fitted)
@@ -317,11 +317,11 @@ def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> t
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
 
-    wanted, own = (
-        NearestNeighbors(n_neighbors=k).fit(points.directions[each]).kneighbors(return_distance=False)
-        for each in ("expert", role)
+    target, own = (
+        NearestNeighbors(n_neighbors=k).fit(points.directions[variant]).kneighbors(return_distance=False)
+        for variant in ("expert", role)
     )
-    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(wanted, own, strict=True)]
+    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(target, own, strict=True)]
     trusted = trustworthiness(points.directions[role], coordinates, n_neighbors=k)
     return float(np.mean(shared)), float(trusted)
 
@@ -347,7 +347,7 @@ _POINTS = Table(
         Column("y", "float", "1", "Second coordinate."),
     ),
 )
-_VERIFY = "Remove the file: the projection is then computed anew. `driftlens check` lists damaged files."
+_VERIFY = "Remove the file, and the projection is computed again. `driftlens check` lists damaged files."
 _AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
 _QUALITY = {
     **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),
@@ -546,8 +546,8 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
     try:
-        asked = {key: value for key, value in record["settings"].items() if key != "fit_on"}
-        settings = Settings(**{**asked, "variants": tuple(asked["variants"])})
+        stored_settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
+        settings = Settings(**{**stored_settings, "variants": tuple(stored_settings["variants"])})
         x_and_y = record["explained_variance"]
         values = {name: record[name] for name in _AS_THEY_ARE} | {
             "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),

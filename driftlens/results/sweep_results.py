@@ -19,10 +19,10 @@ from driftlens.utils.metrics import METRICS
 from driftlens.utils.variants import title
 
 ABLATION = "ablation"
-"""The sweep that takes a method apart; its first point is the method as it is."""
+"""Name of the sweep that removes one part of a method at a time; its first point is the whole method."""
 CONTROL = "control"
 FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
-"""Columns of what is varied; other settings stand in `settings`."""
+"""Columns of varied settings; all others are in `settings`."""
 _LEVELS = ("merged", "base", "expert")
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
@@ -55,7 +55,7 @@ def swept_methods(run: DriftRun, factor: str) -> list[str]:
 
 def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of the sweep table that have a score that can be averaged, with it as `score`."""
-    metrics = {task: of.name for task, of in main_metrics(run).items() if of.is_averaged}
+    metrics = {task: metric.name for task, metric in main_metrics(run).items() if metric.is_averaged}
     scores = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
     rows = rows.assign(score=pd.Series(scores, rows.index, dtype=float))
     return rows[rows["score"].notna()]
@@ -143,7 +143,9 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
                 if value != its[start][key]
             ]
             reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
-            both = [over_draws(at[measure].to_numpy()) for at in (reached, gaps if changed else gaps[:0])]
+            both = [
+                over_draws(values[measure].to_numpy()) for values in (reached, gaps if changed else gaps[:0])
+            ]
             ends = [end for one in both for end in one.ends]
             table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
         if rows[measure].notna().any():

@@ -46,7 +46,7 @@ from driftlens.utils.rounding import COARSE
 from driftlens.utils.variants import calibrated, calibration_of, is_control, part_of, title
 
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
-"""Merges that are worth a comparison, with a base and without."""
+"""Merges to compare, with and without a base."""
 _LOWER = {
     "hellinger": "Hellinger distance {} lower",
     "kl": "KL {} nat lower",  # of comparisons made by earlier versions
@@ -109,9 +109,9 @@ def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 MOST_WORDS = 60
-"""Of the verdict, numbers among them."""
+"""Limit of the verdict, where numbers count as words."""
 _ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", False, 3), ("none", False, 0))
-"""For which changes tasks are counted, whether the source's share is told, and the rank below which all must fit in."""
+"""Attempts, longest first: changes with counts of tasks, source with its share, and the priorities that must fit."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,10 @@ def _judged_by(
     run: DriftRun, merged: str, after: str
 ) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
     """Return the measure that compares models, the tasks on which all were measured, and the models."""
-    wanted = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
-    scored = [name for name in wanted if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
+    names = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
+    scored = [name for name in names if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
     is_scored = bool({merged, after} & {*scored})
-    compared = scored if is_scored else [name for name in wanted if name != "expert"]
+    compared = scored if is_scored else [name for name in names if name != "expert"]
     groups = common(run, compared) if {merged, after} & {*compared} else []
     role = SCORE.role if is_scored else RELATIVE.role
     groups = [(about, tasks) for about, tasks in groups if about.role == role]
@@ -266,7 +266,7 @@ def _sentences(
     end += [f"Next: `{judgement.command}`."] if judgement.command else []
     is_unchanged = [f"The calibrated model is {unchanged}."] if unchanged else []
     sentences: tuple[str, ...] = ()
-    # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
+    # Counts of tasks are dropped first, to keep the source, or else the sentence on bad experts.
     for counting, whole, rank in _ROOM:
         parts = (
             (0, [_of_means(judgement), *is_unchanged, *_of_gaps(judgement, which, counting)]),
@@ -275,9 +275,9 @@ def _sentences(
             (2, _of_source(judgement.source, judgement.merged, whole=whole)),
             (0, end),
         )
-        ranked = [(at, text) for at, texts in parts for text in texts]
+        ranked = [(priority, text) for priority, texts in parts for text in texts]
         sentences = _fitting(ranked)
-        if all(text in sentences for at, text in ranked if at < rank):
+        if all(text in sentences for priority, text in ranked if priority < rank):
             break
     return sentences
 
@@ -312,11 +312,11 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
 
 def _of_means(judgement: Verdict) -> str:
     """Return every model's mean in a sentence."""
-    what, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
+    name, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
     over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
     counts = [f"{len(judgement.tasks)} tasks"] * (len(judgement.tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
-    return f"{what[:1].upper()}{what[1:]}{over}{behind}: {_values(judgement.means, judgement.measure.kind)}."
+    return f"{name[:1].upper()}{name[1:]}{over}{behind}: {_values(judgement.means, judgement.measure.kind)}."
 
 
 def _values(judgement: Mapping[str, Interval], kind: Kind) -> str:
@@ -362,7 +362,7 @@ def change_of_gap(gap: Gap, kind: Kind) -> str:
     if not is_measured(change.low):
         return value
     half = f"{max(change.value - change.low, change.high - change.value):{digits}}"
-    # As printed, since a reader subtracts what is printed.
+    # As printed, because a reader subtracts printed numbers.
     if gap.side and float(half) >= float(value):
         low, high = sorted(abs(end) for end in (change.low, change.high))
         return f"{value} ({low:{digits}} to {high:{digits}})"
@@ -495,7 +495,7 @@ def _turned(change: Interval) -> Interval:
 
 
 def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
-    """Return the sentence and its tone: first whether the last model is worth using, then what the repair did."""
+    """Return sentence and tone: first whether the last model is worth using, then the effect of the repair."""
     last = judged.after if judged.after in judged.means else judged.merged
     over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
     repair = judged.gap(judged.after, judged.merged)
@@ -515,7 +515,7 @@ def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]
         return f"The repair closes no clear part of the {target}" + (f": {share}" if share else ""), "mixed"
     if not is_measured(closed.value):
         if behind is not None and behind.side < 0:
-            return "Repair helps; which part of the gap to the experts it closes, can't be told", "good"
+            return "Repair helps; its share of the gap to the experts is unknown", "good"
         return "Repair helps, where merging had left no clear gap to the experts", "good"
     verb = "takes away" if of_drift else "closes"
     gain = "" if over_base is None or over_base.side else ", yet shows no clear gain over the base"
@@ -557,7 +557,7 @@ def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap
         return "Nearer to the experts than the base", "good"
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
     kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
-    text = f"Merging keeps {_share(kept)} of what the experts gain over the base" if _share(kept) else ""
+    text = f"Merging keeps {_share(kept)} of the experts' gain over the base" if _share(kept) else ""
     return text or "Better than its base", "good"
 
 
@@ -569,9 +569,9 @@ def _share(share: Interval) -> str:
     return f"{100 * share.value:.0f} %{ends}"
 
 
-def sentence(found: Headline) -> str:
+def sentence(shown: Headline) -> str:
     """Return the headline as plain text."""
-    return f"{found.text}{f' ({found.so_far})' if found.so_far else ''}."
+    return f"{shown.text}{f' ({shown.so_far})' if shown.so_far else ''}."
 
 
 _SYNTHETIC = (
@@ -587,7 +587,7 @@ def stamps(run: DriftRun) -> list[str]:
     if damage:
         notes.append(damage)
     if not run.manifest.finished and state != "done":
-        notes.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
+        notes.append(f"This run is {state.replace('unknown', 'unfinished')}; missing parts may follow.")
     elif state not in ("done", "unknown"):
         notes.append(f"The last work on this run is {state}; everything below was finished.")
     return notes + [f"Warning: {text}" for text in run.manifest.warnings]
@@ -615,10 +615,10 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
         (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
     )
     last = judgement.after if judgement.after in heads else judgement.merged
-    what = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
+    difference = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
     unit: Kind = "points" if judgement.measure.kind == "share" else "number"
     kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), judgement.measure.kind)}
-    kinds |= dict.fromkeys((what, "95 % low", "95 % high"), unit) if gap else {}
+    kinds |= dict.fromkeys((difference, "95 % low", "95 % high"), unit) if gap else {}
     kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
     sources = {task: next(iter(shares(run, judgement.merged, task).items()), None) for task in run.tasks}
     # Where all tasks have the same one, the verdict's own sentence says it.
@@ -626,7 +626,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
 
     def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
         row = {"task": task, **{heads[variant]: interval.value for variant, interval in values.items()}}
-        ends = {what: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
+        ends = {difference: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
         return row | ends
 
     rows = []
@@ -689,9 +689,9 @@ def others_sheet(
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
         rows.append((title(variant), *average.ends, drift.value))
-    what = "mean" if is_drift else f"mean {judgement.measure.title}"
+    heading = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
-    kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
+    kinds = {"model": "text", heading: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
     which = "All" if everyone else "Other"
     return Table.of("others", f"{which} models, means over tasks", kinds, rows)
 
@@ -710,11 +710,11 @@ def summary_sheet(run: DriftRun) -> Table:
     if has_mean:
         names.append(f"mean of {len(names)}")
 
-    def measured(of: Measure) -> dict[str, list[Interval]]:
+    def measured(measure: Measure) -> dict[str, list[Interval]]:
         """Return the values of every model on the tasks, and its mean, by heading."""
         columns = dict[str, list[Interval]]()
         for variant, head in heads.items():
-            cells = [level(run, of, task, variant) for task in run.tasks]
+            cells = [level(run, measure, task, variant) for task in run.tasks]
             if any(cell.is_measured for cell in cells):
                 columns[head] = [*cells, *([mean_over_tasks(cells)] if has_mean else [])]
         return columns
@@ -780,7 +780,7 @@ def routing_sheet(run: DriftRun) -> Table:
         "Tokens that go to other experts than in the expert model",
         {
             **{"task": "text", "model": "text", "layer": "text", "tokens sent elsewhere": "share"},
-            **{"share of the drift behind it": "share", "samples": "count"},
+            **{"share of drift": "share", "samples": "count"},
         },
         rows,
         "The share of drift is what sending them elsewhere changes in the layer's features, projected on their drift; "

@@ -131,15 +131,15 @@ def _measured(document: dict[str, Any]) -> _Results:
     if "results" in document:
         _by_task(document["results"])
         return _of_harness(document)
-    scores = _by_task({task: of for task, of in document.items() if task != "config"})
+    scores = _by_task({task: by_metric for task, by_metric in document.items() if task != "config"})
     by_task = {
-        task: dict(sorted(_flat(of, task), key=lambda score: not score[0].startswith(_WHOLE)))
-        for task, of in scores.items()
+        task: dict(sorted(_flat(by_metric, task), key=lambda score: not score[0].startswith(_WHOLE)))
+        for task, by_metric in scores.items()
     }
     if isinstance(document.get("config"), dict):
         kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
         return _Results(_BIGCODE, by_task, about=kept)
-    names = [f"{ATTACHED}{name}" for of in by_task.values() for name in of]
+    names = [f"{ATTACHED}{name}" for by_metric in by_task.values() for name in by_metric]
     if names and not any(metric_called(name).is_directed for name in names):
         raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of these tools", hint=_HINT)
     return _Results(_SAFETY, by_task)

@@ -327,19 +327,19 @@ class DriftRun:
         """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
         return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
 
-    def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
+    def _rows(self, table: schema.Table, **filters: Any) -> pd.DataFrame:
         frame = self._frame(table)
-        wanted = {column: value for column, value in wanted.items() if value is not None}
+        filters = {column: value for column, value in filters.items() if value is not None}
         places = np.arange(len(frame))
-        if {"task", "variant"} <= set(wanted) and len(frame):
-            both = wanted.pop("task"), wanted.pop("variant")
+        if {"task", "variant"} <= set(filters) and len(frame):
+            both = filters.pop("task"), filters.pop("variant")
             for column, value in zip(("task", "variant"), both, strict=True):
                 self._check(column, value)
             # Comparing text in every row for each query would take most of a report's time.
             if table.name not in self._places:
                 self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
             places = self._places[table.name].get(both, places[:0])
-        for column, value in wanted.items():
+        for column, value in filters.items():
             if column == "layer":
                 value = self.layer_index(value)
             elif column == "name":
@@ -372,10 +372,10 @@ class DriftRun:
             rows = rows[~rows["name"].map(calibrated).isin(hidden)]
         return rows.reset_index(drop=True)
 
-    def _check(self, kind: str, name: str, known: Iterable[str] | None = None) -> None:
-        if known is None:
-            known = self.tasks if kind == "task" else (*self.variants, "expert")
-        names = list(dict.fromkeys(known))
+    def _check(self, kind: str, name: str, allowed: Iterable[str] | None = None) -> None:
+        if allowed is None:
+            allowed = self.tasks if kind == "task" else (*self.variants, "expert")
+        names = list(dict.fromkeys(allowed))
         if name not in names:
             available = ", ".join(names) or "none"
             raise DataError(
@@ -431,7 +431,9 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         if _EXPLAIN in f":{name}" and phase.state != "done"
     ]
     # Phases of optional diagnostics name them before the task, several joined by "+".
-    add = dict.fromkeys(name for of in lacking for group in of.split(":")[:-1] for name in group.split("+"))
+    add = dict.fromkeys(
+        name for unfinished in lacking for group in unfinished.split(":")[:-1] for name in group.split("+")
+    )
     more = f"; {how_to_explain(run.path, *add)}" if lacking and not is_live(run.manifest) else ""
     return (f"the last job on it ended early ({state}{reason}); earlier results are complete{more}",)
 

@@ -67,14 +67,14 @@ class Table:
         Optional columns are added to the run itself. The attribution is added by default; if it is measured already
         (`is_explained`), a missing part of it has to be named.
         """
-        wanted = set(names)
+        columns = set(names)
         options = dict.fromkeys(
-            entry.option for entry in self.columns if entry.name in wanted and entry.option
+            entry.option for entry in self.columns if entry.name in columns and entry.option
         )
-        if not options or any(not self.column(name).option for name in wanted & {*self.names}):
+        if not options or any(not self.column(name).option for name in columns & {*self.names}):
             return self.command
-        asked = [name for name in options if is_explained or name not in ATTRIBUTED]
-        return f"{EXPLAIN} --add {','.join(asked)}" if asked else EXPLAIN
+        named = [name for name in options if is_explained or name not in ATTRIBUTED]
+        return f"{EXPLAIN} --add {','.join(named)}" if named else EXPLAIN
 
     def extended(self, columns: Iterable[Column]) -> Table:
         """Return the table with those of `columns` appended that it lacks."""
@@ -115,9 +115,9 @@ def _shared(name: str, meaning: str, option: str) -> Column:
 
 
 def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[Column, ...]:
-    what = f"end of the 95 % interval of {share} over the {over}, which were drawn again (bootstrap)."
+    meaning = f"end of the 95 % interval of {share} over the {over}, which were drawn again (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
-    return tuple(_shared(f"{share}_{end}", f"{words} {what}", option) for end, words in ends)
+    return tuple(_shared(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
 
 
 def _drift_family() -> tuple[Column, ...]:
@@ -130,8 +130,8 @@ def _drift_family() -> tuple[Column, ...]:
         "q75": "75 % quantile",
         "q90": "90 % quantile",
     }
-    what = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
-    return tuple(_length(f"drift_l2_{short}", f"{words} {what}") for short, words in statistics.items())
+    meaning = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
+    return tuple(_length(f"drift_l2_{short}", f"{words} {meaning}") for short, words in statistics.items())
 
 
 TASK = _text("task", "Task: a data set and its expert.")

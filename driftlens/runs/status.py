@@ -266,8 +266,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return the failure that describes `error`."""
-        known = from_library(error)
-        message, hint = (known.message, known.hint) if known is not None else (str(error), "")
+        described = from_library(error)
+        message, hint = (described.message, described.hint) if described is not None else (str(error), "")
         return cls(type(error).__name__, message, hint)
 
 

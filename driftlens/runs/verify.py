@@ -99,7 +99,7 @@ class Equality:
 
 def equality(a: DriftRun, b: DriftRun) -> Equality:
     """Compare the tables of two runs; rows are matched by key, in any order."""
-    found = Equality()
+    result = Equality()
     for table in TABLES.values():
         if table.name in _SKIPPED_TABLES:
             continue
@@ -107,24 +107,26 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
         first, second = (getattr(run, table.name)().set_index(list(table.key)) for run in (a, b))
         if first.empty and second.empty:
             continue
-        found.tables.append(table.name)
+        result.tables.append(table.name)
         if not first.index.equals(second.index):  # otherwise spare large tables the matching
             for frame, other, which in ((first, second, "first"), (second, first, "second")):
                 alone = frame.index.difference(other.index)
                 if len(alone):
-                    what = f"{counted(len(alone), 'row')} only in the {which} run ({_row(alone[0])})"
-                    found.unequal.append(f"{table.name}: {what}")
+                    rows = f"{counted(len(alone), 'row')} only in the {which} run ({_row(alone[0])})"
+                    result.unequal.append(f"{table.name}: {rows}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
         files = [stored_columns(run.path / table_file(table.name)) for run in (a, b)]
         lacking = {*files[0]} ^ {*files[1]} if all(files) else set()
-        found.lacking += [f"{table.name}.{column.name}" for column in table.columns if column.name in lacking]
+        result.lacking += [
+            f"{table.name}.{column.name}" for column in table.columns if column.name in lacking
+        ]
         for column in table.columns:
             if column.name not in (*table.key, *_SKIPPED_COLUMNS, *lacking):
                 label = f"{table.name}.{column.name}"
-                _compare(found, label, column, first[column.name], second[column.name])
-    found.bit_equal = found.bit_equal and not found.unequal
-    return found
+                _compare(result, label, column, first[column.name], second[column.name])
+    result.bit_equal = result.bit_equal and not result.unequal
+    return result
 
 
 def _compare(equality: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:

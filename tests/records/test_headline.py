@@ -62,7 +62,7 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
             gap = float(np.mean([right[task, "expert"] - right[task, "merged"] for task in tasks])) / n
             is_told = max(gap + high, -low - gap) < gap
         assert ("Repair closes" in found.text) == (moved > 0 and is_told)
-        assert ("can't be told" in found.text) == (moved > 0 and is_behind and not is_told)
+        assert ("is unknown" in found.text) == (moved > 0 and is_behind and not is_told)
         assert ("no clear part" in found.text) == (moved == 0)
         if "Repair closes" in found.text and "base" in models:
             assert ("no clear gain over the base" in found.text) == (side(last, "base") == 0)

@@ -134,7 +134,7 @@ def with_info(folder: Path, **changes: Any) -> DriftRun:
 @pytest.mark.parametrize("selection", [{}, {"tried": 3}], ids=["older run", "own chooser"])
 def test_a_record_that_does_not_compare_is_referred_to(folder: Path, selection: dict[str, Any]) -> None:
     (sentence,) = selection_sentences(with_info(folder, automatic=True, selection=selection), NAME)
-    assert "calibrations/featcal/config.yaml says how" in sentence
+    assert "see calibrations/featcal/config.yaml" in sentence
 
 
 def test_a_gap_lies_in_the_interval_behind_it_also_where_all_are_worse(folder: Path) -> None:

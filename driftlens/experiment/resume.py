@@ -240,12 +240,11 @@ class _Follower(RunWriter):
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest, RunLock(folder))
-        self.status = self.progress = self._nothing
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Leave rows, features, events and progress to the main process."""
 
-    append = fill = drop = write_features = event = _nothing
+    append = fill = drop = write_features = event = status = progress = _nothing
 
     def _save(self, **changes: Any) -> None:
         self.manifest = dataclasses.replace(self.manifest, **changes)

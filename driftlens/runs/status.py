@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import os
 import pathlib
@@ -341,9 +340,13 @@ def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
         raise RunError(f"can't write {path}: {error.strerror}", hint=hint) from error
 
 
-@functools.cache  # creating one takes longer than reading a manifest
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+
+
 def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    if kind not in _adapters:  # creating one takes longer than reading a manifest
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def as_declared(kind: type[T], text: bytes) -> T:

@@ -28,9 +28,9 @@ from driftlens.checkpoints.unsupported import family_of_keys
 from driftlens.utils.errors import IncompatibleModelsError
 
 _WRAPPERS = ("", "module.", "model.", "_orig_mod.")
-"""What training code puts before the names of a whole model."""
+"""Prefixes that training code adds to a model's keys."""
 TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
-"""How models of images and texts begin what is of their texts, where the image tower is taken apart as it runs."""
+"""Prefixes of text-side keys in models of images and texts of which only the image tower runs."""
 
 
 _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
@@ -72,7 +72,7 @@ def names_of(joint: str, count: int) -> list[str]:
 
 
 _ANSWERS = ("score", "classifier", "classification_head", "qa_outputs")
-"""What models have by which they answer otherwise: with it one is of another kind, and not whole without."""
+"""Output heads; a checkpoint that has one is another kind of model."""
 
 
 class Refitted:

@@ -51,7 +51,7 @@ _COMPANIONS = (
     *("additional_chat_templates/*.jinja", "*vocab*.json", "bpe.codes", "dict.txt", "emoji.json"),
     *("byte_maps.json", "normalizer.json", "word_*.json", "tekken.json", "*.tiktoken", "*.tokenizer"),
 )
-"""Files beside weights and configuration that a model is used with; none of them is code."""
+"""Files used with a model in addition to weights and configuration; none is code."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer of transformers needs one."""
 _CONFIGS = ("config.json", "open_clip_config.json")
@@ -126,7 +126,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
 
 def _require_plain_folder(folder: pathlib.Path) -> None:
     """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
-    with contextlib.suppress(CheckpointError):  # a broken configuration may be that of nobody's concern
+    with contextlib.suppress(CheckpointError):  # loaders that need the configuration report damage
         config = folder / "config.json"
         require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
     files = sorted(
@@ -213,7 +213,7 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
         )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, LocalEntryNotFoundError):  # whatever kept the Hub from answering
+        if isinstance(error, LocalEntryNotFoundError):  # raised for any failure to reach the Hub
             cause = "no network reaches it"
         reason = "the network is not to be used" if local else cause
         raise CheckpointError(

@@ -53,7 +53,7 @@ _SETTINGS = (
 )
 """Of `LoraConfig`, what says how adapters are run; the others say where they are, which their names do, too."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` under which the base stays what it is."""
+"""Values of `init_lora_weights` that leave the base unchanged."""
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 
 
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
-"""A rank or alpha; what is beyond overflows somewhere."""
+"""A rank or alpha; larger values would overflow."""
 
 
 class _Settings(BaseModel):
@@ -214,7 +214,7 @@ class LoraSource:
         """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
         modules = self._config.get("modules_to_save") or []
         places = {}
-        # What peft calls a copy of its own comes last, and counts.
+        # A copy in modules_to_save comes last and takes precedence.
         for key in sorted(self._adapters.headers, key=lambda key: ".modules_to_save." in key):
             if _OF_ADAPTERS.search(key):
                 continue

@@ -14,7 +14,7 @@ MODULES = "modules.json"
 _WHOLE = "config_sentence_transformers.json"
 _SETTINGS = (MODULES, _WHOLE, "sentence_*_config.json")
 _FOLLOWED = ("Pooling", "Normalize", "Dense", "Dropout", "LayerNorm")
-"""Modules behind a transformer that saved folders keep."""
+"""Modules after the transformer that saved folders keep."""
 _POOLS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -135,7 +135,7 @@ def require_followed(folder: pathlib.Path) -> None:
     other += [module.kind for module in others if module.kind not in _FOLLOWED]
     if other:
         raise IncompatibleModelsError(
-            f"{folder} is of sentence-transformers, and its {other[0]} can't be followed; after a Transformer may come "
+            f"{folder} (sentence-transformers) has the unsupported module {other[0]}; expected a Transformer, then "
             f"{', '.join(_FOLLOWED)}",
             hint=f"To merge its transformer alone, give a copy of that one's folder without {MODULES}.",
         )
@@ -146,11 +146,11 @@ def reading_notices(folder: pathlib.Path) -> Iterator[str]:
     steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
     behind = f", then by {', '.join(steps)}" if steps else ""
     yield (
-        f"{folder} is of sentence-transformers: the final feature is a text's embedding, made of its tokens by "
-        f"{pooling_of(folder).said}{behind}; what makes it is kept in saved folders"
+        f"{folder} (sentence-transformers): the final feature is the text embedding, pooled from tokens by "
+        f"{pooling_of(folder).said}{behind}; saved folders keep these modules"
     )
     if prompt := prompts_of(folder).default:
-        yield f"{folder}: {prompt!r} stands before every text, as its library has it; a task's `prompt` replaces it"
+        yield f"{folder}: {prompt!r} precedes every text, as in its library; a task's `prompt` replaces it"
 
 
 def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:

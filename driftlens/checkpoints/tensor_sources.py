@@ -193,7 +193,7 @@ class SafetensorsSource:
             mapped = self._mapped[key]
             return (mapped if rows is None else mapped[slice(*rows)]).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
-        # memory is what is in use, and a tensor somebody wrote to does not come back changed.
+        # memory is what is in use, and changes to a returned tensor do not affect later reads.
         with _opened(self._path) as file:
             return _piece(file, key, rows)
 
@@ -232,7 +232,7 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
     if dtype is None:
         raise CheckpointError(
             f"{name}: tensor {key!r} has the unsupported number type {piece.get_dtype()}",
-            hint="Quantised weights can't be compared; save the model in float16 or wider.",
+            hint="Quantized weights can't be compared; save the model in float16 or wider.",
             key=key,
         )
     return TensorHeader(tuple(piece.get_shape()), dtype)
@@ -389,7 +389,7 @@ def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> Non
 
 
 LOOKED_AT = 1 << 12
-"""Entries of each tensor by which a model is judged that nobody reads as a whole: thousands suffice for a share."""
+"""Elements of each tensor that are compared when a model is not read completely."""
 _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -11,7 +11,7 @@ from driftlens.utils.errors import CheckpointError, DriftLensError, Incompatible
 from driftlens.utils.files import plain_file
 
 LIVE = (
-    "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
+    "Build it in your own code: `loader: python:module:function` (with --trust-code), or live modules in "
     "`dl.analyze`, which take any module that runs a list of blocks one after the other."
 )
 _ROUTES = {
@@ -53,21 +53,21 @@ _FAMILIES = (
         "hf-auto",
     ),
     ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
-    ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-encoder"),
+    ("layer.0.attention.", "an encoder of transformers (BERT and similar)", "hf-encoder"),
     ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),
     ("stages.0.", "a convolutional network in stages", "timm"),
 )
 """Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
 
 
-NESTS = ("state_dict", "model", "model_state_dict")
+STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict")
 """Where training checkpoints keep the weights."""
 
 
 def route(loader: str) -> str:
     """Return what to do with a model of another loader, or with one that no loader reads (empty name)."""
     if loader == "adapters":
-        return "Give the folder that peft saved, beside the base that it was trained on."
+        return "Give the folder that peft saved, next to the base that it was trained on."
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
@@ -83,7 +83,7 @@ class Family(NamedTuple):
         """What to do with it among models of another family or under another loader."""
         way = route(self.loader)
         alike = "Base, experts and merge have to be of one architecture. "
-        return f"{alike}{way[:-1]} if the others are of it, too." if way.startswith("Its loader") else way
+        return f"{alike}{way[:-1]} if the others have it, too." if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:
@@ -212,7 +212,7 @@ def require_plain(config: Mapping[str, Any], source: str) -> None:
     require_unquantised(config, source)
     if foreign := foreign_code(config):
         raise IncompatibleModelsError(
-            f"{source} needs code of its own, which is never run (auto_map: {foreign})", hint=LIVE
+            f"{source} needs remote code, which is never run (auto_map: {foreign})", hint=LIVE
         )
 
 
@@ -266,9 +266,7 @@ def running(source: str) -> Iterator[None]:
         yield
     except DriftLensError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
+    except Exception as error:  # a foreign forward pass can raise anything
         kind, lines = type(error).__name__, [line.strip() for line in str(error).splitlines()] or [""]
         cause = " ".join(lines[: 1 + lines[0].endswith(":")])
         # As transformers calls it where a configuration has a value of another kind than it should.

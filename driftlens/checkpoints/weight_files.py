@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from driftlens.checkpoints.unsupported import NESTS, conversion, refuse_pointer
+from driftlens.checkpoints.unsupported import STATE_DICT_KEYS, conversion, refuse_pointer
 from driftlens.utils.errors import CheckpointError, some_of
 from driftlens.utils.files import from_json, plain_file
 
@@ -65,7 +65,7 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
     there = some_of(sorted(entry.name for entry in folder.iterdir())) or "nothing"
     raise CheckpointError(
         f"{folder} holds no weights; there is {there}",
-        hint=f"Wanted is one of {', '.join(WEIGHT_FILES)}; for another file or folder give its own path.",
+        hint=f"Expected one of {', '.join(WEIGHT_FILES)}; for another file or folder give its path.",
     )
 
 
@@ -127,7 +127,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
         missing = next(key for key in listed if key not in there)
         raise CheckpointError(
             f"{index} says that {missing!r} is in {listed[missing]}, but it is not",
-            hint="Shards and index are of different models; download or save the folder again.",
+            hint="Shards and index belong to different models; download or save the folder again.",
         )
     return Composed(str(index.parent), there)
 
@@ -168,7 +168,9 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
 
     content = _load(path)
     if isinstance(content, Mapping):
-        content = next((content[key] for key in NESTS if isinstance(content.get(key), Mapping)), content)
+        content = next(
+            (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping)), content
+        )
         tensors = {
             key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
         }
@@ -177,7 +179,7 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
     if not tensors:
         raise CheckpointError(
             f"{path} holds no weights, but a {type(content).__name__} without tensors in it",
-            hint=f"Save `model.state_dict()`, flat or under one of {', '.join(NESTS)}, best as safetensors.",
+            hint=f"Save `model.state_dict()`, flat or under one of {', '.join(STATE_DICT_KEYS)}, best as safetensors.",
         )
     nested = next(
         (key for key, value in content.items() if key not in tensors and _holds_weights(value)), None
@@ -185,7 +187,7 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
     if nested is not None:
         raise CheckpointError(
             f"{path}: its entry {str(nested)[:40]!r} holds weights too, which would be left out",
-            hint=f"Save the weights alone, flat or under one of {', '.join(NESTS)}, best as safetensors.",
+            hint=f"Save the weights alone, flat or under one of {', '.join(STATE_DICT_KEYS)}, best as safetensors.",
         )
     for key, value in tensors.items():
         if value.layout != torch.strided or value.is_quantized:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 """Endings of image files, in either case; the list of torchvision's ImageFolder."""
 _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "lost+found"])
-"""Folders that systems put beside those of somebody's data."""
+"""Folders that operating systems add."""
 
 
 @data_sources.register("imagefolder")
@@ -60,7 +60,7 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     if is_labelled and len(nested) < len(images):
         loose = next(parts for parts in images if len(parts) == 1)
         raise DataError(
-            f"{folder}: holds images ({loose[0]}) beside class folders ({nested[0][0]})",
+            f"{folder}: holds images ({loose[0]}) next to class folders ({nested[0][0]})",
             hint="Move the images into class folders, or the folders elsewhere; where folders are no classes, set "
             f"`unlabelled: [{split}]`.",
         )

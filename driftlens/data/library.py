@@ -156,7 +156,7 @@ def quiet() -> Iterator[None]:
 ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
 """By the ending of a file, the kind of data that it holds."""
 SPLITS = (("train", "calibration"), ("test", "val", "validation"))
-"""What people call the samples to calibrate on and those to measure on."""
+"""Common names of the splits for calibration and for measurement."""
 
 _TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "query", "content")
 _ANSWERS = ("target", "label", "answer", "output", "response", "completion")
@@ -180,7 +180,7 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
         entry = {"kind": "imagefolder", "calibration": path, "test": path}
     if entry is None:
         raise SpecError(
-            f"--data: {place} is no data of a kind that is told by its name",
+            f"--data: unrecognized data format of {place}",
             hint=f"Give a file ({', '.join(ROWS)}), a folder of images (a sub-folder a class, or none), or a folder "
             "with train and test inside; for other kinds write a spec: `driftlens init`, then docs/data.md.",
         )
@@ -194,7 +194,7 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     if entry["kind"] == "hf":
         file = place / entry["test"] / "dataset_info.json"
     names = columns_of(file)
-    if not names:  # an empty or broken file, which its reader tells best
+    if not names:  # its reader reports an empty or broken file
         return {"input": _TEXTS[0]}
     text = next((name for name in _TEXTS if name in names), None)
     if text is None:

@@ -155,8 +155,8 @@ def live_texts(
     """
     if related := related_columns(entry):
         raise SpecError(
-            f"texts[{task!r}]: {next(iter(related))} is not read of rows at hand",
-            hint="Pairs and queries are scored of files: write them as JSON lines, and name these in a spec.",
+            f"texts[{task!r}]: {next(iter(related))} is not supported for rows in memory",
+            hint="Write pairs and queries to a JSON lines file, and name it in a spec.",
         )
     sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
     for split, (rows, n) in given.items():

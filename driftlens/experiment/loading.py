@@ -166,7 +166,7 @@ def study_of(
 
 
 NEW_TOKENS = 64
-"""Tokens of an expert's own answer at most, where calibration shows it."""
+"""Maximum number of tokens of an expert's answer in calibration."""
 
 _Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
 """(name in the pool, opens the model) -> the model, or None where it is to be left out."""
@@ -234,7 +234,7 @@ def _with_a_head(
     base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
     if base is None or layout is None or lm is None or not lm.is_apart:
         return None
-    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):  # by whatever name
+    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):  # under any name
         return None
     parts = {key: (base, key) for key in base.headers}
     parts[layout.wrapper(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
@@ -363,7 +363,7 @@ def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
 
 
 _SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
-"""What tokenizers write for a space and a line's end, as a reader knows them."""
+"""Tokenizers' symbols for spaces and line ends, and readable ones."""
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
@@ -374,15 +374,15 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
     keys = (entry.weight,) if entry.weight else models.architecture.classifier_keys(stored)
     if keys is None:
         raise CheckpointError(
-            f"heads.{task}: {stored.name} holds no classifier of its own",
+            f"heads.{task}: {stored.name} holds no classifier",
             hint=f"Name its key: heads.{task}.weight; or give another head.",
         )
     form = models.architecture.own_head
     if form is not None and not entry.weight:
         if entry.normalize:
             raise SpecError(
-                f"heads.{task}: the expert's own head has {len(keys)} weights; it decides what it normalizes",
-                hint="Take `normalize` out.",
+                f"heads.{task}: the expert's own head has {len(keys)} weights and fixes its normalization",
+                hint="Remove `normalize`.",
             )
         return form.head(stored, keys, classes)
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
@@ -452,21 +452,21 @@ def _notices(
         unnamed = _is_own(entry) and entry.classes is None and _named_by_expert(spec, task, entry) is None
         if unnamed and data[task].class_names:
             yield (
-                f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in "
-                "the data's order; `heads.TASK.classes` gives another"
+                f"{task}: only the data names the classes of the expert's classifier, so its rows follow the data's "
+                "order; set `heads.TASK.classes` for another order"
             )
     for task, opened in data.items():
         if opened.class_names and is_of_vocabulary(heads.get(task)):
             yield (
-                f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
-                "answers are chosen by their likelihood"
+                f"{task}: answers of two classes begin with the same token, so scores are those of the next token, "
+                "and answers are chosen by likelihood"
             )
     texts = ((task, opened.test.texts) for task, opened in data.items())
     sees = {task for task, text in texts if text is not None and isinstance(text.reader, PictureReader)}
     if sees and (blind := sorted(data.keys() - sees)):
         yield (
-            f"{', '.join(blind)}: samples are texts, of which the vision tower saw nothing: there is no drift in it, "
-            f"and it is calibrated, with what projects its features, from {', '.join(sorted(sees))} alone"
+            f"{', '.join(blind)}: samples have no images, so the vision tower shows no drift; the tower and its "
+            f"projector are calibrated from {', '.join(sorted(sees))} alone"
         )
     yield from (*head_notices(models), *dtype_notices(models))
     yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
@@ -582,7 +582,7 @@ _LACKING = {
 
 
 _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
-"""Pools by what sentence-transformers calls them."""
+"""Poolings and their names in sentence-transformers."""
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
@@ -599,13 +599,13 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
             raise SpecError(
                 f"layers.pool is {pool!r}, but the classifier of {task}'s expert reads features pooled by "
                 f"{head.form.pool!r}",
-                hint=f"Take `pool` out, or give heads.{task} that reads them so.",
+                hint=f"Remove `pool`, or give heads.{task} with this pooling.",
             )
     stated = chain.settings.get(EMBEDDED, pool)
     if pool in _LIBRARY_POOLS and stated in _LIBRARY_POOLS.values() and stated != _LIBRARY_POOLS[pool]:
         raise SpecError(
             f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",
-            hint="Take `pool` out; the final feature is the embedding that the folder makes.",
+            hint="Remove `pool`; the final feature is the folder's embedding.",
         )
     metrics = spec.metrics
     more = {"contributions": metrics.contributions, "prefix": metrics.prefix}
@@ -645,8 +645,8 @@ def head_notices(models: OpenModels) -> list[str]:
         text = f"no expert brings a classifier: the final feature of a sample is {feature}"
         return [text] if feature else []
     modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
-    text = f"{', '.join(bring)}: all that reads the features of tokens ({modules}) is the task's own; saved models"
-    return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
+    text = f"{', '.join(bring)}: the modules that read token features ({modules}) belong to the task; saved models"
+    return [f"{text} hold the base's, if any, and saved folders the experts' in {HEADS}/"]
 
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
@@ -688,4 +688,4 @@ def dtype_notices(models: OpenModels) -> list[str]:
     if len(by_dtype) < 2:
         return []
     listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(by_dtype.items()))
-    return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]
+    return [f"checkpoints are stored in different dtypes ({listed}); computations use one dtype"]

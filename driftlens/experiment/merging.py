@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 PHASE = "merge"
 PIECE = 2**22
-"""Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
+"""Elements passed to an `entry` method at a time: twenty experts' largest tensors may not fit into memory."""
 
 
 def save_one(
@@ -268,7 +268,7 @@ class StreamedMerge:
         header, inputs = self.headers[key], self._inputs
         if key not in inputs.base:
             return inputs.start.read(key, rows)
-        change = None if key in self._done else self.change  # of what a file holds twice once
+        change = None if key in self._done else self.change  # count a tensor that is read twice only once
         merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
         for slot, value in self._merged_slots(key):
             place = merged if slot.rows is None else merged[slice(*slot.rows)]
@@ -493,8 +493,8 @@ def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | N
 def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
     """Build the error for a method that needs score maps where tasks have none."""
     return SpecError(
-        f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
-        hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
+        f"merge method {entry.name!r} needs a score map for every task; missing: {', '.join(tasks)}",
+        hint=f"Add heads.{tasks[0]} to the spec, or use a method that needs no scores.",
     )
 
 

@@ -90,7 +90,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
-    known_by = "contents" if is_live(manifest) else "ids"  # of live objects nobody but their content knows
+    known_by = "contents" if is_live(manifest) else "ids"  # ids of live samples are positions
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
         *manifest.warnings,
@@ -147,7 +147,7 @@ def merge_card(
     settings.append(("Source", merge["source"]))
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
-    unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
+    unmeasured = "Not measured; `driftlens analyze` reports its drift from the experts."
     return _rendered(
         architecture,
         parents,
@@ -272,8 +272,8 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
     if info.attached:
         return (
             f"{text}, for every task, maps of its features that were fitted to that expert's: {info.attached:,} "
-            "numbers beside the weights. Whoever uses them must know the task of an input; the scores below are with "
-            "the maps."
+            "numbers in addition to the weights. Using them requires the task of an input; the scores below "
+            "include the maps."
         )
     is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
     how = "by gradients" if is_trained else "in closed form, layer by layer,"
@@ -287,13 +287,13 @@ def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     if all(terms == base for terms in stated.values()):
         return base, []
     listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
-    return {}, [f"No license is stated here: the models that it was made from state {listed}."]
+    return {}, [f"No license is stated, since the source models' licenses differ: {listed}."]
 
 
 def _license(origin: str) -> dict[str, Any]:
     folder, stated = library_folder(origin), None
     if folder is not None and (card := folder / "README.md").is_file():
-        with suppress(Exception):  # an untrusted file: whatever is wrong with it, it states no license
+        with suppress(Exception):  # an untrusted file may be broken in any way
             stated = metadata_load(card)
     stated = stated or {}
     terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}

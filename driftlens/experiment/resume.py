@@ -1,7 +1,6 @@
-"""Runs opened again or written to: checks that nothing changed, phases, one writing process of several.
+"""Reopened runs: checks that models and samples are unchanged, phases, and one writing process among several.
 
-Entry points: `reopened` for a run's study, `writing` and `run_phase` for a job. `Kept` caches what a job has done, so
-that one that was stopped resumes there.
+Entry points: `reopened` for a run's study, `open_writer` and `run_phase` for a job.
 """
 
 from __future__ import annotations
@@ -141,8 +140,8 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
     """Refuse a run of live modules that are not passed again, since no spec names them."""
     if is_live(manifest):
         raise SpecError(
-            f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
-            hint="Hand them in again from Python, as `driftlens.open_run(...).calibrate(..., modules={...})`, or save "
+            f"{folder} was made from live modules, which are gone: it can be read but not extended",
+            hint="Pass them again from Python, as `driftlens.open_run(...).calibrate(..., modules={...})`, or save "
             "them as checkpoints and analyze a spec that names these.",
         )
 
@@ -177,7 +176,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
         if study.model_info(name).digest != recorded.digest:
             raise CheckpointError(
                 f"{name} is not the model that the run was made with: {study.pool.source(name).name} has changed",
-                hint="Bring that model back, or analyze the models of today into a run of their own.",
+                hint="Restore that model, or analyze the present models into a new run.",
                 model=name,
             )
 
@@ -193,12 +192,12 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
             if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.origin()):
                 raise DataError(
                     f"the {split} samples of task {task} are not those of the run: the data has changed",
-                    hint="Bring the data back, or analyze the data of today into a run of its own.",
+                    hint="Restore the data, or analyze the present data into a new run.",
                 )
 
 
 @contextmanager
-def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
     """Open the writer of a run for the length of the block; all processes enter and leave it together."""
     team.barrier()  # what others still read before they come here must not change
     with ExitStack() as stack:
@@ -209,7 +208,7 @@ def writing(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
             return writers[0].folder, writers[0].manifest
 
         folder, manifest = team.once(_begin)
-        yield writers[0] if writers else _Follower(folder, manifest)
+        yield writers[0] if writers else _NoopWriter(folder, manifest)
     team.barrier()  # the run is finished now
 
 
@@ -225,7 +224,7 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
         raise
 
 
-def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
+def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
     """Do work that writes in the main process alone; all processes know the manifest afterwards."""
 
     def _done() -> Manifest:
@@ -235,7 +234,7 @@ def lead(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
     writer.manifest = team.once(_done)
 
 
-class _Follower(RunWriter):
+class _NoopWriter(RunWriter):
     """The writer of a process that writes nothing: it keeps the manifest in memory."""
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
@@ -275,8 +274,8 @@ def run_phase(
         return
     device = (accelerator() or HOST) if study is None else study.pool.device
 
-    def _report(goes_on_with: str) -> None:
-        writer.notice(f"{device} has too little memory for {name}: it goes on with {goes_on_with}")
+    def _report(fallback: str) -> None:
+        writer.notice(f"{device} has too little memory for {name}: continuing with {fallback}")
 
     with (
         exact_products(),

@@ -1,4 +1,4 @@
-"""Checks of models that fit each other in shape: weights, tokenizers, adapters, configurations.
+"""Sanity checks of compatible models: weights, tokenizers, adapters, configurations.
 
 Entry points: `suspicions` for weights, `companions` for everything that comes with them.
 """
@@ -34,23 +34,23 @@ from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, Nume
 from driftlens.utils.rounding import Change, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
 
-FOREIGN = 0.5
-"""Relative distance between weights from which on they hardly come from one base.
+MAX_DISTANCE_FROM_BASE = 0.5
+"""Relative distance of weights above which models hardly share a base.
 
 Matrices trained apart are uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves
 weights by a few percent; by 10 to 16 % where it was long and the model small.
 """
-EXPLAINED, UNEXPLAINED = 0.01, 0.5
-"""Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
-MOST_READ = 1 << 28
-"""Entries of all models together up to which each is read; of larger ones the first rows of every tensor, as many."""
-HELD = 1 << 22
-"""Entries of all models together in memory at a time."""
+MAX_UNEXPLAINED, MUCH_UNEXPLAINED = 0.01, 0.5
+"""Shares of a merge that task vectors leave unexplained: rounding up to the first, notable above the second."""
+MAX_ELEMENTS_READ = 1 << 28
+"""Elements of all models up to which all are read; of larger models, the first rows of every tensor."""
+READ_CHUNK = 1 << 22
+"""Elements of all models in memory at a time."""
 ROUNDING = 1e-12
 """Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
 _Level = Literal["ok", "notice", "problem"]
-"""A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
+"""A problem makes an analysis impossible or meaningless; a notice is for the reader to judge."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,12 @@ def _distances(sampled: _Sampled) -> list[Finding]:
         if name == "base" or not anchors:
             continue
         distance, anchor = min((sampled.median_distance(name, anchor), anchor) for anchor in anchors)
-        if distance > FOREIGN:
+        if distance > MAX_DISTANCE_FROM_BASE:
             text = (
                 f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
-                f"size, the median over matrices; models of one base stay far below {FOREIGN}"
+                f"size, the median over matrices; models of one base stay far below {MAX_DISTANCE_FROM_BASE}"
             )
-            hint = (
-                "It seems to come from another base, and averages across bases mean nothing; check the file."
-            )
+            hint = "It seems to have another base, and averages across bases are meaningless; check the file."
             foreign.append(Finding("notice", label(name), text, hint))
         elif name in sampled.experts:
             close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
@@ -155,7 +153,7 @@ def _distances(sampled: _Sampled) -> list[Finding]:
         least = "" if sampled.is_whole else "at least "
         text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
     if not sampled.is_whole:
-        text += "; of every tensor only the first rows were read"
+        text += "; only the first rows of each tensor were read"
     return [Finding("ok", "shared base", text), *foreign]
 
 
@@ -166,12 +164,12 @@ def _plausibility(sampled: _Sampled, name: str) -> Finding:
     if not fits:
         return Finding("ok", model, f"the {model} is {origin}, up to rounding")
     for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
-        if share <= EXPLAINED:
+        if share <= MAX_UNEXPLAINED:
             text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{note}"
             return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
-    if share <= UNEXPLAINED:
+    if share <= MUCH_UNEXPLAINED:
         return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
     hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
     return Finding("notice", model, text, hint)
@@ -206,14 +204,14 @@ class _Sampled:
         headers = next(iter(sources.values())).headers
         slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
         sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
-        is_whole = sum(sizes) * len(sources) <= MOST_READ
-        limit = max(sizes) if is_whole else MOST_READ // (len(sources) * len(slots))
+        is_whole = sum(sizes) * len(sources) <= MAX_ELEMENTS_READ
+        limit = max(sizes) if is_whole else MAX_ELEMENTS_READ // (len(sources) * len(slots))
         grams = torch.zeros(len(slots), len(sources), len(sources), dtype=torch.float64)
         changed: dict[str, set[str]] = {name: set() for name in sources}
         broken: dict[str, NumericsError] = {}
         for slot, size, gram in zip(slots, sizes, grams, strict=True):
             num_read = 0
-            for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
+            for rows in _row_ranges(slot, headers[slot.key].shape, limit, READ_CHUNK // len(sources)):
                 pieces = _finite_pieces(sources, slot.key, rows, broken)
                 for name, piece in pieces.items() if "base" in pieces else ():
                     if slot.key not in changed[name] and not _is_equal(pieces["base"], piece):
@@ -321,7 +319,7 @@ _FEW_READ = 1 << 16
 
 
 _Doubt = Iterator[tuple[str, str]]
-"""Oddities, each with a remedy."""
+"""Notices, each with a remedy."""
 
 
 def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
@@ -338,10 +336,10 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     def _doubts(name: str, source: StateSource, called: str) -> _Doubt:
         if code := foreign_code(vocabularies.json_object(folders[name], "config.json"), needed=False):
             yield (
-                f"{called} brings code of its own ({code}), which is not run: the library's own model is used",
-                "Check that they compute the same.",
+                f"{called} comes with remote code ({code}), which is not run; the library's model is used instead",
+                "Check that both compute the same.",
             )
-        yield from ((text, "Take out what is not the model's.") for text in folder_notices(source))
+        yield from ((text, "Remove files that are not part of the model.") for text in folder_notices(source))
         yield from _passed_over(models, source, called)
         if models.base is None or name == "base":
             return
@@ -363,8 +361,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             if differing := vocabularies.tokenizer_changes(home, folder):
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
-                    "The base's reads and ends everything; where ids mean other words, features are those of other "
-                    "words.",
+                    "The base's tokenizer is used throughout; ids with other meanings give features of other words.",
                 )
 
     findings = [
@@ -394,10 +391,9 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt
     if keys:
         model = models.architecture.chain.settings["model"]
         yield (
-            f"{called} holds {some_of([*map(repr, keys)], 2)}, for which {model} has no use (its library loads a model "
-            "without them): they are measured and merged with nothing, and saved models "
-            f"{'hold them as they are' if source is base else 'come without them'}",
-            "Where they decide what the model answers elsewhere, copy them into the folder that is saved.",
+            f"{called} holds {some_of([*map(repr, keys)], 2)}, for which {model} has no use: they are not measured or "
+            f"merged, and saved models {'keep' if source is base else 'lack'} them",
+            "If another program needs them, copy them into the saved folder.",
         )
 
 
@@ -408,7 +404,7 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
         return
     base_keys, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
     of_heads = {key for model in (base, source) for key in architecture.classifier_keys(model) or ()}
-    # Every task has its own, and they are told.
+    # Heads differ by task and are reported elsewhere.
     of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
     shared = [key for key in base_keys.keys() & own.keys() if own[key] not in of_heads]
     shared.sort(key=lambda key: (base.headers[base_keys[key]].nbytes, key))
@@ -418,16 +414,16 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
     if not isinstance(layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
         yield (
-            f"{called} has more than its layers changed, which is not used: it is measured and merged with "
-            f"nothing, and saved models hold the base's {differ}",
-            "Where that decides what the model answers, copy the expert's into the folder that is saved.",
+            f"{called} changed tensors outside its layers, which are not used: they are not measured or merged, and "
+            f"saved models hold the base's {differ}",
+            "If outputs depend on them, copy the expert's into the saved folder.",
         )
         return
-    part = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
-    heads = "" if architecture.open_text is None else "heads that are made of prompts are the base's, and "
+    part = "its own logit scale" if changed == ["logit_scale"] else "a fine-tuned text tower"
+    heads = "" if architecture.open_text is None else "heads from prompts are the base's, and "
     yield (
         f"{called} has {part}, which is not used: {heads}saved models hold the base's {differ}",
-        "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
+        "To use its text tower, save heads made by it and set `heads.<task>.file`.",
     )
 
 
@@ -452,11 +448,11 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
     if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):
         mismatch = f"{stated!r}, and the base is {base!r}"
     elif revision not in ("", "main") and not any(revision in place for place in places):
-        mismatch = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
+        mismatch = f"revision {revision!r} of {stated!r}, and the revision of {base!r} is unknown"
     if mismatch:
         yield (
             f"the adapters of {called} were trained on {mismatch}",
-            "They mean something on their own base alone: name that, unless these are the same weights.",
+            "Adapters fit their own base only: name it, unless the weights are the same.",
         )
 
 
@@ -468,7 +464,7 @@ def task_vectors(models: OpenModels) -> dict[str, Change]:
 
 
 LONG = 4.0
-"""Lengths of a task vector, in medians of the others', from which on it is said.
+"""Norm of a task vector, relative to the median of the others, from which it is reported.
 
 Experts of one recipe stay below it though their tasks differ: 0.6 to 1.4 among experts of images, 0.4 to 3.1 among four
 of texts. Adapters of rank 32 that were trained with alpha / r and are scaled by alpha / sqrt(r) are 5.7 times as long
@@ -488,28 +484,32 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Dou
     )
     if start == end:
         if text := coarse_words(change, called):
-            yield text, "If its training kept weights of more digits, give those."
+            yield text, "If weights of higher precision exist, give those."
     elif text := lost_words(change, called):
-        stored = "its own number type: what training changed there and what saving rounded look alike"
-        unrounded = "the base's number type; it is measured and merged as it is, unrounded"
+        stored = "its own dtype: changes by training and by rounding look alike"
+        unrounded = "the base's dtype; it is measured and merged unrounded"
         yield (
             f"{text} ({unrounded if start < end else stored})",
-            "A folder in the base's number type rounds what is saved; with `--out-dtype float32` it keeps all."
+            "Saving in the base's dtype rounds; `--out-dtype float32` keeps all."
             if start < end
-            else "If there are weights of more digits, give those.",
+            else "If weights of higher precision exist, give those.",
         )
 
 
 def _long(changes: Mapping[str, Change], name: str, called: str) -> _Doubt:
     norms = [change.norm for other, change in changes.items() if other != name and change.changed]
     typical = statistics.median(norms) if norms else 0.0
-    # Of one that comes from another base that is told.
-    if typical and (norm := changes[name].norm) >= LONG * typical and changes[name].distance <= FOREIGN:
+    # A model of another base is reported as such.
+    if (
+        typical
+        and (norm := changes[name].norm) >= LONG * typical
+        and changes[name].distance <= MAX_DISTANCE_FROM_BASE
+    ):
         yield (
-            f"the task vector of {called} is about {norm / typical:.3g} times as long as the other experts', the "
-            f"median of which is {typical:.3g} and its own {norm:.3g}",
-            "A merge that scales all alike is mostly this expert; check its learning rate, or the scale of its "
-            "adapters (use_rslora, lora_alpha).",
+            f"the task vector of {called} is about {norm / typical:.3g} times as long as the other experts' "
+            f"(norm {norm:.3g}, median of the others {typical:.3g})",
+            "It will dominate a merge with equal scaling; check its learning rate, or the scale of its adapters "
+            "(use_rslora, lora_alpha).",
         )
 
 
@@ -538,7 +538,7 @@ _HF_COMPUTED = (
     *("attention_multiplier", "residual_multiplier", "num_experts_per_tok", "norm_topk_prob", "alibi"),
     *("scale_embedding", "dense_act_fn", "is_gated_act", "relative_attention_max_distance"),
 )
-"""What decides on features beside weights, in any family's config.json."""
+"""Entries of config.json that affect features, in any family."""
 _ACTIVATIONS = ("hidden_act", "quick_gelu", "activation_function")
 
 _Statement = tuple[str, str, object, object]
@@ -555,14 +555,14 @@ def _contradictions(architecture: Architecture, folder: Path, called: str) -> _D
     for file, key, stated, used in reader(architecture, folder) if loader in _CONFIGURED else ():
         if _equal(stated, used):
             continue
-        remedy = "Merge models of one architecture, or correct the file that is wrong."
+        remedy = "Merge models of one architecture, or correct the wrong file."
         if key in _ACTIVATIONS:
             remedy = (
                 "Name the architecture with the activation that the weights were trained with "
                 "(`architecture.source`)."
             )
         elif file.endswith("processor_config.json"):
-            remedy = "Merge models that see the same pixels, or correct the file that is wrong."
+            remedy = "Merge models with the same preprocessing, or correct the wrong file."
         yield f"{file} of {called} has {key} {stated}, but all models are computed with {used}", remedy
 
 

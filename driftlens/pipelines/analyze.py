@@ -30,10 +30,10 @@ from driftlens.experiment.resume import (
     MERGED_FILE,
     deterministic_algorithms,
     difference,
-    lead,
+    on_main_process,
+    open_writer,
     resumable,
     run_phase,
-    writing,
 )
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
 from driftlens.experiment.study import Study, TaskSamples
@@ -105,7 +105,7 @@ def analyze(
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
     again = f"`{command_to_resume(out)}{less}` resumes"
-    opened = writing(team, partial(RunWriter.resume, out) if resumes else create)
+    opened = open_writer(team, partial(RunWriter.resume, out) if resumes else create)
     with opened as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
@@ -125,7 +125,7 @@ def analyze(
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
-        lead(team, writer, _begin)
+        on_main_process(team, writer, _begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
         with deterministic_algorithms(study.settings.deterministic):
@@ -161,7 +161,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
             writer.notice(notice)
 
     # Also when resumed: the other phases read the stored file, never the model in memory.
-    run_phase(writer, "merge", lambda: lead(study.team, writer, _save))
+    run_phase(writer, "merge", lambda: on_main_process(study.team, writer, _save))
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -189,7 +189,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     manifest = read_manifest(folder)
     context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
     context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
-    with writing(context.access.team, partial(RunWriter.resume, folder)) as writer:
+    with open_writer(context.access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
         # Each calibration has its own phases, so that removing it also removes their records.
         calibration_of = {calibrated(name): name for name in manifest.calibrations}

@@ -35,11 +35,11 @@ from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
 from driftlens.experiment.resume import (
     deterministic_algorithms,
-    lead,
+    on_main_process,
+    open_writer,
     resumable,
     run_phase,
     seconds_in,
-    writing,
 )
 from driftlens.experiment.study import Study
 from driftlens.models.saving import save_state_dict
@@ -129,7 +129,7 @@ def calibrate(
     team.once(lambda: reopening.require_same_samples(opened.manifest, study))
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = partial(RunWriter.resume, folder)
-    with writing(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
+    with open_writer(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
         reporter = context.reporter(writer.progress)
@@ -297,7 +297,7 @@ def _solve_and_measure(
             if not replaces:
                 writer.remove_calibration(name)  # leftovers of an interrupted one
 
-    lead(team, writer, _clear)
+    on_main_process(team, writer, _clear)
     if request.auto:
         opened = _with_choice(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.identity
@@ -320,7 +320,7 @@ def _solve_and_measure(
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
-        lead(team, writer, _write)
+        on_main_process(team, writer, _write)
 
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
@@ -388,7 +388,7 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
         with scratch.hidden():
             writer.remove_calibration(plan.name)
 
-    lead(study.team, writer, _remove)
+    on_main_process(study.team, writer, _remove)
 
 
 def _complete(
@@ -413,7 +413,7 @@ def _complete(
         with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-    lead(study.team, writer, _describe)
+    on_main_process(study.team, writer, _describe)
     if export is not None:
         study.team.once(lambda: export.save(info))
     if request.attribution:

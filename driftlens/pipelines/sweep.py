@@ -26,7 +26,7 @@ from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_own_answers
-from driftlens.experiment.resume import deterministic_algorithms, run_phase, writing
+from driftlens.experiment.resume import deterministic_algorithms, open_writer, run_phase
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import calibrator_of, method_called
@@ -147,7 +147,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     study = dataclasses.replace(study, tasks=tasks)
     team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[_Setting, DriftLensError]()
-    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
+    with open_writer(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
         rows = team.once(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.

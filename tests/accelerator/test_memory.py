@@ -49,7 +49,7 @@ def test_batches_are_halved_until_they_fit(sim: torch.device, tmp_path: Path) ->
     assert high > low
     halved = run("halved", 8, (high + low) // 2)
     told = [text for text in halved.manifest.notices if "too little memory" in text]
-    assert told and all("goes on with batches of" in text for text in told)
+    assert told and all("continuing with batches of" in text for text in told)
     for found in (wide, narrow):
         pd.testing.assert_frame_equal(
             halved.layers()[["layer", "variant", "drift_l2_mean"]],

@@ -249,5 +249,5 @@ def test_columns_are_found_by_their_usual_names_or_asked_for(tmp_path: Path) -> 
     with pytest.raises(SpecError, match="there are label, words"):
         data_entry(tmp_path / "b.csv", reads="text")
     (tmp_path / "notes.txt").write_text("it rains\n")
-    with pytest.raises(SpecError, match="no data of a kind that is told by its name"):
+    with pytest.raises(SpecError, match="unrecognized data format"):
         data_entry(tmp_path / "notes.txt", reads="text")

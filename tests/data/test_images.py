@@ -166,7 +166,7 @@ def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_p
         ({}, "missing", "missing", "spec file's folder"),
         ({"file.png": 1}, "file.png", "file.png", ""),
     ],
-    ids=["beside class folders", "no images", "no folder", "a file"],
+    ids=["next to class folders", "no images", "no folder", "a file"],
 )
 def test_what_is_no_folder_of_images_is_refused_by_name(
     tmp_path: Path, files: dict[str, int], place: str, message: str, hint: str
@@ -183,7 +183,7 @@ def test_sub_folders_of_unlabelled_splits_are_no_classes(tmp_path: Path) -> None
         tmp_path, {"all/2024/may/a.png": 1, "all/b.png": 2, "test/cat/c.png": 3, "test/dog/d.png": 4}
     )
     entry = {"kind": "imagefolder", "calibration": str(tmp_path / "all"), "test": str(tmp_path / "test")}
-    with refusing(DataError, match="beside class folders", hint="unlabelled: [calibration]"):
+    with refusing(DataError, match="next to class folders", hint="unlabelled: [calibration]"):
         opened("calibration", **entry)
     for splits, named in ((["calibration"], ("cat", "dog")), (["calibration", "test"], None)):
         views = {split: images(split, **entry, unlabelled=splits) for split in ("calibration", "test")}

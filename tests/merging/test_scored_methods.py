@@ -80,7 +80,7 @@ def test_a_task_without_a_score_map_is_refused_before_anything_is_written(name: 
     models = open_models(BASE, EXPERTS)
     study = study_of(models)
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=None)}
-    with pytest.raises(SpecError, match="there is none of b") as caught:
+    with pytest.raises(SpecError, match="missing: b") as caught:
         merged_source(
             models, merge_called(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x"
         )

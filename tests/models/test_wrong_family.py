@@ -147,13 +147,13 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "unknown_architecture": (
         "hf-clip",
         lambda folder: remote_code(folder, architectures=["OwnModel"]),
-        "code of its own, which is never run (auto_map: modeling_own.OwnModel)",
+        "remote code, which is never run (auto_map: modeling_own.OwnModel)",
         "python:module:function",
     ),
     "unknown_type": (
         "hf-clip",
         lambda folder: remote_code(folder, model_type="own"),
-        "code of its own, which is never run (auto_map: modeling_own.OwnModel)",
+        "remote code, which is never run (auto_map: modeling_own.OwnModel)",
         "python:module:function",
     ),
     "gguf_to_transformers": (

@@ -68,7 +68,7 @@ def fine_tuned(base: Path, folder: Path, parts: tuple[str, ...]) -> Path:
     [
         (("vision_model.", "visual_projection."), ""),
         (("vision_model.", "text_model.", "text_projection."), "a fine-tuned text tower"),
-        (("vision_model.", "logit_scale"), "a logit scale of its own"),
+        (("vision_model.", "logit_scale"), "its own logit scale"),
     ],
     ids=["none", "text_tower", "logit_scale"],
 )
@@ -240,8 +240,8 @@ def test_of_large_models_a_bounded_part_is_read(
             return tensor
 
     counted = {name: Counted(source) for name, source in models.sources.items()}
-    monkeypatch.setattr("driftlens.experiment.sanity_checks.MOST_READ", 4000)
-    monkeypatch.setattr("driftlens.experiment.sanity_checks.HELD", 64)
+    monkeypatch.setattr("driftlens.experiment.sanity_checks.MAX_ELEMENTS_READ", 4000)
+    monkeypatch.setattr("driftlens.experiment.sanity_checks.READ_CHUNK", 64)
     (finding,) = suspicions(models.architecture.chain, counted)
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
     assert "are 0.25 away from the base" in finding.text

@@ -93,14 +93,17 @@ class Refitted:
         self.name, self.whole = source.name, source
         self._places: dict[str, tuple[str, int]] = {}
         self.headers: dict[str, TensorHeader] = {}
-        first, joined = {names[0]: key for key, names in joints.items()}, {*itertools.chain(*joints.values())}
+        joint_of, joined = (
+            {names[0]: key for key, names in joints.items()},
+            {*itertools.chain(*joints.values())},
+        )
         for key, header in source.headers.items():
             for start, stop in rows.get(key, ()):
                 part = f"{key}[{start}:{stop}]"
                 self.headers[part] = TensorHeader((stop - start, *header.shape[1:]), header.dtype)
                 self._places[part] = key, start
-            if key in first:
-                self.headers[first[key]] = self._joint(first[key], joints[first[key]])
+            if key in joint_of:
+                self.headers[joint_of[key]] = self._joint(joint_of[key], joints[joint_of[key]])
             elif key not in rows and key not in joined:
                 self.headers[key] = header
 
@@ -111,16 +114,16 @@ class Refitted:
         start, stop = rows or (0, header.shape[0] if header.shape else 0)
         if header.parts:
             return self._joined(header, start, stop)
-        stored, first = self._places.get(key, (key, 0))
-        return self.whole.read(stored, (first + start, first + stop) if stored != key else rows)
+        stored, offset = self._places.get(key, (key, 0))
+        return self.whole.read(stored, (offset + start, offset + stop) if stored != key else rows)
 
     def _joint(self, key: str, names: Sequence[str]) -> TensorHeader:
         """Return the header of concatenated tensors."""
         headers = [self.whole.headers[name] for name in names]
-        each = len(_alternatives(key))
-        length = sum(math.prod(header.shape[:1]) for header in headers[:each])
+        num_kinds = len(_alternatives(key))
+        length = sum(math.prod(header.shape[:1]) for header in headers[:num_kinds])
         shape = (length, *headers[0].shape[1:])
-        for name, header, like in zip(names, headers, itertools.cycle(headers[:each])):
+        for name, header, like in zip(names, headers, itertools.cycle(headers[:num_kinds])):
             if header.shape != like.shape or header.shape[1:] != shape[1:]:
                 raise IncompatibleModelsError(
                     f"{self.name}: {name!r} has shape {list(header.shape)}, which does not fit that of "
@@ -130,7 +133,7 @@ class Refitted:
                 )
         # Adapters on some experts make them wider than the others.
         dtype = promoted(*(header.dtype for header in headers))
-        count = (len(names) // each,) if "*" in key else ()
+        count = (len(names) // num_kinds,) if "*" in key else ()
         parts = tuple((name, header.shape) for name, header in zip(names, headers, strict=True))
         return TensorHeader((*count, *shape), dtype, parts)
 
@@ -139,10 +142,10 @@ class Refitted:
         flat, place = joined.view(-1), -start * math.prod(header.shape[1:])
         for name, shape in header.parts:
             size, row = math.prod(shape), max(1, math.prod(shape[1:]))
-            first, last = max(0, -place) // row, min(size, len(flat) - place) // row
-            if first < last:
-                rows = self.whole.read(name, (first, last)).reshape(-1)
-                flat[place + first * row : place + last * row] = rows
+            start_row, stop_row = max(0, -place) // row, min(size, len(flat) - place) // row
+            if start_row < stop_row:
+                rows = self.whole.read(name, (start_row, stop_row)).reshape(-1)
+                flat[place + start_row * row : place + stop_row * row] = rows
             place += size
         return joined
 
@@ -277,8 +280,8 @@ class Spellings:
         used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
         named = {key.removeprefix(wrapper): key for key in headers if key not in used}
         return {
-            key: at
-            for key, at in named.items()
+            key: stored_key
+            for key, stored_key in named.items()
             if self._is_passed_over(key)
             and key.rpartition(".")[0] not in self._modules
             and not key.startswith(beside)
@@ -294,11 +297,11 @@ class Spellings:
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
         parts = key.split(".")
-        known = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._modules)
-        is_numbered = any(part.isdigit() for part in parts[: known + 1])
+        depth = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._modules)
+        is_numbered = any(part.isdigit() for part in parts[: depth + 1])
         if parts[0] in _ANSWERS:
             return False
-        is_inside = known == len(parts) - 1 and self._modules[".".join(parts[:-1])]
+        is_inside = depth == len(parts) - 1 and self._modules[".".join(parts[:-1])]
         return self.is_lenient and not is_numbered and not is_inside
 
     @functools.cached_property
@@ -344,8 +347,8 @@ class Spellings:
         wrapper = self.wrapper(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
         beside = (*TEXT_SIDE, *self.left_out)
-        found = {key: stored for key, stored in named.items() if key.startswith(beside)}
-        return found | self.passed_over(keys, name)
+        kept = {key: stored for key, stored in named.items() if key.startswith(beside)}
+        return kept | self.passed_over(keys, name)
 
     def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
         """Return the model's keys that are found, and the prefix of the names in the file."""
@@ -360,8 +363,8 @@ def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
     """Group keys by their name with a star for one number, and list the numbers."""
     numbers: dict[str, list[int]] = {}
     for key in keys:
-        for found in _NUMBER.finditer(key):
-            numbers.setdefault(f"{key[: found.start()]}*{key[found.end() :]}", []).append(int(found[0]))
+        for match in _NUMBER.finditer(key):
+            numbers.setdefault(f"{key[: match.start()]}*{key[match.end() :]}", []).append(int(match[0]))
     return numbers
 
 
@@ -418,9 +421,9 @@ class KeyLayout:
                 stored[place] = key
         if projection is not None and target is not None:
             stored[target] = projection
-        known = [key for key in wanted if key in stored]
+        expected = [key for key in wanted if key in stored]
         unknown = [key for key in stored if key not in wanted]
-        return {key: stored[key] for key in (*known, *unknown)}
+        return {key: stored[key] for key in (*expected, *unknown)}
 
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None

@@ -182,7 +182,7 @@ def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 
 
 def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
-    """Return the folder with settings and tokenizer of a folder or Hub repository; None if there is none.
+    """Return the folder with settings and tokenizer of a folder or Hub repository; None without.
 
     Files that are not cached are downloaded as in `_hub_folder`.
     """
@@ -293,24 +293,24 @@ def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
             raise IncompatibleModelsError(f"{source}: its configuration has NaN for {key}", hint=hint)
         if isinstance(value, dict):
             _sane(value, source)
-        for what, (most, names) in _MOST.items():
+        for kind, (most, names) in _MOST.items():
             if isinstance(value, int) and value > most and names.search(key):
                 raise IncompatibleModelsError(
-                    f"{source} asks for {value:,} {what} ({key})",
+                    f"{source} asks for {value:,} {kind} ({key})",
                     hint=f"At most {most:,} are built; restore its configuration from the original.",
                 )
     return config
 
 
 def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """Read the configuration file that a loader needs; refuse a source without it, and name what it is instead.
+    """Read the configuration file that a loader needs; refuse a source without it and name its family.
 
     Args:
         source: the folder or Hub id.
         file: the file's name.
         expected: the expected family, for messages.
         offline: True to use only the local cache.
-        hint: what to do.
+        hint: the remedy in messages.
     """
     config = read_config(source, file, offline=offline)
     if config is not None:
@@ -348,7 +348,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
-    """Load the tokenizer of a folder or Hub repository; return None if there is none or its files are damaged.
+    """Load the tokenizer of a folder or Hub repository; return None if it is missing or damaged.
 
     Args:
         source: the folder or Hub id.

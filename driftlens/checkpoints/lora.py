@@ -159,13 +159,15 @@ class LoraSource:
         out. None if an adapted module is missing, or a pattern may match its other name.
         """
         modules = self._pairs()
-        first = min(modules, key=len, default="")
-        ends = [name for name in names if name and (_ends(first, name) or _ends(name, first))]
-        is_other = first not in names and (len(ends) != 1 or any(map(self._config.get, _PATTERNS)))
+        shortest = min(modules, key=len, default="")
+        ends = [name for name in names if name and (_ends(shortest, name) or _ends(name, shortest))]
+        is_other = shortest not in names and (len(ends) != 1 or any(map(self._config.get, _PATTERNS)))
         if is_other:
             return None
         stripped, added = (
-            ("", "") if first in names else (first.removesuffix(ends[0]), ends[0].removesuffix(first))
+            ("", "")
+            if shortest in names
+            else (shortest.removesuffix(ends[0]), ends[0].removesuffix(shortest))
         )
         places = {
             key: f"{added}{key.removeprefix(_WRAPPER).removeprefix(stripped)}"
@@ -176,7 +178,9 @@ class LoraSource:
             return None
         settings = {key: self._config[key] for key in _SETTINGS if self._config.get(key) is not None}
         saved = [
-            each for each in settings.get("modules_to_save", ()) if any(_ends(name, each) for name in names)
+            module_name
+            for module_name in settings.get("modules_to_save", ())
+            if any(_ends(name, module_name) for name in names)
         ]
         settings |= {"target_modules": targets, "modules_to_save": saved or None}
         tensors = {
@@ -220,9 +224,9 @@ class LoraSource:
                 continue
             name = _COPIES.sub(".", key.removeprefix(_WRAPPER))
             there = [
-                known
-                for known in base.headers
-                if known == name or known.endswith(f".{name}") or name.endswith(f".{known}")
+                base_key
+                for base_key in base.headers
+                if base_key == name or base_key.endswith(f".{name}") or name.endswith(f".{base_key}")
             ]
             if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
@@ -232,14 +236,14 @@ class LoraSource:
 
     def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
         """Return, by embedding table, the trained rows and the adapter's key of their new values."""
-        given = self._config.get("trainable_token_indices")
+        indices = self._config.get("trainable_token_indices")
         tables: dict[str, tuple[Sequence[int], str]] = {}
         for key in (key for key in self._adapters.headers if key.endswith(_TOKENS)):
             module = key.removeprefix(_WRAPPER).removesuffix(_TOKENS)
-            by_module = given if isinstance(given, dict) else {module: given}
+            by_module = indices if isinstance(indices, dict) else {module: indices}
             ends = (rows for name, rows in by_module.items() if f".{module}".endswith(f".{name}"))
             numbers, header = next(ends, None), self._adapters.headers[key]
-            reason = f"trainable_token_indices are {str(given)[:80]!r}, and {key!r} is {list(header.shape)}"
+            reason = f"trainable_token_indices are {str(indices)[:80]!r}, and {key!r} is {list(header.shape)}"
             if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
                 raise _refusal(self._folder, reason, _RESTORE)
             table = self._weight_key(f"{module}.weight", (None, *header.shape[1:]))
@@ -305,10 +309,12 @@ class LoraSource:
             if match is None:
                 raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
             parts.setdefault(match["module"].removeprefix(_WRAPPER), {})[match["part"]] = key
-        wanted = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
+        expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         for module, held in parts.items():
-            if held.keys() != wanted:
-                listed, there = (" and ".join(f"lora_{part}" for part in sorted(of)) for of in (wanted, held))
+            if held.keys() != expected:
+                listed, there = (
+                    " and ".join(f"lora_{part}" for part in sorted(kinds)) for kinds in (expected, held)
+                )
                 raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
         self._require_targets(parts)
         return {
@@ -390,8 +396,8 @@ def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
         for pattern in patterns:
             re.compile(pattern)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {str(first['input'])[:80]!r}"
+        detail = error.errors()[0]
+        reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {str(detail['input'])[:80]!r}"
         raise _refusal(folder, reason, _RESTORE) from error
     except (re.error, RecursionError, OverflowError) as error:
         raise _refusal(folder, f"{ADAPTER} holds no pattern: {error}", _RESTORE) from error

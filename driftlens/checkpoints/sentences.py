@@ -50,12 +50,12 @@ def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
 
 def transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
-    first = next(iter(modules_of(folder)), Module("", ""))
-    return folder / first.place if first.kind == "Transformer" else folder
+    leading = next(iter(modules_of(folder)), Module("", ""))
+    return folder / leading.place if leading.kind == "Transformer" else folder
 
 
 def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
-    """Return the folder of sentence-transformers whose transformer is in a folder; None if there is none."""
+    """Return the sentence-transformers folder that contains a transformer; None for other transformers."""
     places = () if transformer is None else (transformer, transformer.parent)
     return next(
         (root for root in places if modules_of(root) and transformer_folder(root) == transformer), None
@@ -130,8 +130,8 @@ def prompts_of(folder: pathlib.Path) -> Prompts:
 
 def require_followed(folder: pathlib.Path) -> None:
     """Refuse a folder in which other modules than a transformer and what reads its features make the sentence."""
-    first, *others = modules_of(folder)
-    other = [first.kind] * (first.kind != "Transformer")
+    leading, *others = modules_of(folder)
+    other = [leading.kind] * (leading.kind != "Transformer")
     other += [module.kind for module in others if module.kind not in _FOLLOWED]
     if other:
         raise IncompatibleModelsError(
@@ -213,7 +213,7 @@ def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
 
 
 def settings_in(place: pathlib.Path) -> dict[str, Any]:
-    """Read the `config.json` of a module; empty if there is none."""
+    """Read the `config.json` of a module; return an empty dict without one."""
     return _object(place / "config.json")
 
 

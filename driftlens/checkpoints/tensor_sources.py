@@ -328,7 +328,7 @@ class Composed:
 
 
 def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
-    """Rename tensors by a mapping new -> old, in its order; other keys are hidden."""
+    """Return a source with other names, by a mapping new -> old in its order; other keys are hidden."""
     for stored in mapping.values():
         require_key(source, stored)
     return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
@@ -438,9 +438,9 @@ def sampled(
     """
     shape, few = source.headers[key].shape, None
     if shape:
-        first, last = rows or (0, shape[0])
-        shape = (last - first, *shape[1:])
-        few = (first, min(last, first + max(1, LOOKED_AT // max(1, math.prod(shape[1:])))))
+        start_row, stop_row = rows or (0, shape[0])
+        shape = (stop_row - start_row, *shape[1:])
+        few = (start_row, min(stop_row, start_row + max(1, LOOKED_AT // max(1, math.prod(shape[1:])))))
     start = source.read(key, few)
     change, scale = change_of(start, other(few), dtype), math.prod(shape) / max(1, start.numel())
     return replace(change, energy=scale * change.energy, start=scale * change.start)
@@ -456,11 +456,11 @@ def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, ro
         dtype: the number type.
         rows: the rows that `value` replaces; all if None.
     """
-    first = 0 if rows is None else rows[0]
+    start_row = 0 if rows is None else rows[0]
     return sampled(
         source,
         key,
-        lambda few: value if few is None else value[few[0] - first : few[1] - first].cpu(),
+        lambda few: value if few is None else value[few[0] - start_row : few[1] - start_row].cpu(),
         dtype,
         rows,
     )

@@ -80,14 +80,14 @@ class Family(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do with it among models of another family or under another loader."""
+        """The remedy if other models have another family or loader."""
         way = route(self.loader)
         alike = "Base, experts and merge have to be of one architecture. "
         return f"{alike}{way[:-1]} if the others have it, too." if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:
-    """Recognize a checkpoint's family by its keys; None if it is unknown."""
+    """Find a checkpoint's family by its keys; None if it is unknown."""
     for fragment, what, loader in _FAMILIES:
         key = next((key for key in keys if fragment in key), None)
         if key is not None:
@@ -117,7 +117,7 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
 
 
 def loader_of(config: Mapping[str, Any]) -> str:
-    """Return the loader for a configuration; empty if there is none."""
+    """Return the loader for a configuration; empty without one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -240,7 +240,7 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
 
 
 def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
-    """Return the remote code of a configuration as `file.Class`; empty if there is none.
+    """Return the remote code of a configuration as `file.Class`; empty without any.
 
     With `needed`, code does not count if transformers itself has the model type and architectures.
     """

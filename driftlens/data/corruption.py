@@ -53,7 +53,7 @@ def written(word: str) -> str:
 
 
 def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
-    """Corrupt the pictures of samples. The noise depends only on seed, kind and sample id.
+    """Return samples whose images are corrupted when read. The noise depends only on seed, kind and sample id.
 
     Args:
         samples: the samples.
@@ -82,7 +82,7 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
 
 
 def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """Corrupt a picture [h, w, 3]; equal seeds and names in `drawn` give equal results on every machine.
+    """Return a corrupted image [h, w, 3]; equal seeds and names give equal results on every machine.
 
     Args:
         picture: the image.
@@ -104,7 +104,7 @@ def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) 
 
 
 def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    """Average along a line from each pixel with half a Gaussian as weights; borders are extended."""
+    """Compute the average along a line from each pixel, with half a Gaussian as weights; borders are extended."""
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
     scale = min(pixels.shape[:2]) / _SIDE
     angle = math.radians(random.uniform(-45, 45))

@@ -110,13 +110,13 @@ def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str)
     from datasets import ClassLabel
 
     columns = rows.column_names
-    asked = (*columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
-    wanted = [column for column in asked if column in columns]
-    feature, plain = rows.features.get(entry.answers), rows.select_columns(list(dict.fromkeys(wanted)))
+    named_columns = (*columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
+    present = [column for column in named_columns if column in columns]
+    feature, plain = rows.features.get(entry.answers), rows.select_columns(list(dict.fromkeys(present)))
     beside = _pictures(entry, rows, entry.pictures, where) if entry.pictures else None
 
     def row(position: int) -> dict[str, Any]:
-        return plain[position] if wanted else {}
+        return plain[position] if present else {}
 
     return text_view(
         entry,

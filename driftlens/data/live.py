@@ -33,7 +33,7 @@ _LABELS = ("labels", "label")
 
 @dataclass(frozen=True)
 class _Part:
-    """A batch: inputs by name (a single tensor under `_ONLY`), labels, and what is left out."""
+    """A batch: inputs by name (a single tensor under `_ONLY`), labels, and the names of dropped entries."""
 
     inputs: Inputs
     labels: tuple[int | str, ...] | None
@@ -83,24 +83,22 @@ def live_samples(
 
     The data set of a shuffling loader is read in its own order. Of iterables of unknown length, the first `n` samples
     are
-    taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this,
-    and
-    what is left out.
+    taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this and
+    all
+    dropped entries.
 
     Args:
         task: with `seed` and `split`, determines the random samples.
         source: a tensor [n, ...]; a torch Dataset or DataLoader; a Hugging Face Dataset; or an iterable of batches. A
-            batch
-            is a tensor, a mapping to tensors, or a tuple of one of these, labels [n] (integers or names) and other
-            values,
-            which are left out. Entries `labels` and `label` of a mapping are labels, never inputs; text is left out.
+            batch is a tensor, a mapping to tensors, or a tuple of one of these, labels [n] (integers or names) and
+            other values, which are dropped. Entries `labels` and `label` of a mapping are labels, never inputs; text
+            is dropped.
         n: number of samples; None keeps all, in their order.
         seed: see `task`.
         split: see `task`.
         batch_size: samples per batch of the result.
         class_names: the rows of the head. Labels match them by name: their own, or the data set's name of their
-            number;
-            other numbers index the rows. None takes the existing names, or the numbers as names.
+            number; other numbers index the rows. None takes the existing names, or the numbers as names.
     """
     where = f"data[{task!r}]"
     opened = _opened(source, batch_size, where)
@@ -112,7 +110,7 @@ def live_samples(
     count, inputs = len(whole), whole.inputs
     if opened.total is None and count == n:
         notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
-    notices += [f"left out of every batch: {what}" for what in sorted(whole.dropped)]
+    notices += [f"left out of every batch: {entry}" for entry in sorted(whole.dropped)]
     labels = None
     if whole.labels is not None:
         labels, remarks = _named(whole.labels, opened.class_names, class_names, where)
@@ -268,11 +266,13 @@ def _in_memory(batches: Sequence[Any], where: str) -> _Source:
     parts = [_parsed(batch, where) for batch in batches]
     ends = list(itertools.accumulate(len(part) for part in parts))
 
-    def at(position: int) -> _Part:
+    def locate(position: int) -> _Part:
         index = bisect.bisect_right(ends, position)
         return parts[index].pick([position - ends[index]])  # counted from the part's end
 
-    return _Source(lambda chosen: iter(parts) if chosen is None else map(at, chosen), sum(map(len, parts)))
+    return _Source(
+        lambda chosen: iter(parts) if chosen is None else map(locate, chosen), sum(map(len, parts))
+    )
 
 
 def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source:
@@ -302,7 +302,7 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
 
 
 def _collated(rows: Sequence[Any], where: str) -> _Part:
-    """Collate rows as torch does, but also sequences of different lengths."""
+    """Join rows as torch does, but pad sequences of different lengths."""
     from torch.utils.data import default_collate
 
     return _together([_parsed(default_collate([row]), where) for row in rows], where)
@@ -319,12 +319,12 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
 
 def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
     """Yield batches up to `n` samples; the first is read twice and compared."""
-    first = next(source.start(positions), None)
-    if first is None:
+    probe = next(source.start(positions), None)
+    if probe is None:
         raise DataError(f"{where}: no batches", hint="Give at least one batch with one sample.")
     left = n
     for index, part in enumerate(source.start(positions)):
-        if index == 0 and not _same(first.inputs, part.inputs):
+        if index == 0 and not _same(probe.inputs, part.inputs):
             raise DataError(
                 f"{where}: the first batch differs when it is drawn again",
                 hint="Every model must see the same samples: no random augmentation, and shuffle=False where "

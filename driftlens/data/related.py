@@ -92,15 +92,15 @@ def related_in(
     """
     from driftlens.config.data import fields_of, filled
 
-    wanted = related_columns(entry)
-    for key, column in wanted.items():
+    related = related_columns(entry)
+    for key, column in related.items():
         require_column(column, columns, key, where(0).rpartition(",")[0])
-    if not wanted:
+    if not related:
         return None
 
     def read(position: int) -> Related:
         values, place = row(position), where(position)
-        shown = {key: _several(values.get(column), column, place) for key, column in wanted.items()}
+        shown = {key: _several(values.get(column), column, place) for key, column in related.items()}
         if "pair" in shown and len(shown["pair"]) != 1:
             raise DataError(f"{place}: {entry.pair!r} is {len(shown['pair'])} texts, expected one")
         if not shown.get("positive", ("",)):
@@ -203,14 +203,14 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Pas
         return _Passages(
             tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
         )
-    asked = {
+    fields = {
         "input": corpus.text,
         "prompt": corpus.prompt,
         "target": corpus.key,
         "test": corpus.split or corpus.file,
     }
-    asked |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
-    own_fields = {name: value for name, value in asked.items() if name in type(entry).model_fields}
+    fields |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
+    own_fields = {name: value for name, value in fields.items() if name in type(entry).model_fields}
     view = open_split(entry.model_copy(update=own_fields), "test", access)
     texts: dict[str, int] = {}
     keys: dict[str, dict[int, None]] = {}

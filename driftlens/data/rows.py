@@ -71,8 +71,8 @@ def text_view(
     """
     from driftlens.config.data import filled
 
-    asked = columns_asked(entry)
-    for name, column in asked.items():
+    prompt_columns = columns_asked(entry)
+    for name, column in prompt_columns.items():
         key = name if name == "input" else "prompt"
         require_column(column, columns, key, where)
     if split == "test" and entry.target is not None:
@@ -90,10 +90,10 @@ def text_view(
 
     def read(position: int) -> Text | Pictured:
         values, place = row(position), f"{where}, {unit} {ids[position]}"
-        fields = {name: _text(values, column, place) for name, column in asked.items()}
+        fields = {name: _text(values, column, place) for name, column in prompt_columns.items()}
         if not any(text.strip() for text in fields.values()):
             raise DataError(
-                f"{place}: nothing is asked, {' and '.join(map(repr, asked.values()))} is empty",
+                f"{place}: nothing is asked, {' and '.join(map(repr, prompt_columns.values()))} is empty",
                 hint="Leave such rows out, or name the column that holds the text as `input`.",
             )
         question = filled(entry.prompt or "{input}", fields)
@@ -155,8 +155,8 @@ def as_texts(
     if reader is not None and entry.prompt is not None:
         reader = replace(reader, lead="")  # the task's own stands in its place
     if reader is not None and entry.chat:
-        asked = reader.chats([reader.message(row) for row in rows])
-        rows = [row._replace(input=question) for question, row in zip(asked, rows, strict=True)]
+        questions = reader.chats([reader.message(row) for row in rows])
+        rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shows = split == "calibration" and not related_columns(entry)
     shown = _shown(task, entry, form, any(have)) if shows else "none"
@@ -300,8 +300,8 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """
     if entry.holds_texts:
         return _open_texts(entry, split)
-    wanted = {"image": entry.paths, "label": entry.label}
-    file, where, origin, _, columns = _rows(entry, split, wanted)
+    column_of = {"image": entry.paths, "label": entry.label}
+    file, where, origin, _, columns = _rows(entry, split, column_of)
     paths = columns[entry.paths]
     _require_there(paths, file.parent, where)
     if twice := [path for path, count in Counter(_places(paths, file.parent)).items() if count > 1]:
@@ -320,13 +320,13 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
 
 
 def _open_texts(entry: TableData, split: Split) -> SplitView:
-    wanted = {
+    column_of = {
         **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
         "target": entry.answers,
         "image": entry.pictures,
         **related_columns(entry),
     }
-    file, where, origin, rows, columns = _rows(entry, split, wanted)
+    file, where, origin, rows, columns = _rows(entry, split, column_of)
 
     def row(position: int) -> dict[str, Any]:
         return {name: values[position] for name, values in columns.items()}

@@ -33,7 +33,7 @@ _parts: ContextVar[int] = ContextVar("batch_parts", default=1)
 
 
 def fitting_batch(size: int) -> int:
-    """Return a batch size, halved as often as memory was insufficient."""
+    """Return a batch size, halved once for every time that memory ran out."""
     return max(1, size // _parts.get())
 
 
@@ -375,8 +375,8 @@ def draw(
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]
-    wanted = len(left) if n == "all" else n
-    if wanted > len(left) or not left:
+    count = len(left) if n == "all" else n
+    if count > len(left) or not left:
         taken = len(view) - len(left)
         also = f", {taken} of which serve calibration" if taken else ""
         hint = f"Ask for at most that many (data.{task}.{COUNT_KEYS[split]}: {len(left)}), or add samples."
@@ -388,7 +388,7 @@ def draw(
         )
     if n == "all":
         return tuple(left)
-    return tuple(left[index] for index in shuffled(len(left), seed, task=task, split=split)[:wanted])
+    return tuple(left[index] for index in shuffled(len(left), seed, task=task, split=split)[:count])
 
 
 def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:

@@ -141,8 +141,8 @@ def open_task_data(
                 read_by = replace(reader, lead=reader.prompts.before("query"))
         return as_texts(samples, rows, rules, read_by, preprocess, compared)
 
-    asked = defaults.views if entry.views is None else entry.views
-    calibration = replace(drawn("calibration"), views=asked)
+    requested_views = defaults.views if entry.views is None else entry.views
+    calibration = replace(drawn("calibration"), views=requested_views)
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
     # it has a split of its own: then overlap is the user's choice, and reported.
     taken = calibration.ids if views["test"].origin == views["calibration"].origin else ()

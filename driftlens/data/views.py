@@ -173,8 +173,8 @@ def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
 
 def _beginning(texts: Sequence[str]) -> str:
     """Return the common beginning of all texts."""
-    first, last = min(texts), max(texts)  # which have the least in common
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    lowest, highest = min(texts), max(texts)  # which have the least in common
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lowest, highest, strict=False))
     return "".join(letter for letter, _ in alike)
 
 
@@ -192,46 +192,49 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
             hint="Take another kind of views, or none.",
         )
     rows = [texts.read(position) for position in range(len(original))]
-    asked = [row.input for row in rows]
+    questions = [row.input for row in rows]
     special = () if texts.reader is None else texts.reader.marks
     kept = re.compile("|".join([*map(re.escape, special), r"(\w+)"]))
-    head = re.sub(r"\w+$", "", _beginning(asked))
-    tail = re.sub(r"^\w+", "", _beginning([text[::-1] for text in asked])[::-1])
-    middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in asked]
+    head = re.sub(r"\w+$", "", _beginning(questions))
+    tail = re.sub(r"^\w+", "", _beginning([text[::-1] for text in questions])[::-1])
+    middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in questions]
     words, ends = list[str](), dict[int, tuple[int, int]]()
-    for position in sorted(range(len(asked)), key=original.identities.__getitem__):
-        between = [match[1] for match in kept.finditer(asked[position][middles[position]]) if match[1]]
+    for position in sorted(range(len(questions)), key=original.identities.__getitem__):
+        between = [match[1] for match in kept.finditer(questions[position][middles[position]]) if match[1]]
         ends[position] = len(words), len(words) + len(between)
         words += between
 
     def copy(place: int) -> Any:
-        position, drawn = place % len(asked), random(place)
-        text, middle, (first, behind) = asked[position], middles[position], ends[position]
-        num_others = len(words) - (behind - first)
+        position, drawn = place % len(questions), random(place)
+        text, middle, (start, behind) = questions[position], middles[position], ends[position]
+        num_others = len(words) - (behind - start)
 
         def word(match: re.Match[str]) -> str:
             if not match[1] or not num_others or drawn.random() >= _REPLACED:
                 return match[0]
             other = int(drawn.integers(num_others))
-            return words[other if other < first else other + behind - first]
+            return words[other if other < start else other + behind - start]
 
         changed = kept.sub(word, text[middle])
         return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])
 
-    rows += [copy(place) for place in range(len(asked), len(every))]
-    anew = len(asked) if texts.shown == "target" else 0
+    rows += [copy(place) for place in range(len(questions), len(every))]
+    anew = len(questions) if texts.shown == "target" else 0
 
     @functools.cache
-    def given() -> list[Any]:
+    def shown_rows() -> list[Any]:
         """Return the rows with the answers that are shown; the data's answers would belong to another question."""
         silent = [row._replace(target="") for row in rows[anew:]]
         if texts.shown != "expert" or texts.answers is None:
             return [*rows[:anew], *silent]
         answers = texts.answers(silent)
-        return [*rows[:anew], *(row._replace(target=of) for row, of in zip(silent, answers, strict=True))]
+        return [
+            *rows[:anew],
+            *(row._replace(target=answer) for row, answer in zip(silent, answers, strict=True)),
+        ]
 
     return replace(
         every,
-        load=lambda positions: read([given()[position] for position in positions]),
+        load=lambda positions: read([shown_rows()[position] for position in positions]),
         texts=replace(texts, read=rows.__getitem__),
     )

@@ -223,8 +223,8 @@ def open_models(
             sources[name] = source
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
-    form, said = _with_a_head(shared, sound, sources), tuple(filter(None, notices))
-    return OpenModels(shared, sound, sources, places, form, said)
+    form, texts = _with_a_head(shared, sound, sources), tuple(filter(None, notices))
+    return OpenModels(shared, sound, sources, places, form, texts)
 
 
 def _with_a_head(
@@ -264,7 +264,13 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
 
 
 def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
-    """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one."""
+    """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one.
+
+    Args:
+        spec: the settings.
+        access: permissions, device and processes.
+        unread: True if no sample will be read.
+    """
     entry = spec.architecture
     load = partial(
         load_architecture,
@@ -297,7 +303,13 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
-    """Build the pool of models after comparing keys, shapes and dtypes; `device` overrides the spec's."""
+    """Build the pool of models after comparing keys, shapes and dtypes.
+
+    Args:
+        spec: the settings.
+        models: the checkpoints.
+        device: overrides the spec's device.
+    """
     place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
     require_dtype(place, dtype)
     # Modules that run as they are bring tensors of their own, such as positions.
@@ -315,7 +327,13 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """Open each task's score map: the spec's, else its expert's classifier. `data` supplies class names."""
+    """Open each task's score map: the spec's, else its expert's classifier.
+
+    Args:
+        spec: the settings.
+        models: the checkpoints.
+        data: class names by task, if the data has any.
+    """
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
@@ -350,12 +368,18 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
 
 
 def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
-    """Return scores of the first tokens of a task's answers, or of the whole vocabulary if two answers share one."""
+    """Return scores of the first tokens of a task's answers, or of the whole vocabulary if two answers share one.
+
+    Args:
+        data: samples with their answers.
+        source: the expert's weights.
+        lm: the language-model head.
+    """
     reader = None if data.test.texts is None else data.test.texts.reader
     assert reader is not None
-    first = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
-    if first and all(first.values()) and len(set(first.values())) == len(first):
-        return LmHead(tuple(first), source, lm, tuple(token for (token,) in first.values()))
+    first_tokens = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
+    if first_tokens and all(first_tokens.values()) and len(set(first_tokens.values())) == len(first_tokens):
+        return LmHead(tuple(first_tokens), source, lm, tuple(token for (token,) in first_tokens.values()))
     tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
     names = [token.translate(_SPACES) for token in tokens]
     size = source.headers[lm.key].shape[0]
@@ -399,7 +423,7 @@ def _named_by_expert(spec: RunSpec, task: str, entry: Head) -> tuple[str, ...] |
 
 
 def _numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
-    """Number the rows of an expert's own classifier; None for other heads."""
+    """Return row numbers as the class names of an expert's classifier; None for other heads."""
     if not _is_own(entry):
         return None
     stored = models.stored[expert_of(task)]
@@ -410,7 +434,13 @@ def _numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names of a head's rows: its own, or the data's; a suite puts them in its own order."""
+    """Return the names of a head's rows: its own, or the data's; a suite's order takes precedence.
+
+    Args:
+        task: the task's name.
+        entry: the spec's head.
+        named: class names of the data.
+    """
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
         return _rows_of(published_task(entry.suite), named)
@@ -484,7 +514,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     """
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
-        kind = next((of.kind for of in spec.data.tasks.values()), "imagefolder")
+        kind = next((source.kind for source in spec.data.tasks.values()), "imagefolder")
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
     if named is None and architecture is not None and architecture.ends_in_classes:
@@ -513,9 +543,9 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     reader, space = texts.reader, " " if texts.answer.startswith(" ") else ""
 
     def _answers(rows: Sequence[Any]) -> list[str]:
-        asked = [*map(reader.asked, rows)]
+        questions = [*map(reader.asked, rows)]
         with pool.loaded(expert_of(samples.task)) as module:
-            generated = generate(module, reader, asked, NEW_TOKENS, batch_size=samples.at_once)
+            generated = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
         return [space + answer if answer else "" for answer in generated]
 
     shown = functools.cache(lambda: samples.answering(_answers(samples.all_texts)))
@@ -526,7 +556,7 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
 def task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """Combine a task's samples with its score map; refuse metrics that the task or the model can't serve.
+    """Build a task's samples with its score map; refuse metrics that the task or the model can't serve.
 
     Args:
         task: the task's name.

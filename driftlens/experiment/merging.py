@@ -192,7 +192,7 @@ def save_merge(
 
 
 class Merged(TensorsSource):
-    """A merged model with its change from the base in its dtype; the change is None without a base."""
+    """A merged model with its change from the base; the change is None without a base."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
         super().__init__(name, tensors)
@@ -448,7 +448,7 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
 
 
 def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
-    """Hide labels, and of texts that are scored the answers, from a method of samples; report every reading."""
+    """Remove labels, and answers of texts that are scored, from the samples of a method; report every read."""
     (entry, settings), total, done = merge, 0, 0
 
     def shown(samples: SampleSet) -> SampleSet:
@@ -472,7 +472,7 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
 
 
 def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Allocate tensors like those of `start` in unlinked files; integers are copied from it."""
+    """Create tensors like those of `start` in unlinked files; integers are copied from it."""
     headers = in_dtype(start, dtype).headers
     tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())
     with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:

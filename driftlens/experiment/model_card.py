@@ -173,7 +173,7 @@ def renew_cards(run: DriftRun) -> None:
 
 
 def escaped(text: str) -> str:
-    """Escape text for Markdown and HTML, on one line."""
+    """Return text escaped for Markdown and HTML, on one line."""
     return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
 
 

@@ -218,14 +218,20 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
     try:
         yield
     except (Cancelled, RunError) as error:
-        if found := how():
+        if way := how():
             before = "" if isinstance(error, Cancelled) else error.hint
-            error.hint = f"{before} What was finished is kept: {found}.".lstrip()
+            error.hint = f"{before} What was finished is kept: {way}.".lstrip()
         raise
 
 
 def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Do work that writes in the main process alone; all processes know the manifest afterwards."""
+    """Run work that writes in the main process alone, then share the manifest with all processes.
+
+    Args:
+        team: the processes.
+        writer: the run's writer.
+        work: writes to the run.
+    """
 
     def _done() -> Manifest:
         work()
@@ -241,7 +247,7 @@ class _NoopWriter(RunWriter):
         super().__init__(folder, manifest, RunLock(folder))
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Leave rows, features, events and progress to the main process."""
+        """Ignore the call; the main process writes rows, features, events and progress."""
 
     append = fill = drop = write_features = event = status = progress = _nothing
 

@@ -277,7 +277,7 @@ def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> li
     start, stop = slot.rows or (0, shape[0])
     width = max(1, torch.Size(shape[1:]).numel())
     stop, step = min(stop, start + max(1, limit // width)), max(1, most // width)
-    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    return [(row, min(row + step, stop)) for row in range(start, stop, step)]
 
 
 def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
